@@ -1,0 +1,51 @@
+# make demo       train a small ResNet on four local workers, plain DDP and DeAR side by side
+# make test       lint, types and every test that is not slow
+# make test-all   the slow tests
+# make docs       the documentation, in docs/_build/html
+#
+# PYTHON      which Python makes the environment:  make test PYTHON=python3.12
+# VENV        where the environment is kept:       make test VENV=/scratch/venv
+# PIP_ARGS    more arguments for pip install:      make demo PIP_ARGS="--extra-index-url URL"
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+BIN := $(VENV)/bin
+
+.PHONY: demo test test-all docs
+
+demo: $(VENV)/.installed-recipes
+	$(BIN)/python recipes/quickstart.py
+
+test: $(VENV)/.installed-test
+	$(BIN)/ruff check
+	$(BIN)/mypy
+	$(BIN)/pytest -m "not slow"
+
+# pytest fails when it selects nothing; that is right as soon as one test is marked slow.
+test-all: $(VENV)/.installed-test
+	@if grep --recursive --quiet --include='*.py' 'mark\.slow' tests; then \
+		echo '$(BIN)/pytest -m slow'; $(BIN)/pytest -m slow; \
+	else \
+		echo 'No test is marked slow: nothing to run.'; \
+	fi
+
+docs: $(VENV)/.installed-docs
+	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html
+
+# One stamp per extra: a second call installs nothing unless the versions changed.
+$(VENV)/.installed-%: setup.cfg pyproject.toml constraints.txt | $(BIN)/pip
+	$(BIN)/pip install $(PIP_ARGS) --constraint constraints.txt --editable '.[$*]'
+	@touch $@
+
+$(BIN)/pip:
+	@command -v $(PYTHON) >/dev/null || { \
+		echo "error: $(PYTHON) not found. Install Python 3.11 or newer, or name one: make PYTHON=/path/to/python3" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "error: the tested versions need Python 3.11 or newer, $(PYTHON) is `$(PYTHON) -V 2>&1`. Name another one: make PYTHON=python3.12" >&2; \
+		exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "error: $(PYTHON) cannot make environments. Install its venv module (Debian, Ubuntu: apt-get install python3-venv)" >&2; \
+		exit 1; }
+	$(PYTHON) -m venv $(VENV)

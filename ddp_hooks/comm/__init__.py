@@ -1,0 +1,45 @@
+"""One way to talk: algorithms as generators, three executors, lanes, accounting and agreement."""
+
+from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic
+from ddp_hooks.comm.agreement import agree
+from ddp_hooks.comm.collectives import (
+    Partition,
+    aligned_bounds,
+    pairwise_exchange,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
+from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
+from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
+from ddp_hooks.comm.failure import LaneError, LaneTimeout
+from ddp_hooks.comm.lanes import Lanes, LaneSettings
+from ddp_hooks.comm.probe import LinkProfile, profile_link
+from ddp_hooks.comm.work import Work
+
+__all__ = [
+    "Algorithm",
+    "AlphaBeta",
+    "FabricError",
+    "LaneError",
+    "LaneSettings",
+    "LaneTimeout",
+    "Lanes",
+    "LinkProfile",
+    "Partition",
+    "RankTraffic",
+    "Recorder",
+    "Recv",
+    "Round",
+    "Send",
+    "Span",
+    "Stall",
+    "Traffic",
+    "Work",
+    "agree",
+    "aligned_bounds",
+    "pairwise_exchange",
+    "profile_link",
+    "ring_all_gather",
+    "ring_reduce_scatter",
+    "run_on_fabric",
+]

@@ -1,0 +1,81 @@
+"""What lanes and waits count: bytes, rounds, busy seconds, stalls, and spans for a timeline."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+
+class Span(NamedTuple):
+    """Something that took time: on ``track``, from ``start_s`` to ``end_s`` of ``time.perf_counter()``."""
+
+    track: str
+    name: str
+    start_s: float
+    end_s: float
+
+
+@dataclass
+class Traffic:
+    """Running totals of one lane, or of several added up."""
+
+    sent_bytes: int = 0
+    received_bytes: int = 0
+    rounds: int = 0
+    busy_s: float = 0.0  # seconds in which the lane had work under way
+
+    def __add__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.sent_bytes + other.sent_bytes,
+            self.received_bytes + other.received_bytes,
+            self.rounds + other.rounds,
+            self.busy_s + other.busy_s,
+        )
+
+    def __sub__(self, other: Traffic) -> Traffic:
+        return Traffic(
+            self.sent_bytes - other.sent_bytes,
+            self.received_bytes - other.received_bytes,
+            self.rounds - other.rounds,
+            self.busy_s - other.busy_s,
+        )
+
+
+@dataclass
+class Recorder:
+    """Collects spans when ``enabled``; threads may add to it at the same time."""
+
+    enabled: bool = False
+    spans: list[Span] = field(default_factory=list)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, track: str, name: str, start_s: float, end_s: float) -> None:
+        if self.enabled:
+            with self._lock:
+                self.spans.append(Span(track, name, start_s, end_s))
+
+    def snapshot(self) -> list[Span]:
+        """The spans so far, in order of their start."""
+        with self._lock:
+            return sorted(self.spans, key=lambda span: span.start_s)
+
+
+@dataclass
+class Stall:
+    """Seconds that the training thread spent waiting for communication, in total."""
+
+    seconds: float = 0.0
+
+    @contextmanager
+    def measure(self, recorder: Recorder, name: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            end_s = time.perf_counter()
+            self.seconds += end_s - start_s
+            recorder.add("wait", name, start_s, end_s)

@@ -1,0 +1,58 @@
+"""Ranks compare notes once: the same settings everywhere, or the same error everywhere.
+
+An error on one rank is a hang on the others, so a check that fails anywhere must raise everywhere, before any group
+is made or gradient touched.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch.distributed as dist
+
+
+def agree(entries: Mapping[str, object], problem: str | None, group: dist.ProcessGroup, subject: str) -> None:
+    """Compare ``entries`` (name -> anything with a stable ``str``) and this rank's ``problem`` over all ranks.
+
+    Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ.
+
+    Raises:
+        ValueError: on every rank, if any rank has a problem or the entries differ; names the first entry that
+            differs, its values, and the ranks on each side.
+    """
+    lines = {name: str(value) for name, value in entries.items()}
+    digest = hashlib.sha256("\n".join(f"{k}={v}" for k, v in lines.items()).encode()).hexdigest()
+    verdicts = _gather((problem, digest), group)
+    problems: dict[str, list[int]] = {}
+    for rank, (found, _) in enumerate(verdicts):
+        if found is not None:
+            problems.setdefault(found, []).append(rank)
+    if problems:
+        texts = [
+            text if len(ranks) == len(verdicts) else f"on ranks {ranks}: {text}"
+            for text, ranks in problems.items()
+        ]
+        raise ValueError("; ".join(texts))
+    if len({digest for _, digest in verdicts}) > 1:
+        raise ValueError(f"{subject} differs between ranks: {first_difference(_gather(lines, group))}")
+
+
+def first_difference(lines_by_rank: list[dict[str, str]]) -> str:
+    """A sentence on the first entry whose value differs, with the ranks that hold each value."""
+    names = list(dict.fromkeys(name for lines in lines_by_rank for name in lines))
+    for name in names:
+        ranks_by_value: dict[str, list[int]] = {}
+        for rank, lines in enumerate(lines_by_rank):
+            ranks_by_value.setdefault(lines.get(name, "(absent)"), []).append(rank)
+        if len(ranks_by_value) > 1:
+            sides = ", ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_by_value.items())
+            return f"{name} is {sides}; make them equal"
+    return "the same entries come in another order"
+
+
+def _gather(item: Any, group: dist.ProcessGroup) -> list[Any]:
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, item, group=group)
+    return gathered

@@ -1,0 +1,106 @@
+"""The names that torch changed between 2.11 and 2.14, and every private seam that this package touches.
+
+Anything here may move with a torch release; nothing outside this module imports a private name.
+"""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """``dist.reduce_scatter_single`` (torch 2.13), ``reduce_scatter_tensor`` before; sums, blocking in stream order."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(output, input, group=group)
+
+
+def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """``dist.all_gather_single`` (torch 2.13), ``all_gather_into_tensor`` before; blocking in stream order."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(output, input, group=group)
+
+
+def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
+    """A further group of the same ranks; collective over them alone."""
+    ranks = dist.get_process_group_ranks(group)
+    created = dist.new_group(
+        ranks,
+        timeout=datetime.timedelta(seconds=timeout_s),
+        backend=backend,
+        use_local_synchronization=len(ranks) != dist.get_world_size(),
+        group_desc=name,
+    )
+    assert isinstance(created, dist.ProcessGroup)
+    return created
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Give a group's connections back, unless the whole of torch.distributed has gone before."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """The backend that ``group`` uses for tensors on ``device``, also where it has one per kind of device."""
+    for entry in dist.get_backend_config(group).split(","):
+        kind, _, backend = entry.rpartition(":")
+        if kind in ("", device.type):
+            return backend
+    return dist.get_backend(group)
+
+
+def default_store() -> Any:
+    """The rendezvous store of the default group."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def queue_engine_callback(function: Any) -> None:
+    """Run ``function`` when the running backward pass ends; only valid inside one."""
+    torch.autograd.Variable._execution_engine.queue_callback(function)
+
+
+def in_backward() -> bool:
+    """Whether this thread is inside of a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def increment_versions(tensors: Iterable[Tensor]) -> None:
+    """Tell autograd that the tensors' values changed, so that graphs built before raise in their backward."""
+    torch.autograd.graph.increment_version(list(tensors))
+
+
+def expects_sparse_gradient(module: torch.nn.Module) -> bool:
+    """Whether DDP will make a sparse bucket for the module's weight (it decides by type and attribute)."""
+    return isinstance(module, torch.nn.Embedding | torch.nn.EmbeddingBag) and module.sparse
+
+
+def ignored_parameter_names(ddp: DistributedDataParallel) -> set[str]:
+    """The parameters that DDP was told to leave alone."""
+    return set(getattr(ddp, "parameters_to_ignore", ()))
+
+
+def uses_mixed_precision(ddp: DistributedDataParallel) -> bool:
+    """Whether DDP casts parameters and gradients by itself, which takes the one slot for communication hooks."""
+    return getattr(ddp, "mixed_precision", None) is not None
+
+
+def optimizes_in_backward(parameter: Tensor) -> bool:
+    """Whether ``_apply_optimizer_in_backward`` was applied to the parameter."""
+    return bool(getattr(parameter, "_in_backward_optimizers", None))
+
+
+def comm_hook_registered(ddp: DistributedDataParallel) -> bool:
+    """Whether the module already has its one communication hook."""
+    return bool(getattr(ddp, "_comm_hooks", []))
+
+
+def delays_all_reduce(ddp: DistributedDataParallel) -> bool:
+    """Whether some parameters were set to bypass communication hooks."""
+    return bool(getattr(ddp, "_delay_all_reduce_params", None))

@@ -1,0 +1,31 @@
+"""The vocabulary of communication algorithms: rounds of sends and receives.
+
+An algorithm is a generator. It yields one round after another and is resumed when the round is complete.
+It knows ranks and tensors, never process groups, so that one piece of code is tested in one process
+(:mod:`~ddp_hooks.comm.fabric`), predicted (the same module, with a clock) and run (:mod:`~ddp_hooks.comm.lanes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import NamedTuple, TypeAlias
+
+from torch import Tensor
+
+
+class Send(NamedTuple):
+    """Send the contiguous ``tensor`` to ``peer``; it must not change until the round is complete."""
+
+    peer: int
+    tensor: Tensor
+
+
+class Recv(NamedTuple):
+    """Receive into the contiguous ``tensor`` from ``peer``; its content is undefined until the round is complete."""
+
+    peer: int
+    tensor: Tensor
+
+
+Round: TypeAlias = list[Send | Recv]
+Algorithm: TypeAlias = Generator[Round, None, None]

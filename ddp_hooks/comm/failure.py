@@ -1,0 +1,78 @@
+"""Who failed first: a note in the rendezvous store that the first witness writes and everybody else reads.
+
+When a worker dies, its neighbours' connections break, they raise and leave, and so break *their* neighbours'
+connections: later witnesses would blame the wrong rank. So a witness writes what it saw before it lets go of
+anything, and a rank that finds such a note reports the note instead of its own broken connection.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+logger = logging.getLogger("ddp_hooks")
+
+
+class LaneError(RuntimeError):
+    """Communication failed; the message names this rank, what was under way, and the rank that failed first."""
+
+
+class LaneTimeout(LaneError):
+    """Communication did not complete in time; the message names what was waited for and who reports no wait."""
+
+
+class Witness:
+    """Writes and reads the first failure, and who waits for what, in the store under ``prefix``."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+        self._store = store
+        self._prefix = f"ddp_hooks/{prefix}"
+        self._rank = rank
+        self._world_size = world_size
+        self._reported = False
+
+    def blame(self, suspect: int) -> str:
+        """Report that the connection to ``suspect`` broke; returns a sentence on who failed first, as far as known."""
+        mine = f"{self._rank}:{suspect}"
+        try:
+            first = self._store.compare_set(f"{self._prefix}/failure", "", mine).decode()
+        except Exception as error:  # whatever a dead store raises; its being dead is the news
+            return (
+                f"the connection to rank {suspect} broke, and the rendezvous store does not answer either "
+                f"({type(error).__name__}), so the process that holds the store (rank 0, or torchrun's agent) "
+                f"probably died first"
+            )
+        return f"rank {suspect} died or closed its connection" if first == mine else _sentence(first)
+
+    def first_failure(self) -> str | None:
+        """What another rank has reported, or None; for ranks whose own connections still stand."""
+        try:
+            if self._store.check([f"{self._prefix}/failure"]):
+                return _sentence(self._store.get(f"{self._prefix}/failure").decode())
+        except Exception as error:  # see blame()
+            return f"the rendezvous store does not answer ({type(error).__name__}): the process that holds it died"
+        return None
+
+    def report_wait(self, description: str) -> str:
+        """Note what this rank waits for; returns a sentence that names the ranks which report no wait."""
+        try:
+            self._store.set(f"{self._prefix}/waiting/{self._rank}", description)
+            others = [rank for rank in range(self._world_size) if rank != self._rank]
+            silent = [r for r in others if not self._store.check([f"{self._prefix}/waiting/{r}"])]
+        except Exception as error:  # a warning must not turn into a failure of its own
+            return f"the rendezvous store does not answer ({type(error).__name__})"
+        self._reported = True
+        if not silent:
+            return "all other ranks report a wait of their own: compare their messages"
+        return f"ranks that report no wait so far, and may be the cause: {silent}"
+
+    def end_wait(self) -> None:
+        """The wait that was reported is over."""
+        if self._reported:
+            self._reported = False
+            self._store.delete_key(f"{self._prefix}/waiting/{self._rank}")
+
+
+def _sentence(note: str) -> str:
+    witness, culprit = note.split(":")
+    return f"rank {culprit} died or closed its connection first (seen by rank {witness})"

@@ -1,0 +1,424 @@
+"""Lanes: ordered streams of communication beside the training thread, each with its own process group.
+
+Every rank submits the same work to the same lane in the same order; nothing else is needed for agreement. On CPU
+backends a lane is a thread that runs ring collectives over point-to-point messages (gloo's own reduce-scatter moves
+an all-reduce); on NCCL it is a stream that runs the native ones.
+
+A thread lane takes one piece of work at a time, cut into slices, and keeps a window of slices under way: while one is
+added, others travel. It waits for the slices in one fixed order, the same on every rank, so that no two ranks can
+wait for each other; between two pieces of work the other lanes keep the link busy.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hooks.comm import compat
+from ddp_hooks.comm.accounting import Recorder, Traffic
+from ddp_hooks.comm.collectives import (
+    Partition,
+    SliceRing,
+    all_gather_slices,
+    reduce_scatter_slices,
+    ring_all_gather,
+)
+from ddp_hooks.comm.exchange import Algorithm, Recv, Round
+from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
+from ddp_hooks.comm.work import StreamWork, ThreadWork, Work
+
+WINDOW = 4  # slices under way per lane, and so slice buffers per lane and dtype
+
+
+@dataclass
+class LaneSettings:
+    """How lanes move data.
+
+    Args:
+        slice_bytes: largest message, and size of a slice buffer.
+        timeout_s: after this long without progress a wait fails.
+        stall_warning_s: after this long a wait is logged, with what it waits for.
+    """
+
+    slice_bytes: int = 1 << 20
+    timeout_s: float = 600.0
+    stall_warning_s: float = 60.0
+
+
+class Lane(Protocol):
+    """One ordered stream of communication."""
+
+    traffic: Traffic
+
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+        """Sum every partition over the ranks, in place: rank r's range ends as the sum, the rest is undefined."""
+
+    def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+        """Copy rank r's range of every partition from rank r to all ranks, in place."""
+
+    def run(self, algorithm: Algorithm, label: str) -> Work:
+        """Run any algorithm."""
+
+    def close(self, farewell_s: float) -> None:
+        """Finish what was submitted, let every rank do the same, and end; wait at most ``farewell_s``."""
+
+
+@dataclass
+class _Submission:
+    work: ThreadWork
+    phase: str
+    slices: Iterable[SliceRing]
+
+
+class _Running:
+    """One slice under way: its generator, the round that it is in, and the backend's handles for that round."""
+
+    def __init__(self, algorithm: Algorithm, tag: int) -> None:
+        self.algorithm = algorithm
+        self.tag = tag
+        self.round_index = -1
+        self.round: Round = []
+        self.handles: list[Any] = []
+
+
+class ThreadLane:
+    """A lane for CPU backends: one thread, one process group, ring collectives over isend and irecv."""
+
+    def __init__(
+        self, index: int, group: dist.ProcessGroup, settings: LaneSettings, witness: Witness, recorder: Recorder
+    ) -> None:
+        self.traffic = Traffic()
+        self._index = index
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+        self._settings = settings
+        self._witness = witness
+        self._recorder = recorder
+        self._error: LaneError | None = None
+        self._doing = "idle"
+        self._num_slices = 0
+        self._scratch: dict[torch.dtype, list[Tensor]] = {}
+        self._submissions: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._serve, name=f"ddp_hooks lane {index}", daemon=True)
+        self._thread.start()
+
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+        slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes)
+        return self._submit("reduce-scatter", slices, label)
+
+    def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+        slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes)
+        return self._submit("all-gather", slices, label)
+
+    def run(self, algorithm: Algorithm, label: str) -> Work:
+        return self._submit("exchange", [SliceRing(lambda scratch: algorithm, 0, torch.uint8)], label)
+
+    def close(self, farewell_s: float) -> None:
+        if not self._thread.is_alive():
+            return
+        if self._error is None and self._world_size > 1:
+            tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self._world_size)]
+            self.run(ring_all_gather(tokens, self._rank), "closing")
+        self._submissions.put(None)
+        self._thread.join(farewell_s)
+
+    def describe(self) -> str:
+        """Where this lane is, for messages."""
+        return f"rank {self._rank}, lane {self._index}: {self._doing}"
+
+    def _submit(self, phase: str, slices: Iterable[SliceRing], label: str) -> Work:
+        settings = self._settings
+        name = f"{phase} of {label}"
+        work = ThreadWork(name, settings.timeout_s, settings.stall_warning_s, self.describe, self._witness)
+        self._submissions.put(_Submission(work, phase, slices))
+        return work
+
+    @torch.no_grad()
+    def _serve(self) -> None:
+        while (submission := self._submissions.get()) is not None:
+            if self._error is None:
+                start_s = time.perf_counter()
+                try:
+                    self._run_slices(submission)
+                except LaneError as error:
+                    self._error = error
+                except Exception as error:  # anything else is ours; it must reach the training thread too
+                    self._error = LaneError(f"{self.describe()} failed: {type(error).__name__}: {error}")
+                    self._error.__cause__ = error
+                end_s = time.perf_counter()
+                self.traffic.busy_s += end_s - start_s
+                self._recorder.add(f"lane {self._index}", submission.work.label, start_s, end_s)
+            self._doing = "idle"
+            submission.work.finish(self._error)
+        self._scratch.clear()
+
+    def _run_slices(self, submission: _Submission) -> None:
+        slices = iter(submission.slices)
+        window: deque[_Running] = deque()
+        self._doing = submission.work.label
+        for slot in range(WINDOW):
+            self._begin_next(slices, window, submission, slot)
+        while window:
+            running = window.popleft()
+            self._wait(running, submission)
+            if self._advance(running):
+                window.append(running)
+            else:
+                self._begin_next(slices, window, submission, running.tag % WINDOW)
+
+    def _begin_next(
+        self, slices: Iterator[SliceRing], window: deque[_Running], submission: _Submission, slot: int
+    ) -> None:
+        """Start the next slice that has anything to send, in the buffer of ``slot``."""
+        for ring in slices:
+            # The slot in the tag keeps the buffers apart; the counter keeps slices of one slot apart on the wire.
+            tag = (self._num_slices * WINDOW + slot) % (1 << 30)
+            self._num_slices += 1
+            running = _Running(ring.start(self._scratch_for(ring, slot)), tag)
+            if self._advance(running):
+                window.append(running)
+                return
+
+    def _advance(self, running: _Running) -> bool:
+        """Post the slice's next round; False when the slice is complete."""
+        next_round = next(running.algorithm, None)
+        if next_round is None:
+            return False
+        running.round_index += 1
+        running.round = next_round
+        running.handles = []
+        for exchange in next_round:
+            post = self._group.recv if isinstance(exchange, Recv) else self._group.send
+            try:
+                running.handles.append(post([exchange.tensor], exchange.peer, running.tag))
+            except RuntimeError as error:
+                raise self._failure(error, exchange.peer, running.round_index) from error
+        return True
+
+    def _wait(self, running: _Running, submission: _Submission) -> None:
+        self.traffic.rounds += 1
+        for exchange, handle in zip(running.round, running.handles, strict=True):
+            received = isinstance(exchange, Recv)
+            direction = "from" if received else "to"
+            self._doing = f"{submission.work.label}, round {running.round_index}, {direction} rank {exchange.peer}"
+            try:
+                handle.wait()
+            except RuntimeError as error:
+                raise self._failure(error, exchange.peer, running.round_index) from error
+            nbytes = exchange.tensor.numel() * exchange.tensor.element_size()
+            if received:
+                self.traffic.received_bytes += nbytes
+            else:
+                self.traffic.sent_bytes += nbytes
+
+    def _failure(self, error: RuntimeError, peer: int, round_index: int) -> LaneError:
+        text = str(error).splitlines()[0]
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            hint = self._witness.report_wait(self.describe())
+            return LaneTimeout(f"{self.describe()} timed out waiting for rank {peer}. {hint} ({text})")
+        return LaneError(f"{self.describe()} failed: {self._witness.blame(peer)} ({text})")
+
+    def _scratch_for(self, ring: SliceRing, slot: int) -> Tensor:
+        buffers = self._scratch.setdefault(ring.dtype, [torch.empty(0, dtype=ring.dtype)] * WINDOW)
+        if buffers[slot].numel() < ring.scratch_numel:
+            buffers[slot] = torch.empty(ring.scratch_numel, dtype=ring.dtype)
+        return buffers[slot]
+
+
+class StreamLane:
+    """A lane for NCCL: one stream, one process group, native collectives in place on equal ranges.
+
+    The few elements that do not divide evenly travel together, in one small all-reduce or broadcast. The stream verbs
+    do nothing on CPU tensors, so that the same code is tested on gloo.
+    """
+
+    def __init__(self, index: int, group: dist.ProcessGroup, device: torch.device, recorder: Recorder) -> None:
+        self.traffic = Traffic()
+        self._index = index
+        self._group = group
+        self._rank = dist.get_rank(group)
+        self._world_size = dist.get_world_size(group)
+        self._device = device
+        self._recorder = recorder
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+        with _StreamOrder(self._stream) as order:  # gradients were written on the current stream
+            for flat, bounds in partitions:
+                body, own = self._body(flat, bounds)
+                if own.numel():
+                    compat.reduce_scatter_single(own, body, self._group)
+            tails = self._tails(partitions)
+            if tails:
+                joined = torch.cat(tails)
+                dist.all_reduce(joined, group=self._group)
+                _split_back(joined, tails)
+        self._count(partitions)
+        return StreamWork(f"reduce-scatter of {label}", order.event, self._device)
+
+    def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+        with _StreamOrder(self._stream) as order:  # parameters were written on the current stream
+            for flat, bounds in partitions:
+                body, own = self._body(flat, bounds)
+                if own.numel():
+                    compat.all_gather_single(body, own, self._group)
+            tails = self._tails(partitions)
+            if tails:
+                joined = torch.cat(tails)
+                last = dist.get_global_rank(self._group, self._world_size - 1)
+                dist.broadcast(joined, src=last, group=self._group)
+                _split_back(joined, tails)
+        self._count(partitions)
+        return StreamWork(f"all-gather of {label}", order.event, self._device)
+
+    def run(self, algorithm: Algorithm, label: str) -> Work:
+        with _StreamOrder(self._stream) as order:
+            for next_round in algorithm:
+                operations = [
+                    dist.P2POp(
+                        dist.irecv if isinstance(exchange, Recv) else dist.isend,
+                        exchange.tensor,
+                        group=self._group,
+                        group_peer=exchange.peer,
+                    )
+                    for exchange in next_round
+                ]
+                for work in dist.batch_isend_irecv(operations) if operations else []:
+                    work.wait()
+        return StreamWork(f"exchange of {label}", order.event, self._device)
+
+    def close(self, farewell_s: float) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()  # nothing may be under way when the user destroys the group
+
+    def _body(self, flat: Tensor, bounds: tuple[int, ...]) -> tuple[Tensor, Tensor]:
+        share = bounds[1] - bounds[0] if self._world_size > 1 else flat.numel()
+        return flat[: share * self._world_size], flat[share * self._rank : share * (self._rank + 1)]
+
+    def _tails(self, partitions: Sequence[Partition]) -> list[Tensor]:
+        if self._world_size == 1:
+            return []
+        tails = [flat[bounds[1] * self._world_size :] for flat, bounds in partitions]
+        return [tail for tail in tails if tail.numel()]
+
+    def _count(self, partitions: Sequence[Partition]) -> None:
+        nbytes = sum(partition.nbytes for partition in partitions)
+        others = self._world_size - 1
+        self.traffic.sent_bytes += nbytes * others // self._world_size
+        self.traffic.received_bytes += nbytes * others // self._world_size
+        self.traffic.rounds += others
+
+
+def _split_back(joined: Tensor, parts: Sequence[Tensor]) -> None:
+    for part, values in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
+        part.copy_(values)
+
+
+class _StreamOrder:
+    """Run on ``stream`` what follows the current stream's work; ``event`` marks the end. Does nothing on CPU."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self._context = torch.cuda.stream(stream) if stream is not None else None
+        self._stream = stream
+        self.event: torch.cuda.Event | None = None
+
+    def __enter__(self) -> _StreamOrder:
+        if self._stream is not None and self._context is not None:
+            self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
+            self._context.__enter__()
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        if self._stream is not None and self._context is not None:
+            self.event = self._stream.record_event()
+            self._context.__exit__(*exception)
+
+
+class Lanes:
+    """A number of lanes over the ranks of one group; work goes to them in turn, the same on every rank.
+
+    Args:
+        group: the ranks; its backend decides the kind of lane. Creating the lanes is collective over it.
+        num_lanes: how many, to begin with.
+        device: where the tensors will be.
+        settings: slices and timeouts.
+        recorder: where lanes note spans, for a timeline.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_lanes: int,
+        device: torch.device,
+        settings: LaneSettings,
+        recorder: Recorder,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self._backend = compat.backend_of(group, device)
+        self.native = self._backend == "nccl"
+        self._device = device
+        self._settings = settings
+        self._recorder = recorder
+        self._witness: Witness | None = None
+        self._lanes: list[Lane] = []
+        self._groups: list[dist.ProcessGroup] = []
+        self._submitted = 0
+        self.grow(num_lanes)
+
+    def grow(self, num_lanes: int) -> None:
+        """Add lanes until there are ``num_lanes``; collective."""
+        while len(self._lanes) < num_lanes:
+            index = len(self._lanes)
+            name = f"ddp_hooks lane {index}"
+            group = compat.new_group_like(self.group, self._backend, self._settings.timeout_s, name)
+            self._groups.append(group)
+            if self.native:
+                self._lanes.append(StreamLane(index, group, self._device, self._recorder))
+                continue
+            if self._witness is None:
+                self._witness = Witness(compat.default_store(), group.group_name, self.rank, self.world_size)
+            self._lanes.append(ThreadLane(index, group, self._settings, self._witness, self._recorder))
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    @property
+    def traffic(self) -> Traffic:
+        """The totals of all lanes."""
+        return sum((lane.traffic for lane in self._lanes), Traffic())
+
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+        """:meth:`Lane.reduce_scatter` on the next lane."""
+        return self._next().reduce_scatter(partitions, label)
+
+    def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+        """:meth:`Lane.all_gather` on the next lane."""
+        return self._next().all_gather(partitions, label)
+
+    def run(self, algorithm: Algorithm, label: str) -> Work:
+        """:meth:`Lane.run` on the next lane."""
+        return self._next().run(algorithm, label)
+
+    def close(self, farewell_s: float = 10.0) -> None:
+        """Finish what was submitted and end the lanes; see :meth:`Lane.close`."""
+        for lane in self._lanes:
+            lane.close(farewell_s)
+        while self._groups:
+            compat.destroy_group(self._groups.pop())
+
+    def _next(self) -> Lane:
+        lane = self._lanes[self._submitted % len(self._lanes)]
+        self._submitted += 1
+        return lane

@@ -1,0 +1,96 @@
+"""What a lane hands back for a submission: something to wait for, on the training thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
+
+logger = logging.getLogger("ddp_hooks")
+
+_POLL_S = 1.0  # how often a wait asks whether another rank has failed
+
+
+class Work(Protocol):
+    """A submitted collective."""
+
+    label: str
+
+    @property
+    def done(self) -> bool:
+        """Whether a wait would return at once."""
+
+    def wait(self) -> None:
+        """Return when the result may be used; raises :class:`LaneError` if the collective failed."""
+
+
+class ThreadWork:
+    """Completed by a lane's thread; failing, it carries the lane's error to the training thread."""
+
+    def __init__(
+        self, label: str, timeout_s: float, stall_warning_s: float, describe: Callable[[], str], witness: Witness
+    ) -> None:
+        self.label = label
+        self._timeout_s = timeout_s
+        self._stall_warning_s = min(stall_warning_s, timeout_s)
+        self._describe = describe
+        self._witness = witness
+        self._finished = threading.Event()
+        self._error: LaneError | None = None
+
+    @property
+    def done(self) -> bool:
+        return self._finished.is_set() and self._error is None
+
+    def finish(self, error: LaneError | None = None) -> None:
+        self._error = error
+        self._finished.set()
+
+    def wait(self) -> None:
+        if not self._finished.is_set():
+            self._wait_with_warning()
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
+
+    def _wait_with_warning(self) -> None:
+        start_s = time.monotonic()
+        warned = False
+        # The backend's own timeout fires first and says more; this one is for a lane that never got to it.
+        give_up_s = self._timeout_s * 1.25 + _POLL_S
+        while not self._finished.wait(_POLL_S):
+            waited_s = time.monotonic() - start_s
+            failure = self._witness.first_failure()  # a rank whose own connections stand hears of it here
+            if failure is not None:
+                raise LaneError(f"{self._describe()} cannot end: {failure}")
+            if waited_s >= self._stall_warning_s and not warned:
+                warned = True
+                hint = self._witness.report_wait(self._describe())
+                logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.label, self._describe(), hint)
+            if waited_s >= give_up_s:
+                hint = self._witness.report_wait(self._describe())
+                raise LaneTimeout(f"waited {waited_s:.0f} s for {self.label}; {self._describe()}. {hint}")
+        if warned and self._error is None:  # a wait that failed stays on record, for ranks that still wait
+            self._witness.end_wait()
+
+
+class StreamWork:
+    """Completed in stream order on an accelerator; waiting makes the current stream wait, not the host."""
+
+    def __init__(self, label: str, event: torch.cuda.Event | None, device: torch.device) -> None:
+        self.label = label
+        self._event = event
+        self._device = device
+
+    @property
+    def done(self) -> bool:
+        return self._event is None  # a stream must always be told to wait, even for an event that has passed
+
+    def wait(self) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -1,0 +1,8 @@
+"""DeAR: all-reduce split into reduce-scatter under backward and all-gather under the next forward."""
+
+from ddp_hooks.dear.config import DearConfig
+from ddp_hooks.dear.hook import dear_hook
+from ddp_hooks.dear.state import DearState
+from ddp_hooks.dear.stats import DearStats
+
+__all__ = ["DearConfig", "DearState", "DearStats", "dear_hook"]

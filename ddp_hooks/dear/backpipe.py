@@ -1,0 +1,94 @@
+"""BackPipe: reduce-scatters under the backward that makes the gradients (DeAR, section III-B).
+
+One :class:`Reduction` is one synchronised backward: the buckets that DDP handed over, the atoms cut from them, and
+the reduce-scatters under way. Sums are formed in DDP's own bucket memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from ddp_hooks.comm import Lanes, Partition, Work
+from ddp_hooks.dear.layout import Atom, Layout
+
+
+class Schedule:
+    """The groups of atoms of a layout that is in force, in the order of the backward."""
+
+    def __init__(self, layout: Layout, groups: Sequence[tuple[int, ...]]) -> None:
+        self.layout = layout
+        self.groups = list(groups)
+
+
+class Reduction:
+    """The reduce-scatters of one backward.
+
+    Args:
+        lanes: where they run.
+        schedule: the groups to form while the buckets are those of the layout in force; None before there is one.
+        cut: cuts a bucket, given by its position and parameters, into atoms.
+        fuse: groups the atoms of a bucket that the layout does not know.
+        label: names a group of atoms for messages.
+    """
+
+    def __init__(
+        self,
+        lanes: Lanes,
+        schedule: Schedule | None,
+        cut: Callable[[int, tuple[int, ...]], list[Atom]],
+        fuse: Callable[[Sequence[Atom]], list[tuple[int, ...]]],
+        label: Callable[[Sequence[Atom]], str],
+    ) -> None:
+        self.buckets: list[tuple[int, ...]] = []
+        self.num_parameters = 0  # in the buckets so far
+        self.atoms: list[Atom] = []
+        self.gradients: list[Tensor] = []  # per atom, (numel,): this rank's range becomes the sum
+        self.used: set[int] = set()  # parameters that took part on any rank; known when the backward has ended
+        self.works: list[tuple[Work, tuple[int, ...]]] = []  # with the atoms that each one reduces
+        self._lanes = lanes
+        self._schedule = schedule
+        self._cut = cut
+        self._fuse = fuse
+        self._label = label
+        self._launched = 0  # atoms that have been handed to a lane
+        self._next_group = 0
+
+    def add_bucket(self, parameters: tuple[int, ...], buffer: Tensor) -> None:
+        """A bucket is ready: launch every group that is now complete."""
+        position = len(self.buckets)
+        self.buckets.append(parameters)
+        self.num_parameters += len(parameters)
+        atoms = self._cut(position, parameters)
+        self.atoms += atoms
+        self.gradients += [buffer[atom.start : atom.start + atom.numel] for atom in atoms]
+        known = self._schedule.layout.buckets if self._schedule is not None else ()
+        if position < len(known) and known[position] == parameters and self._schedule is not None:
+            groups = self._schedule.groups
+            while self._next_group < len(groups) and groups[self._next_group][-1] < len(self.atoms):
+                self._launch(groups[self._next_group])
+                self._next_group += 1
+        else:  # DDP has changed its buckets; until the whole layout is known, every bucket is a layout of its own
+            self._schedule = None
+            self.flush()
+
+    def flush(self) -> None:
+        """Launch what still waits for the rest of its group."""
+        first = self._launched
+        for group in self._fuse(self.atoms[first:]):
+            self._launch(tuple(first + index for index in group))
+
+    def layout(self) -> Layout:
+        """The layout that the buckets of this backward amount to."""
+        return Layout(tuple(self.buckets), tuple(self.atoms))
+
+    def wait(self) -> None:
+        """Return when every reduce-scatter is complete."""
+        for work, _ in self.works:
+            work.wait()
+
+    def _launch(self, group: tuple[int, ...]) -> None:
+        partitions = [Partition(self.gradients[i], self.atoms[i].bounds) for i in group]
+        self.works.append((self._lanes.reduce_scatter(partitions, self._label([self.atoms[i] for i in group])), group))
+        self._launched = group[-1] + 1

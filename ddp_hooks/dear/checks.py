@@ -1,0 +1,159 @@
+"""What cannot be right is refused before anything is changed, with what to do instead."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks.comm import compat
+from ddp_hooks.dear.config import DearConfig
+from ddp_hooks.dear.storage import overlapping
+
+ELEMENTWISE = tuple(
+    getattr(torch.optim, name)
+    for name in (
+        "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
+    )
+)  # fmt: skip
+
+_claimed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
+
+
+def find_problem(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
+) -> str | None:
+    """The first reason why DeAR cannot be right here, with a remedy; None if there is none."""
+    if not isinstance(ddp, DistributedDataParallel):
+        return f"DearState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return (
+            f"DearState needs the torch.optim.Optimizer that steps on the model, got {type(optimizer).__name__}: "
+            f"pass the inner optimizer if it is wrapped"
+        )
+    if not isinstance(config, DearConfig):
+        return f"DearState takes its settings as DearConfig(...), got {type(config).__name__}"
+    return _problem_of_ddp(ddp) or _problem_of_optimizer(ddp, optimizer, config) or _problem_of_parameters(ddp)
+
+
+def claim(ddp: DistributedDataParallel) -> None:
+    """Remember that ``ddp`` has a DearState."""
+    _claimed.add(ddp.module)
+
+
+def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that DDP reduces, by name; shared ones once."""
+    ignored = compat.ignored_parameter_names(ddp)
+    return {
+        name: parameter
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+
+
+def fingerprint(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
+) -> dict[str, object]:
+    """Everything that must be equal on all ranks, by name."""
+    from ddp_hooks import __version__
+
+    entries: dict[str, object] = {
+        "torch version": torch.__version__,
+        "ddp_hooks version": __version__,
+        "DearConfig": config,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+        "optimizer": type(optimizer).__qualname__,
+    }
+    for index, group in enumerate(optimizer.param_groups):
+        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        entries[f"optimizer group {index}"] = f"{len(group['params'])} parameters, {settings}"
+    for name, p in managed_parameters(ddp).items():
+        entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
+    return entries
+
+
+def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
+    if not ddp.gradient_as_bucket_view:
+        return (
+            "DearState reduces gradients in DDP's buckets after backward has returned, but with "
+            "gradient_as_bucket_view=False DDP copies the buckets back meanwhile: pass "
+            "DistributedDataParallel(..., gradient_as_bucket_view=True)"
+        )
+    if compat.uses_mixed_precision(ddp):
+        return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
+    if compat.comm_hook_registered(ddp):
+        return "the DDP module already has a communication hook, and takes only one: wrap the model again"
+    if ddp.module in _claimed:
+        return (
+            "the module already has a DearState, so another optimizer or state would step on the same "
+            "parameters: use one optimizer with several param_groups, or close() the first state"
+        )
+    if compat.delays_all_reduce(ddp):
+        return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
+    for name, module in ddp.module.named_modules():
+        if compat.expects_sparse_gradient(module):
+            return f"{name} makes sparse gradients, which DeAR cannot scatter: construct it with sparse=False"
+    return None
+
+
+def _problem_of_optimizer(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
+) -> str | None:
+    if not (type(optimizer) in ELEMENTWISE or config.assume_elementwise):
+        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+        return (
+            f"{type(optimizer).__name__} is not known to update every element by itself, and would step on shards of "
+            f"parameters: use one of {known}, or DearConfig(assume_elementwise=True) if you know that it does"
+        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    for name, parameter in managed_parameters(ddp).items():
+        if id(parameter) not in held:
+            return (
+                f"{name} is reduced by DDP but not in the optimizer: add it, freeze it with requires_grad_(False) "
+                f"before wrapping, or use one optimizer with several param_groups"
+            )
+    return None
+
+
+def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
+    parameters = managed_parameters(ddp)
+    if not parameters:
+        return "the model has no parameters to train"
+    names, tensors = list(parameters), list(parameters.values())
+    for name, tensor in parameters.items():
+        if compat.optimizes_in_backward(tensor):
+            return f"{name} is updated inside backward by its own optimizer: use a plain optimizer.step()"
+    devices = {tensor.device for tensor in tensors}
+    if len(devices) > 1:
+        return f"the parameters must be on one device, found {sorted(map(str, devices))}"
+    device = next(iter(devices))
+    backend = compat.backend_of(ddp.process_group, device)
+    if device.type != "cpu" and backend != "nccl":
+        return f"parameters on {device.type} need the nccl backend, found {backend}"
+    for name, tensor in parameters.items():
+        if tensor.dtype == torch.float16:
+            return (
+                f"{name} is float16, and sums over ranks could overflow before they are divided: keep parameters in "
+                f"float32 under torch.autocast, or use bfloat16"
+            )
+    shared = overlapping(tensors)
+    if shared is not None:
+        return (
+            f"{names[shared[0]]} and {names[shared[1]]} share memory but are different parameters: tie them by "
+            f"assigning the same Parameter object"
+        )
+    return None
+
+
+def missing_names(names: Sequence[str], seen: set[int]) -> str:
+    """The parameters that are not among ``seen``, shortened for a message."""
+    missing = [name for index, name in enumerate(names) if index not in seen]
+    return ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
+
+
+def release(ddp: DistributedDataParallel) -> None:
+    """Forget that ``ddp`` had a DearState."""
+    _claimed.discard(ddp.module)

@@ -1,0 +1,57 @@
+"""Settings of DeAR, one frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+Fusion: TypeAlias = Literal["size", "layers", "none"]
+
+
+@dataclass(frozen=True)
+class DearConfig:
+    """How DeAR groups, moves and overlaps; what is None is chosen for the link, the same on every rank.
+
+    Args:
+        fusion: which neighbouring atoms travel together. ``"size"``: while their total does not exceed ``fusion_mb``
+            (DeAR, section IV-B); ``"layers"``: ``fusion_layers`` layers at a time; ``"none"``: every atom alone.
+        fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None: an atom's size.
+        fusion_layers: layers per group, for ``"layers"``.
+        atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages.
+        lanes: streams of communication side by side. None: chosen by a short measurement of the link.
+        slice_mb: largest message in MiB; a lane holds four buffers of this size. None: chosen by the same measurement.
+        overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
+            for loops that read parameters outside of any forward.
+        assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
+            on that element's parameter, gradient and state alone.
+        trace: record spans for :meth:`DearState.timeline`.
+        timeout_s: a wait that takes longer fails.
+        stall_warning_s: a wait that takes longer is logged, with what it waits for.
+    """
+
+    fusion: Fusion = "size"
+    fusion_mb: float | None = None
+    fusion_layers: int = 4
+    atom_mb: float | None = None
+    lanes: int | None = None
+    slice_mb: float | None = None
+    overlap_forward: bool = True
+    assume_elementwise: bool = False
+    trace: bool = False
+    timeout_s: float = 600.0
+    stall_warning_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        if self.fusion not in get_args(Fusion):
+            raise ValueError(f"fusion must be one of {get_args(Fusion)}, got {self.fusion!r}")
+        for name in ("fusion_mb", "atom_mb", "slice_mb", "timeout_s", "stall_warning_s"):
+            if getattr(self, name) is not None and not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name in ("fusion_layers", "lanes"):
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+
+
+def mebibytes(amount: float) -> int:
+    """MiB to whole bytes."""
+    return int(amount * (1 << 20))

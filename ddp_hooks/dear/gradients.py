@@ -1,0 +1,158 @@
+"""Who owns a gradient between backward and step, and after it until the next backward.
+
+Reduced gradients live in shards, where ``zero_grad`` on the model cannot reach them, and the model's ``.grad`` means
+nothing. So guards stand in both places (:mod:`~ddp_hooks.dear.guard`). A guard that is still in its place says that the
+gradient behind it is wanted; one that was removed or zeroed says what the user has done to it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.dear.guard import GradientGuard
+from ddp_hooks.dear.shards import Shard, ShardedOptimizer
+
+
+class GradientKeeper:
+    """Puts guards in the place of gradients, and reads from them what became of what they stand for.
+
+    Args:
+        parameters: the parameters that are reduced, in a fixed order.
+        names: their names, for messages.
+        sharded: the optimizer whose shards hold the reduced gradients.
+    """
+
+    def __init__(
+        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], sharded: ShardedOptimizer
+    ) -> None:
+        self._parameters = parameters
+        self._names = names
+        self._sharded = sharded
+        self._guards = [GradientGuard.standing_for(p, name) for p, name in zip(parameters, names, strict=True)]
+        self._kept: list[int] = []  # parameters with gradients of earlier backwards, while DDP prepares a forward
+        self._watch: list[Any] = []  # handles of hooks that notice the next backward
+
+    # -- between backward and step ----------------------------------------------------------------------------------
+
+    def guard_model(self) -> set[int]:
+        """A backward has ended: guard every gradient of the model; returns the parameters that took part."""
+        used = {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
+        for index in used:
+            self._place(index)
+        return used
+
+    def guard_shards(self, used: set[int]) -> None:
+        """Keep what shards have accumulated so far as their base, and let nobody read it until the step."""
+        for shard in self._sharded.shards:
+            index = shard.interval.parameter
+            shard.base = shard.tensor.grad
+            if shard.base is not None or index in used:
+                shard.guard.zeroed = False
+                shard.tensor.grad = shard.guard
+            if shard.base is not None and index not in used:
+                self._place(index)
+
+    def unless_discarded(self, shard: Shard, gradient: Tensor | None) -> Tensor | None:
+        """``gradient``, or what ``zero_grad`` on the model or the optimizer has made of it since the backward."""
+        marks = (self._parameters[shard.interval.parameter].grad, shard.tensor.grad)
+        guards = [mark for mark in marks if isinstance(mark, GradientGuard)]
+        if gradient is None or len(guards) < len(marks):
+            return None
+        if any(guard.zeroed for guard in guards):
+            return torch.zeros_like(gradient)
+        return gradient
+
+    def refuse_unreduced(self) -> None:
+        """Raise if a parameter holds a gradient that no rank has reduced."""
+        for name, parameter in zip(self._names, self._parameters, strict=True):
+            if parameter.grad is not None and not isinstance(parameter.grad, GradientGuard):
+                raise RuntimeError(
+                    f"optimizer.step() met a gradient of {name} that was not reduced: either the last backward ran "
+                    f"under no_sync(), or the hook is missing; call ddp.register_comm_hook(state, dear_hook) after "
+                    f"creating DearState"
+                )
+
+    # -- from one backward to the next ------------------------------------------------------------------------------
+
+    def make_room(self) -> None:
+        """The coming backward writes DDP's buckets and the model's ``.grad``: save shards' gradients, clear guards."""
+        self._unwatch()
+        kept: set[int] = set()
+        for shard in self._sharded.shards:
+            index = shard.interval.parameter
+            gradient = shard.tensor.grad
+            mark = self._parameters[index].grad
+            if gradient is None:
+                continue
+            if isinstance(mark, GradientGuard):
+                shard.tensor.grad = gradient.clone()
+                kept.add(index)
+            else:
+                shard.tensor.grad = None  # model.zero_grad() took the guard away
+        self._kept = sorted(kept)
+        self.clear()
+
+    def guard_kept(self, synchronised: bool) -> None:
+        """Let zero_grad reach kept gradients until the backward begins.
+
+        Called when DDP is about to call the model: before that it may rebuild its buckets, and would copy the guards.
+        """
+        kept, self._kept = self._kept, []
+        if not kept:
+            return
+        for index in kept:
+            # Not _place(): a guard that was zeroed stays so.
+            self._parameters[index].grad = self._guards[index]
+
+        def backward_begins(_: Tensor) -> None:
+            if self._watch:
+                self._unwatch()
+                self._keep_or_discard(kept, synchronised)
+
+        # Any parameter may be the first; a gradient must not be added to a guard.
+        self._watch = [p.register_hook(backward_begins) for p in self._parameters if p.requires_grad]
+
+    def clear(self) -> None:
+        """Remove the model's guards."""
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, GradientGuard):
+                parameter.grad = None
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """The model's side of ``optimizer.zero_grad()``, whose groups hold only shards."""
+        for parameter in self._parameters:
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()
+
+    def _place(self, index: int) -> None:
+        self._guards[index].zeroed = False
+        self._parameters[index].grad = self._guards[index]
+
+    def _unwatch(self) -> None:
+        for handle in self._watch:
+            handle.remove()
+        self._watch = []
+
+    def _keep_or_discard(self, kept: list[int], synchronised: bool) -> None:
+        marks = {index: self._parameters[index].grad for index in kept}
+        for shard in self._sharded.shards:
+            index = shard.interval.parameter
+            if index not in marks or shard.tensor.grad is None:
+                continue
+            mark = marks[index]
+            if not isinstance(mark, GradientGuard):
+                shard.tensor.grad = None
+            elif mark.zeroed:
+                shard.tensor.grad.zero_()
+            elif not synchronised:
+                raise RuntimeError(
+                    f"a backward under no_sync() follows a synchronised one without optimizer.step() or zero_grad() "
+                    f"between them ({self._names[index]}): accumulate under no_sync() first, and synchronise last"
+                )
+        self.clear()

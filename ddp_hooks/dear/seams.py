@@ -1,0 +1,75 @@
+"""Where torch offers no hook: instance methods that are extended or refused, and the end of the process."""
+
+from __future__ import annotations
+
+import atexit
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Undo:
+    """A handle whose ``remove`` runs a function, like torch's."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self.remove = function
+
+
+def extend_zero_grad(optimizer: torch.optim.Optimizer, also: Callable[[bool], None]) -> Undo:
+    """Call ``also(set_to_none)`` before every ``optimizer.zero_grad(set_to_none)``."""
+    # There is no hook for zero_grad; torch's own schedulers wrap step() on the instance in the same way.
+    original = optimizer.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        also(set_to_none)
+        original(set_to_none=set_to_none)
+
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+
+    def undo() -> None:
+        optimizer.__dict__.pop("zero_grad", None)
+
+    return Undo(undo)
+
+
+def at_exit(close: Callable[[], None]) -> Undo:
+    """Call the bound method ``close`` when the process ends, unless an error ends it.
+
+    The last gathers must reach the other ranks before this process goes.
+    """
+    reference = weakref.WeakMethod(close)
+
+    def finish() -> None:
+        alive = reference()
+        if alive is not None and getattr(sys, "last_value", None) is None:
+            alive()
+
+    atexit.register(finish)
+    return Undo(lambda: atexit.unregister(finish))
+
+
+def refuse_state_dict(*_: Any) -> None:
+    """A hook for saving and loading an optimizer that holds shards; raises."""
+    raise RuntimeError(
+        "this rank's optimizer holds a shard of its state, so optimizer.state_dict() would save 1/P of it and "
+        "load_state_dict() could not restore it: saving and resuming the optimizer is not supported with DearState "
+        "yet. Load optimizer state before creating DearState; the model's state_dict() is always complete"
+    )
+
+
+def refuse_step(*_: Any) -> None:
+    """A step hook for an optimizer whose shards are no longer reduced; raises."""
+    raise RuntimeError(
+        "DearState was closed, and this optimizer still holds shards: make a new optimizer over the model's parameters"
+    )
+
+
+def refuse_join(*_: Any, **__: Any) -> Any:
+    """Stands for ``join`` and ``join_hook`` of a DDP module; raises."""
+    raise RuntimeError(
+        "join() cannot work with DearState: a rank that has run out of data makes no forward, in which parameters "
+        "are gathered. Give every rank the same number of batches, for instance DistributedSampler(drop_last=True)"
+    )

@@ -1,0 +1,183 @@
+"""How fast a step can be at best: the bounds of the DeAR paper, and a sharper one that knows the layers.
+
+Pure functions of times in seconds, sizes in bytes and rates in bytes per second. Equation numbers are those
+of the DeAR paper (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
+Pipelining").
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from dataclasses import dataclass
+from typing import NamedTuple
+
+
+def collective_s(num_bytes: float, workers: int, bytes_per_s: float) -> float:
+    """Seconds of a bandwidth-optimal reduce-scatter, or all-gather, of `num_bytes` without latency.
+
+    Every worker sends, and receives, (P-1)/P of the bytes. The paper (Eq. 5) drops the factor, P being 64.
+    """
+    return (workers - 1) / workers * num_bytes / bytes_per_s
+
+
+def dear_bound_s(forward_s: float, backward_s: float, reduce_scatter_s: float, all_gather_s: float) -> float:
+    """Eq. 7: gathers hidden behind the forward pass, reduce-scatters behind the backward pass."""
+    return max(forward_s, all_gather_s) + max(backward_s, reduce_scatter_s)
+
+
+def baseline_bound_s(forward_s: float, backward_s: float, all_reduce_s: float) -> float:
+    """Eq. 8: all-reduces hidden behind the backward pass only, as in DDP."""
+    return forward_s + max(backward_s, all_reduce_s)
+
+
+def max_speedup(compute_s: float, workers: int, collective_s: float) -> float:
+    """Eq. 6 with t_bp = 2 t_ff and t_rs = t_ag: the speedup over one worker that DeAR cannot pass.
+
+    Args:
+        compute_s: t_ff + t_bp.
+        collective_s: t_rs, which is also t_ag.
+    """
+    step_s = dear_bound_s(compute_s / 3, compute_s * 2 / 3, collective_s, collective_s)
+    return workers * compute_s / step_s
+
+
+def compute_from_max_speedup(speedup: float, workers: int, collective_s: float) -> float:
+    """Compute seconds per step (t_ff + t_bp) for which Eq. 6 gives `speedup`: `max_speedup` inverted.
+
+    Where the speedup equals the number of workers, communication is hidden completely and Eq. 6 says only
+    that there is enough compute to hide it: the result is then the smallest such time, a lower bound.
+    """
+    if not 0 < speedup <= workers:
+        raise ValueError(f"speedup must be in (0, {workers}], got {speedup}")
+    if speedup == workers:
+        return 3 * collective_s  # t_ff = t_ag
+    both_exposed_s = 2 * collective_s * speedup / workers
+    if both_exposed_s * 2 / 3 <= collective_s:
+        return both_exposed_s
+    return collective_s / (workers / speedup - 2 / 3)  # only the gathers are longer than their compute
+
+
+class TimedLayer(NamedTuple):
+    """One layer of a step, in execution order."""
+
+    forward_s: float
+    backward_s: float
+    tensors: tuple[int, ...]  # indices of the parameter tensors that this layer reads
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """Compute times and dependencies of one training step. A tied tensor appears in several layers."""
+
+    layers: tuple[TimedLayer, ...]  # execution order
+    tensor_bytes: tuple[int, ...]
+
+    @property
+    def forward_s(self) -> float:
+        return sum(layer.forward_s for layer in self.layers)
+
+    @property
+    def backward_s(self) -> float:
+        return sum(layer.backward_s for layer in self.layers)
+
+    @property
+    def compute_s(self) -> float:
+        return self.forward_s + self.backward_s
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(self.tensor_bytes)
+
+    def first_layer_of(self) -> list[int]:
+        """For every tensor, the first layer that reads it; its gradient is complete when that layer's is."""
+        first = [len(self.layers)] * len(self.tensor_bytes)
+        for index in reversed(range(len(self.layers))):
+            for tensor in self.layers[index].tensors:
+                first[tensor] = index
+        if len(self.layers) in first:
+            unread = first.index(len(self.layers))
+            raise ValueError(f"tensor {unread} is read by no layer; drop it or name its reader")
+        return first
+
+
+def dependency_bound_s(
+    graph: StepGraph, workers: int, bytes_per_s: float, *, gathers_wait_for_step: bool = False
+) -> float:
+    """Seconds per step of the best possible schedule on an ideal link, respecting every dependency.
+
+    The link: one server at `bytes_per_s` in each direction, no latency, no framing, no cost of issuing
+    work; every reduce-scatter and every gather moves (P-1)/P of its tensor through it and may be
+    interrupted at any byte. The optimizer takes no time. The dependencies: no reduce-scatter before its
+    gradient is complete, no gather before its reduce-scatter, no forward of a layer before the gathers of
+    its tensors. With `gathers_wait_for_step` also: no gather before *all* reduce-scatters, since
+    `optimizer.step()` is one call. Without it gathers may start during the backward pass, so that the
+    result can be below Eq. 7, which rules that out.
+
+    All gathers end within the forward pass that needs them, so the link is empty when a backward pass
+    begins: steps do not interact, and the steady-state period is that of one step. Its end is the largest
+    of `gather end + forward time from that layer on`. The best schedule is thus that of one machine with
+    release times and precedence minimising the maximum lateness, which pre-emptive earliest-due-date-first
+    solves exactly. The result is a lower bound for *every* schedule, not the time of one.
+    """
+    first_layer = graph.first_layer_of()
+    transfers_s = [collective_s(num_bytes, workers, bytes_per_s) for num_bytes in graph.tensor_bytes]
+    gradient_ready_s = _gradient_ready_s(graph)
+    remaining_forward_s = _suffix_sums([layer.forward_s for layer in graph.layers])
+    gathered_s = _earliest_due_first(
+        release_s=[gradient_ready_s[layer] for layer in first_layer],
+        transfers_s=transfers_s,
+        due_s=[-remaining_forward_s[layer] for layer in first_layer],
+        gathers_wait_for_step=gathers_wait_for_step,
+    )
+    ends_s = [end + remaining_forward_s[layer] for end, layer in zip(gathered_s, first_layer, strict=True)]
+    return max([graph.compute_s, *ends_s])
+
+
+def _gradient_ready_s(graph: StepGraph) -> list[float]:
+    """Per layer, when its backward is done; backward starts at 0 and runs the layers in reverse."""
+    return _suffix_sums([layer.backward_s for layer in graph.layers])
+
+
+def _suffix_sums(values: list[float]) -> list[float]:
+    return list(itertools.accumulate(reversed(values)))[::-1]
+
+
+def _earliest_due_first(
+    release_s: list[float], transfers_s: list[float], due_s: list[float], gathers_wait_for_step: bool
+) -> list[float]:
+    """When each tensor's gather ends, if the link always serves the most urgent transfer it may.
+
+    A reduce-scatter is as urgent as the gather behind it makes it: due one gather earlier.
+    """
+    arrivals = sorted(range(len(release_s)), key=lambda tensor: release_s[tensor])
+    ready: list[tuple[float, int, bool, float]] = []  # (due, tensor, is_gather, seconds left)
+    held: list[tuple[float, int, bool, float]] = []  # gathers whose step() has not come
+    gathered_s = [0.0] * len(release_s)
+    scatters_left = len(release_s)
+    now_s = 0.0
+    position = 0
+    while position < len(arrivals) or ready:
+        if not ready:
+            now_s = max(now_s, release_s[arrivals[position]])
+        while position < len(arrivals) and release_s[arrivals[position]] <= now_s:
+            tensor = arrivals[position]
+            heapq.heappush(ready, (due_s[tensor] - transfers_s[tensor], tensor, False, transfers_s[tensor]))
+            position += 1
+        due, tensor, is_gather, left_s = heapq.heappop(ready)
+        next_arrival_s = release_s[arrivals[position]] if position < len(arrivals) else float("inf")
+        if now_s + left_s > next_arrival_s:  # interrupted: the arrival may be more urgent
+            heapq.heappush(ready, (due, tensor, is_gather, left_s - (next_arrival_s - now_s)))
+            now_s = next_arrival_s
+            continue
+        now_s += left_s
+        if is_gather:
+            gathered_s[tensor] = now_s
+            continue
+        scatters_left -= 1
+        held.append((due_s[tensor], tensor, True, transfers_s[tensor]))
+        if not gathers_wait_for_step or scatters_left == 0:
+            for gather in held:
+                heapq.heappush(ready, gather)
+            held.clear()
+    return gathered_s

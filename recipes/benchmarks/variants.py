@@ -1,0 +1,171 @@
+"""The ways to train that are compared: plain DDP, DDP with bf16 all-reduce, FSDP2, and DeAR.
+
+A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp2`, `dear`, or `dear` with
+settings of its own, as in `dear:lanes=1,slice_mb=4`.
+"""
+
+# No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
+import ast
+import dataclasses
+import importlib.util
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from recipes.benchmarks.emulation import emulate
+from recipes.benchmarks.workloads import Workload
+
+DDP_BUCKETS_MB = (1, 5, 25, 64)
+DEFAULT_VARIANTS = (*(f"ddp-{mb}mb" for mb in DDP_BUCKETS_MB), "ddp-bf16", "fsdp2", "dear")
+FSDP_BLOCK_BYTES = 25 * 2**20  # DDP's default bucket size
+DEAR_BUCKET_MB = 5  # the smallest that keeps messages large; see docs/dear.md
+
+OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
+
+
+@dataclass
+class Trainee:
+    """A wrapped model with its optimizer, ready to run steps."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    begin_step: Callable[[], None] = lambda: None
+    # Waits for whatever is in flight, gives resources back and returns statistics of the last step.
+    finish: Callable[[], dict[str, float]] = field(default=dict)
+
+
+@dataclass(frozen=True)
+class VariantSpec:
+    """A variant's name, taken apart. `settings` are fields of `DearConfig`."""
+
+    name: str
+    kind: str  # "ddp", "ddp-bf16", "fsdp2" or "dear"
+    bucket_mb: float = 25.0  # DDP's default
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_plain_ddp(self) -> bool:
+        return self.kind == "ddp"
+
+
+def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> VariantSpec:
+    """The variant called `name`; `dear_settings` apply to every DeAR variant and yield to its own."""
+    if match := re.fullmatch(r"ddp-(\d+(?:\.\d+)?)mb", name):
+        return VariantSpec(name, "ddp", float(match[1]))
+    if name in ("ddp-bf16", "fsdp2"):
+        return VariantSpec(name, name)
+    kind, _, own = name.partition(":")
+    if kind == "dear":
+        settings = {**(dear_settings or {}), **parse_settings(own.split(",") if own else [])}
+        return VariantSpec(name, kind, DEAR_BUCKET_MB, settings)
+    raise ValueError(f"variant must be ddp-<size>mb, ddp-bf16, fsdp2, dear or dear:key=value,…, got {name!r}")
+
+
+def parse_settings(pairs: list[str]) -> dict[str, Any]:
+    """`["lanes=3", "fusion=size"]` as `{"lanes": 3, "fusion": "size"}`: Python literals, or else text."""
+    settings: dict[str, Any] = {}
+    for pair in pairs:
+        key, equals, text = pair.partition("=")
+        if not (key and equals):
+            raise ValueError(f"a DeAR setting must read key=value, got {pair!r}")
+        try:
+            settings[key] = ast.literal_eval(text)
+        except (ValueError, SyntaxError):
+            settings[key] = text
+    return settings
+
+
+def why_unavailable(spec: VariantSpec) -> str | None:
+    """Why this variant cannot run here, or None if it can. Wrong settings raise."""
+    if spec.kind != "dear":
+        return None
+    if importlib.util.find_spec("ddp_hooks") is None:
+        return "package ddp_hooks is not installed"
+    try:
+        from ddp_hooks import DearConfig
+    except ImportError as error:
+        return str(error)
+    unknown = set(spec.settings) - {entry.name for entry in dataclasses.fields(DearConfig)}
+    if unknown:
+        raise ValueError(f"{spec.name}: DearConfig has no field {', '.join(sorted(unknown))}")
+    DearConfig(**spec.settings)
+    return None
+
+
+def build(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
+    """Makes the model and wraps it. Every rank calls this at the same time."""
+    if spec.kind == "fsdp2":
+        return _fsdp2(workload, slow, make_optimizer)
+    ddp = DistributedDataParallel(
+        emulate(workload, slow),
+        bucket_cap_mb=spec.bucket_mb,
+        gradient_as_bucket_view=True,
+        init_sync=False,  # every rank made the same weights: spare the slow link
+    )
+    optimizer = make_optimizer(ddp.parameters())
+    if spec.kind == "dear":
+        return _dear(ddp, optimizer, spec.settings)
+    if spec.kind == "ddp-bf16":
+        ddp.register_comm_hook(None, bf16_allreduce)
+    return Trainee(ddp, optimizer)
+
+
+def bf16_allreduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """All-reduces the mean gradient in bfloat16: half the bytes, eight bits of precision.
+
+    torch's `bf16_compress_hook` does the same and is refused, by its name, on gloo.
+    """
+    buffer = bucket.buffer()
+    compressed = buffer.to(torch.bfloat16).div_(dist.get_world_size())
+
+    def decompress(reduced: torch.futures.Future[list[Tensor]]) -> Tensor:
+        return buffer.copy_(reduced.value()[0])
+
+    return dist.all_reduce(compressed, async_op=True).get_future().then(decompress)
+
+
+def _fsdp2(workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
+    """FSDP2 with its stock communication, sharding blocks of about 25 MB and the rest at the root.
+
+    On accelerators FSDP2 prefetches because the host runs ahead of the device. A CPU has no such lead, so
+    every gather is asked for at the start of the step through the public `unshard(async_op=True)`: without
+    it no gather would overlap anything.
+    """
+    # Imported here: it takes a second, which the other variants need not pay.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import FSDPModule, fully_shard
+
+    model = emulate(workload, slow, block_bytes=FSDP_BLOCK_BYTES)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        if isinstance(block, nn.Sequential):
+            fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root first
+
+    def launch_gathers() -> None:
+        for module in sharded:
+            module.unshard(async_op=True)
+
+    return Trainee(model, make_optimizer(model.parameters()), begin_step=launch_gathers)
+
+
+def _dear(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Trainee:
+    from ddp_hooks import DearConfig, DearState, dear_hook
+
+    state = DearState(ddp, optimizer, DearConfig(**settings))
+    ddp.register_comm_hook(state, dear_hook)
+
+    def finish() -> dict[str, float]:
+        state.synchronize()
+        statistics = dataclasses.asdict(state.stats())
+        state.close()
+        return statistics
+
+    return Trainee(ddp, optimizer, finish=finish)

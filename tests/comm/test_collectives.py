@@ -1,0 +1,156 @@
+"""Collectives on the in-process fabric, for any number of ranks and any sizes, against a slow and obvious twin."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddp_hooks.comm import (
+    AlphaBeta,
+    FabricError,
+    Partition,
+    Recv,
+    Send,
+    aligned_bounds,
+    pairwise_exchange,
+    ring_all_gather,
+    ring_reduce_scatter,
+    run_on_fabric,
+)
+from ddp_hooks.comm.collectives import all_gather_slices, reduce_scatter_slices
+
+sizes_of_chunks = st.integers(1, 17).flatmap(lambda p: st.lists(st.integers(0, 9), min_size=p, max_size=p))
+
+
+def chunks_of(sizes: list[int], rank: int, make: Callable[[int, int], Tensor]) -> list[Tensor]:
+    return [make(rank, size) for size in sizes]
+
+
+def whole(rank: int, size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(1000 * rank + size)
+    return torch.randint(-99, 100, (size,), generator=generator).float()
+
+
+@given(sizes_of_chunks)
+@settings(max_examples=150)
+def test_reduce_scatter_sums_in_place(sizes: list[int]) -> None:
+    world_size = len(sizes)
+    chunks = [chunks_of(sizes, rank, whole) for rank in range(world_size)]
+    expected = [torch.stack([chunks[r][c] for r in range(world_size)]).sum(0) for c in range(world_size)]
+    scratch = torch.full((max(sizes),), float("nan"))
+    traffic = run_on_fabric([ring_reduce_scatter(chunks[r], r, scratch.clone()) for r in range(world_size)])
+    for rank in range(world_size):
+        assert torch.equal(chunks[rank][rank], expected[rank])
+        others = sum(sizes) - sizes[rank]
+        assert traffic[rank].sent_bytes == 4 * others, "a ring sends every chunk but its own exactly once"
+        assert traffic[rank].rounds == world_size - 1
+
+
+@given(sizes_of_chunks)
+@settings(max_examples=150)
+def test_all_gather_copies_in_place(sizes: list[int]) -> None:
+    world_size = len(sizes)
+    owned = [whole(rank, sizes[rank]) for rank in range(world_size)]
+    chunks = [
+        [owned[c].clone() if c == r else torch.full((sizes[c],), float("nan")) for c in range(world_size)]
+        for r in range(world_size)
+    ]
+    run_on_fabric([ring_all_gather(chunks[r], r) for r in range(world_size)])
+    for rank in range(world_size):
+        assert all(torch.equal(chunks[rank][c], owned[c]) for c in range(world_size))
+
+
+@given(st.integers(1, 9), st.randoms(use_true_random=False))
+@settings(max_examples=60)
+def test_pairwise_exchange(world_size: int, random: object) -> None:
+    size = [[(3 * a + 5 * b) % 4 for b in range(world_size)] for a in range(world_size)]
+    outgoing = [[torch.full((size[a][b],), 100 * a + b) for b in range(world_size)] for a in range(world_size)]
+    incoming = [[torch.zeros(size[b][a], dtype=torch.long) for b in range(world_size)] for a in range(world_size)]
+    run_on_fabric([pairwise_exchange(outgoing[r], incoming[r], r) for r in range(world_size)])
+    for a in range(world_size):
+        for b in range(world_size):
+            assert a == b or torch.equal(incoming[a][b], outgoing[b][a])
+
+
+@given(
+    st.integers(1, 9), st.lists(st.integers(0, 300), min_size=1, max_size=4), st.integers(1, 200), st.booleans()
+)
+@settings(max_examples=80)
+def test_slices_cover_everything_once(world_size: int, numels: list[int], slice_bytes: int, gather: bool) -> None:
+    """Slicing changes messages, not results: a gather after a scatter of the same partitions is an all-reduce."""
+    partitions = [
+        [Partition(whole(r, numel), aligned_bounds(numel, world_size, 4, 16)) for numel in numels]
+        for r in range(world_size)
+    ]
+    expected = [torch.stack([partitions[r][i].flat for r in range(world_size)]).sum(0) for i in range(len(numels))]
+    for make in (reduce_scatter_slices, all_gather_slices):
+        rings = [list(make(partitions[r], r, slice_bytes)) for r in range(world_size)]
+        assert len({len(ring) for ring in rings}) == 1
+        for i in range(len(rings[0])):
+            assert all(rings[r][i].scratch_numel * 4 <= slice_bytes + 4 for r in range(world_size))
+            run_on_fabric([rings[r][i].start(torch.empty(rings[r][i].scratch_numel)) for r in range(world_size)])
+    for r in range(world_size):
+        assert all(torch.equal(partitions[r][i].flat, expected[i]) for i in range(len(numels)))
+
+
+@given(st.integers(0, 10_000), st.integers(1, 17), st.sampled_from([1, 2, 4, 8]))
+def test_bounds_are_equal_aligned_ranges_and_a_tail(numel: int, world_size: int, element_size: int) -> None:
+    bounds = aligned_bounds(numel, world_size, element_size)
+    lengths = [end - start for start, end in itertools.pairwise(bounds)]
+    assert bounds[0] == 0 and bounds[-1] == numel and len(set(lengths[:-1])) <= 1
+    assert all(length * element_size % 128 == 0 for length in lengths[:-1])
+    assert lengths[-1] >= max(lengths) and lengths[-1] - lengths[0] < world_size * 128
+
+
+def test_clock_follows_the_papers_equations() -> None:
+    """DeAR, Eq. 3: t_rs = (P - 1) (alpha + d / P beta), for both halves."""
+    world_size, numel = 8, 800
+    cost = AlphaBeta(alpha_s=1e-3, beta_s_per_byte=1e-6)
+    chunks = [list(torch.ones(numel).split(numel // world_size)) for _ in range(world_size)]
+    scratch = torch.empty(numel // world_size)
+    expected_s = (world_size - 1) * (1e-3 + numel / world_size * 4e-6)
+    scatter = [ring_reduce_scatter(chunks[r], r, scratch.clone()) for r in range(world_size)]
+    gather = [ring_all_gather(chunks[r], r) for r in range(world_size)]
+    for traffic in (*run_on_fabric(scatter, cost), *run_on_fabric(gather, cost)):
+        assert traffic.clock_s == pytest.approx(expected_s)
+
+
+def test_fabric_names_who_waits() -> None:
+    tensor = torch.zeros(2)
+
+    def waits() -> object:
+        yield [Recv(1, tensor)]
+
+    def ends() -> object:
+        yield []
+
+    with pytest.raises(FabricError, match="rank 0 waits for a message from 1"):
+        run_on_fabric([waits(), ends()])  # type: ignore[list-item]
+
+
+def test_fabric_refuses_sides_that_differ() -> None:
+    def sends() -> object:
+        yield [Send(1, torch.zeros(3))]
+
+    def receives() -> object:
+        yield [Recv(0, torch.zeros(2))]
+
+    with pytest.raises(FabricError, match=r"sent \(3,\).*expected \(2,\)"):
+        run_on_fabric([sends(), receives()])  # type: ignore[list-item]
+
+
+def test_fabric_notices_messages_that_nobody_receives() -> None:
+    def sends() -> object:
+        yield [Send(1, torch.zeros(3))]
+
+    def ends() -> object:
+        yield []
+
+    with pytest.raises(FabricError, match="nobody received"):
+        run_on_fabric([sends(), ends()])  # type: ignore[list-item]

@@ -1,0 +1,185 @@
+"""Lanes between real processes: results, order, accounting, and what happens when a rank dies or stalls.
+
+Prevents: deadlocks between ranks whose lanes are at different places, wrong sums under slicing, silent hangs, and
+errors that blame a bystander.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ddp_hooks.comm import LaneError, Lanes, LaneSettings, LaneTimeout, Partition, Recorder, aligned_bounds
+from ddp_hooks.comm.lanes import WINDOW, StreamLane
+from tests.workers import WorkerFailed, WorkerPools
+
+CPU = torch.device("cpu")
+
+
+def lanes_of(num_lanes: int, timeout_s: float = 20, stall_warning_s: float = 10, slice_bytes: int = 256) -> Lanes:
+    settings = LaneSettings(slice_bytes=slice_bytes, timeout_s=timeout_s, stall_warning_s=stall_warning_s)
+    assert dist.group.WORLD is not None
+    return Lanes(dist.group.WORLD, num_lanes, CPU, settings, Recorder(enabled=True))
+
+
+def whole(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randint(-9, 10, (numel,), generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def scatter_and_gather(rank: int, world_size: int, num_lanes: int, jitter: bool) -> dict[str, Any]:
+    """Many collectives of odd sizes and types on several lanes, submitted at times that differ between ranks."""
+    numels = [0, 1, 5, 64, 1000, 4097, 32 * world_size, 777]
+    dtypes = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
+    lanes = lanes_of(num_lanes)
+    pauses = torch.Generator().manual_seed(rank)
+    submissions = []
+    for repeat in range(6):
+        partitions, expected = [], []
+        dtype = dtypes[repeat % 4]
+        for index, numel in enumerate(numels):
+            values = [whole(numel, 1000 * repeat + 10 * index + r, dtype) for r in range(world_size)]
+            bounds = aligned_bounds(numel, world_size, values[0].element_size())
+            partitions.append(Partition(values[rank].clone(), bounds))
+            expected.append(torch.stack(values).sum(0))
+        if jitter:
+            time.sleep(0.02 * float(torch.rand((), generator=pauses)))
+        scatter = lanes.reduce_scatter(partitions, f"numbers {repeat}")
+        submissions.append((scatter, partitions, expected))
+    for scatter, partitions, expected in submissions:
+        scatter.wait()
+        for (flat, bounds), total in zip(partitions, expected, strict=True):
+            own = slice(bounds[rank], bounds[rank + 1])
+            assert torch.equal(flat[own], total[own])
+    gathers = [lanes.all_gather(partitions, "numbers") for _, partitions, _ in submissions]
+    for gather, (_, partitions, expected) in zip(gathers, submissions, strict=True):
+        gather.wait()
+        assert gather.done
+        assert all(torch.equal(p.flat, total) for p, total in zip(partitions, expected, strict=True))
+    scratch = [len(b) for lane in lanes._lanes for b in lane._scratch.values()]  # type: ignore[attr-defined]
+    traffic = lanes.traffic
+    lanes.close()
+    payload = sum(p.nbytes for _, partitions, _ in submissions for p in partitions)
+    return {"sent": traffic.sent_bytes, "payload": payload, "buffers": scratch, "rounds": traffic.rounds}
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 8])
+@pytest.mark.parametrize("num_lanes", [1, 3])
+def test_results_and_accounting(workers: WorkerPools, world_size: int, num_lanes: int) -> None:
+    pool = workers(world_size)
+    results = pool.run(scatter_and_gather, num_lanes, True)
+    sent = sum(result["sent"] for result in results)
+    # Reduce-scatter and all-gather each move every byte P - 1 times, over all ranks together.
+    assert sent == 2 * (world_size - 1) * results[0]["payload"]
+    assert all(count <= WINDOW for result in results for count in result["buffers"])
+    if world_size > 4:
+        pool.end()  # large pools are used once
+
+
+def native_lane(rank: int, world_size: int) -> None:
+    """The stream lane's native collectives, whose stream verbs do nothing on CPU."""
+    lane = StreamLane(0, dist.group.WORLD, CPU, Recorder())  # type: ignore[arg-type]
+    for numel in (0, 3, 130, 32 * world_size, 1001):
+        values = [whole(numel, 10 * numel + r) for r in range(world_size)]
+        total = torch.stack(values).sum(0)
+        partitions = [Partition(values[rank].clone(), aligned_bounds(numel, world_size, 4)) for _ in range(2)]
+        lane.reduce_scatter(partitions, "numbers").wait()
+        own = slice(partitions[0].bounds[rank], partitions[0].bounds[rank + 1])
+        assert all(torch.equal(p.flat[own], total[own]) for p in partitions)
+        lane.all_gather(partitions, "numbers").wait()
+        assert all(torch.equal(p.flat, total) for p in partitions)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_native_collectives(workers: WorkerPools, world_size: int) -> None:
+    workers(world_size).run(native_lane)
+
+
+def spans(rank: int, world_size: int) -> list[Any]:
+    lanes = lanes_of(2)
+    partition = Partition(whole(500, rank), aligned_bounds(500, world_size, 4))
+    lanes.reduce_scatter([partition], "one").wait()
+    lanes.all_gather([partition], "two").wait()
+    lanes.close()
+    return lanes._lanes[0]._recorder.snapshot()  # type: ignore[attr-defined]
+
+
+def test_timeline_names_lane_and_work(workers: WorkerPools) -> None:
+    for recorded in workers(2).run(spans):
+        named = {(span.track, span.name) for span in recorded}
+        assert ("lane 0", "reduce-scatter of one") in named and ("lane 1", "all-gather of two") in named
+        assert all(span.end_s >= span.start_s for span in recorded)
+
+
+# -- failures -----------------------------------------------------------------------------------------------------
+
+
+def collective_forever(rank: int, world_size: int, victim: int, how: str) -> str:
+    """Collectives until ``victim`` dies or stops; returns what the others are told."""
+    lanes = lanes_of(2, timeout_s=4 if how == "stall" else 20, stall_warning_s=1, slice_bytes=1 << 16)
+    records: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_hooks").addHandler(handler)
+    try:
+        for step in range(10_000):
+            if rank == victim and step == 20:
+                if how == "die":
+                    os.kill(os.getpid(), signal.SIGKILL)
+                time.sleep(8)
+                return "slept"
+            partition = Partition(whole(50_000, step), aligned_bounds(50_000, world_size, 4))
+            lanes.reduce_scatter([partition], f"layer{step}.weight").wait()
+            lanes.all_gather([partition], f"layer{step}.weight").wait()
+    except LaneError as error:
+        kind = "timeout" if isinstance(error, LaneTimeout) else "error"
+        return f"{kind}: {error} | {' '.join(records)}"
+    finally:
+        logging.getLogger("ddp_hooks").removeHandler(handler)
+    return "nobody noticed"
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0), (4, 1), (4, 2)])
+def test_a_death_is_blamed_on_the_one_that_died(workers: WorkerPools, world_size: int, victim: int) -> None:
+    """Rank 0's far neighbour sees the connections of survivors break, and must still name the dead."""
+    pool = workers(world_size)
+    outcomes = pool.outcomes(collective_forever, victim, "die", timeout_s=40)
+    pool.end()
+    assert outcomes[victim][0] == "lost"
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome[0] == "ok" and outcome[1].startswith("error"), outcome
+            assert f"rank {victim} died" in outcome[1] and f"rank {rank}, lane" in outcome[1], outcome
+            assert "layer" in outcome[1] and "round" in outcome[1], outcome
+
+
+def test_a_stall_is_reported_and_then_fails(workers: WorkerPools) -> None:
+    pool = workers(3)
+    outcomes = pool.outcomes(collective_forever, 1, "stall", timeout_s=40)
+    pool.end()
+    for rank in (0, 2):
+        kind, message = outcomes[rank][:2]
+        assert kind == "ok" and not message.startswith("nobody"), outcomes[rank]
+        assert "s for reduce-scatter of layer20.weight" in message, "no warning came before the failure"
+        # The other survivor may be slower to report its own wait, and stand beside the culprit until it has.
+        assert re.search(r"may be the cause: \[(0, )?1(, 2)?\]", message), message
+
+
+def raises_on_one_rank(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise ValueError("on purpose")
+    dist.barrier()
+
+
+def test_the_harness_reports_a_failing_rank(workers: WorkerPools) -> None:
+    pool = workers(2)
+    with pytest.raises(WorkerFailed, match="on purpose"):
+        pool.run(raises_on_one_rank, timeout_s=3)
+    assert not pool.usable

@@ -1,0 +1,73 @@
+"""A worker dies in the middle of training: the others end with an error that names it, on their training thread."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+import pytest
+import torch
+
+from ddp_hooks import LaneError
+from tests.dear.test_refusals import trained
+from tests.dear.twins import whole_batches
+from tests.workers import WorkerPools
+
+
+def train_until_somebody_dies(rank: int, world_size: int, victim: int, phase: str) -> str:
+    ddp, optimizer, _ = trained(rank, world_size)
+    try:
+        for step in range(1000):
+            dying = rank == victim and step == 5
+            optimizer.zero_grad()
+            loss = ddp(*whole_batches(rank, world_size, step))
+            if dying and phase == "before backward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if dying and phase == "in backward":
+                middle = list(ddp.module.parameters())[4]
+                middle.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            loss.backward()
+            if dying and phase == "before step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+            if dying and phase == "while gathering":
+                os.kill(os.getpid(), signal.SIGKILL)
+    except LaneError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+@pytest.mark.parametrize("phase", ["before backward", "in backward", "before step", "while gathering"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), (4, 3)])
+def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int, phase: str) -> None:
+    pool = workers(world_size)
+    outcomes = pool.outcomes(train_until_somebody_dies, victim, phase, timeout_s=40)
+    pool.end()
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome[0] == "ok" and f"rank {victim} died" in outcome[1], outcome
+            assert "layers." in outcome[1], f"does not say what was under way: {outcome[1]}"
+
+
+def raise_in_one_backward(rank: int, world_size: int) -> bool:
+    """An exception half-way through every rank's backward leaves DDP unusable, but nothing hangs."""
+    ddp, optimizer, state = trained(rank, world_size)
+    middle = list(ddp.module.parameters())[4]
+    handle = middle.register_hook(_raise)
+    try:
+        ddp(*whole_batches(rank, world_size, 7)).backward()
+    except ZeroDivisionError:
+        handle.remove()
+    state.close()
+    complete = all(torch.isfinite(parameter).all() for parameter in ddp.module.parameters())
+    return bool(complete) and optimizer is not None
+
+
+def _raise(_: torch.Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_an_exception_in_backward_hangs_nobody(workers: WorkerPools) -> None:
+    pool = workers(2)
+    assert all(pool.run(raise_in_one_backward, timeout_s=30))
+    pool.end()

@@ -1,0 +1,101 @@
+"""Gradients that an optimizer holds before they have arrived: metadata at once, values only when they are there.
+
+Prevents: an optimizer that reads memory in which partial sums still change.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from ddp_hooks.dear.checks import ELEMENTWISE
+from ddp_hooks.dear.pending import PendingGradient
+from tests.dear.test_refusals import trained
+from tests.dear.twins import whole_batches
+from tests.workers import WorkerPools
+
+
+def arriving(values: torch.Tensor) -> tuple[torch.Tensor, PendingGradient, list[str]]:
+    """Memory that holds nonsense until the pending gradient is settled; and a record of settlements."""
+    memory = torch.full_like(values, float("nan"))
+    settled: list[str] = []
+
+    def settle() -> None:
+        settled.append("settled")
+        memory.copy_(values)
+
+    return memory, PendingGradient.of(memory, settle), settled
+
+
+def test_metadata_does_not_wait() -> None:
+    _, pending, settled = arriving(torch.ones(3))
+    parameter = nn.Parameter(torch.zeros(3))
+    parameter.grad = pending
+    gradient = parameter.grad
+    assert gradient.shape == (3,) and gradient.dtype == torch.float32 and not gradient.is_sparse
+    assert gradient.numel() == 3 and not torch.is_complex(gradient) and gradient.device.type == "cpu"
+    assert not settled
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda g: g.sum(),
+        lambda g: g.clone(),
+        lambda g: torch.zeros(3).add_(g, alpha=2),
+        lambda g: torch._foreach_add([torch.zeros(3)], [g])[0],
+        lambda g: torch.zeros(3).lerp_(g, 0.5),
+        lambda g: -g,
+        lambda g: torch.stack([g, g]),
+        lambda g: torch.from_numpy(g.numpy()),
+    ],
+)
+def test_values_wait(use: Any) -> None:
+    _, pending, settled = arriving(torch.ones(3))
+    result = use(pending)
+    assert settled and torch.isfinite(result).all() and type(result) is torch.Tensor
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}], ids=["default", "foreach", "fused"])
+def test_every_known_optimizer_waits(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> None:
+    try:
+        kind([nn.Parameter(torch.ones(3))], **options)
+    except (TypeError, RuntimeError):
+        pytest.skip(f"{kind.__name__} takes no {options}")
+    results = []
+    for pending in (True, False):
+        parameters = [nn.Parameter(torch.linspace(1, 2, n)) for n in (3, 5)]
+        optimizer = kind(parameters, **options)
+        for step in range(3):
+            for parameter in parameters:
+                gradient = torch.linspace(-1, step, parameter.numel())
+                parameter.grad = arriving(gradient)[1] if pending else gradient
+            optimizer.step()
+        results.append(parameters)
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def gradients_seen_by_a_later_hook(rank: int, world_size: int) -> tuple[bool, bool]:
+    ddp, optimizer, state = trained(rank, world_size)
+    kinds: list[type] = []
+
+    def look(chosen: torch.optim.Optimizer, *_: Any) -> None:
+        shards = [p for group in chosen.param_groups for p in group["params"]]
+        kinds.extend(type(p.grad) for p in shards if p.grad is not None)
+
+    optimizer.register_step_pre_hook(look)
+    optimizer.zero_grad()
+    ddp(*whole_batches(rank, world_size, 5)).backward()
+    optimizer.step()
+    shards = [p for group in optimizer.param_groups for p in group["params"]]
+    plain_after = all(type(p.grad) is torch.Tensor for p in shards if p.grad is not None)
+    state.close()
+    return bool(kinds) and all(kind is PendingGradient for kind in kinds), plain_after
+
+
+def test_gradients_are_pending_in_the_step_and_plain_after_it(workers: WorkerPools) -> None:
+    assert workers(2).run(gradients_seen_by_a_later_hook) == [(True, True)] * 2

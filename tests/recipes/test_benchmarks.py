@@ -1,0 +1,465 @@
+"""The DeAR benchmark: bounds that must hold, workloads that must match the paper, a clock that must not lie."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from torch import nn
+
+from recipes.benchmarks import bounds, dear_table2, workloads
+from recipes.benchmarks.bounds import StepGraph, TimedLayer
+from recipes.benchmarks.emulation import SleepClock, emulate
+from recipes.benchmarks.job import Job
+from recipes.benchmarks.report import print_results, write_markdown
+from recipes.benchmarks.results import Report, Result, bounds_of, summarise
+from recipes.benchmarks.variants import build, parse_settings, parse_variant
+from recipes.benchmarks.worker import StepTimes, timed_window, train_step
+
+GBIT = 1e9 / 8  # bytes per second
+
+
+@cache
+def load(name: str) -> workloads.Workload:
+    return workloads.load(name)
+
+
+def graph_of(*layers: tuple[float, float, tuple[int, ...]], num_bytes: tuple[int, ...]) -> StepGraph:
+    return StepGraph(tuple(TimedLayer(*layer) for layer in layers), num_bytes)
+
+
+# Bounds
+
+
+def test_collective_moves_all_but_its_own_part() -> None:
+    assert bounds.collective_s(400, workers=4, bytes_per_s=100) == 3.0
+    assert bounds.collective_s(400, workers=1, bytes_per_s=100) == 0.0
+
+
+@given(forward_s=st.floats(0.01, 10), gather_s=st.floats(0.01, 100))
+def test_gain_over_all_reduce_is_equation_9(forward_s: float, gather_s: float) -> None:
+    baseline = bounds.baseline_bound_s(forward_s, 2 * forward_s, 2 * gather_s)
+    dear = bounds.dear_bound_s(forward_s, 2 * forward_s, gather_s, gather_s)
+    if gather_s <= forward_s:
+        gain = 0.0
+    elif gather_s <= 2 * forward_s:
+        gain = gather_s - forward_s
+    else:
+        gain = forward_s
+    assert baseline - dear == pytest.approx(gain, abs=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("model", "speedup", "million_parameters"),
+    [("resnet50", 61.6, 25.6), ("densenet201", 64, 20.0), ("bert", 25.5, 110.1)],
+)
+def test_compute_times_follow_from_table_2(model: str, speedup: float, million_parameters: float) -> None:
+    half_s = million_parameters * 4e6 / (10 * GBIT)
+    compute_s = bounds.compute_from_max_speedup(speedup, 64, half_s)
+    assert load(model).compute_s == pytest.approx(compute_s, abs=0.0005)
+
+
+@given(compute_s=st.floats(0.01, 10), half_s=st.floats(0.01, 10), workers=st.integers(2, 64))
+def test_equation_6_inverts(compute_s: float, half_s: float, workers: int) -> None:
+    speedup = bounds.max_speedup(compute_s, workers, half_s)
+    found_s = bounds.compute_from_max_speedup(min(speedup, workers), workers, half_s)
+    if speedup < workers * (1 - 1e-9):
+        assert found_s == pytest.approx(compute_s, rel=1e-6)
+    else:  # everything hidden: only a lower bound is known
+        assert found_s <= compute_s * (1 + 1e-6)
+
+
+def test_impossible_speedup_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"\(0, 4\], got 5"):
+        bounds.compute_from_max_speedup(5, 4, 1.0)
+
+
+# Two workers at 1 byte/s: a tensor of 2 n bytes takes n seconds per reduce-scatter or gather.
+@pytest.mark.parametrize(
+    ("graph", "expected_s", "expected_one_step_s"),
+    [
+        # One layer: backward 2, reduce-scatter 3, gather 3, forward 1, all in a row.
+        (graph_of((1, 2, (0,)), num_bytes=(6,)), 9, 9),
+        # Second layer: gradient at 2, scattered by 5, gathered by 8, when the first layer's backward ends.
+        # Then the first layer: scattered by 9, gathered by 10; both forwards by 12.
+        # In one step: the second scattered by 5, the first by 9, gathered by 10 and 13, forwards by 14.
+        (graph_of((1, 6, (0,)), (1, 2, (1,)), num_bytes=(2, 6)), 12, 14),
+        # Compute hides everything but the first layer's own reduce-scatter and gather.
+        (graph_of((5, 5, (0,)), (5, 5, (1,)), num_bytes=(2, 2)), 22, 22),
+        # A tied tensor, read first and last, is complete only after the whole backward.
+        (graph_of((1, 2, (0,)), (1, 2, (0,)), num_bytes=(2,)), 8, 8),
+        # No compute: the link's own time.
+        (graph_of((0, 0, (0,)), (0, 0, (1,)), num_bytes=(4, 8)), 12, 12),
+    ],
+)
+def test_dependency_bound_by_hand(graph: StepGraph, expected_s: float, expected_one_step_s: float) -> None:
+    assert bounds.dependency_bound_s(graph, 2, 1.0) == expected_s
+    assert bounds.dependency_bound_s(graph, 2, 1.0, gathers_wait_for_step=True) == expected_one_step_s
+
+
+small_graphs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 2)), min_size=1, max_size=3).map(
+    lambda layers: graph_of(
+        *((forward, backward, (index,)) for index, (forward, backward, _) in enumerate(layers)),
+        num_bytes=tuple(2 * size for _, _, size in layers),
+    )
+)
+
+
+@given(graph=small_graphs, one_step=st.booleans())
+def test_dependency_bound_equals_exhaustive_search(graph: StepGraph, one_step: bool) -> None:
+    found = bounds.dependency_bound_s(graph, 2, 1.0, gathers_wait_for_step=one_step)
+    assert found == best_of_all_schedules(graph, one_step)
+
+
+def best_of_all_schedules(graph: StepGraph, one_step: bool) -> float:
+    """The obvious twin: tries every way to use every second of the link. Two workers at 1 byte/s, whole seconds."""
+    sizes = [num_bytes // 2 for num_bytes in graph.tensor_bytes]
+    ready_s = [sum(layer.backward_s for layer in graph.layers[index:]) for index in range(len(sizes))]
+    remaining_s = [sum(layer.forward_s for layer in graph.layers[index:]) for index in range(len(sizes))]
+
+    @cache
+    def best(now_s: int, scatters: tuple[int, ...], gathers: tuple[int, ...]) -> float:
+        if not any(gathers):
+            return graph.compute_s
+        ends = [float("inf")]
+        idle = True
+        for tensor in range(len(sizes)):
+            if scatters[tensor] and ready_s[tensor] <= now_s:
+                idle = False
+                ends.append(best(now_s + 1, minus_one(scatters, tensor), gathers))
+            elif gathers[tensor] and not (any(scatters) if one_step else scatters[tensor]):
+                idle = False
+                left = minus_one(gathers, tensor)
+                end_s = 0 if left[tensor] else now_s + 1 + remaining_s[tensor]
+                ends.append(max(end_s, best(now_s + 1, scatters, left)))
+        return best(now_s + 1, scatters, gathers) if idle else min(ends)
+
+    return best(0, tuple(sizes), tuple(sizes))
+
+
+def minus_one(values: tuple[int, ...], index: int) -> tuple[int, ...]:
+    return (*values[:index], values[index] - 1, *values[index + 1 :])
+
+
+@pytest.mark.parametrize("model", workloads.NAMES)
+@pytest.mark.parametrize("bytes_per_s", [0.1 * GBIT, GBIT, 10 * GBIT])
+def test_bounds_are_ordered(model: str, bytes_per_s: float) -> None:
+    graph = load(model).step_graph(slow=4)
+    link_s = 2 * bounds.collective_s(graph.num_bytes, 4, bytes_per_s)
+    any_schedule = bounds.dependency_bound_s(graph, 4, bytes_per_s)
+    one_step = bounds.dependency_bound_s(graph, 4, bytes_per_s, gathers_wait_for_step=True)
+    eq7 = bounds.dear_bound_s(graph.forward_s, graph.backward_s, link_s / 2, link_s / 2)
+    assert max(link_s, graph.compute_s) <= any_schedule + 1e-9
+    assert any_schedule <= one_step + 1e-9
+    assert eq7 <= one_step + 1e-9
+    assert one_step <= link_s + graph.compute_s + 1e-9
+
+
+@pytest.mark.parametrize("model", workloads.NAMES)
+def test_infinite_network_leaves_compute(model: str) -> None:
+    workload = load(model)
+    found = bounds.dependency_bound_s(workload.step_graph(slow=3), 4, float("inf"))
+    assert found == pytest.approx(3 * workload.compute_s)
+
+
+def test_resnet50_at_1_gbit_is_bound_by_its_link() -> None:
+    found = bounds_of(load("resnet50"), slow=4, workers=4, link=GBIT, goodput=0.95 * GBIT)
+    assert found.dependency == pytest.approx(1.23, abs=0.005)
+    assert found.eq7 == pytest.approx(1.23, abs=0.005)
+    assert found.dependency_goodput > found.dependency
+
+
+def test_unread_tensor_is_refused() -> None:
+    with pytest.raises(ValueError, match="tensor 1 is read by no layer"):
+        bounds.dependency_bound_s(graph_of((1, 2, (0,)), num_bytes=(4, 4)), 2, 1.0)
+
+
+# Workloads
+
+
+@pytest.mark.parametrize(
+    ("model", "num_layers", "num_tensors", "megabytes"),
+    [("resnet50", 107, 161, 102.2), ("densenet201", 402, 604, 80.1), ("bert", 105, 206, 440.4)],
+)
+def test_models_match_table_1(model: str, num_layers: int, num_tensors: int, megabytes: float) -> None:
+    workload = load(model)
+    assert (len(workload.layers), workload.num_tensors) == (num_layers, num_tensors)
+    assert workload.num_bytes / 1e6 == pytest.approx(megabytes, abs=0.05)
+
+
+@pytest.mark.parametrize("model", workloads.NAMES)
+def test_layer_times_make_up_the_step(model: str) -> None:
+    workload = load(model)
+    times = workload.layer_times_s(slow=2)
+    assert sum(map(sum, times)) == pytest.approx(2 * workload.compute_s)
+    assert all(backward == pytest.approx(2 * forward) and forward > 0 for forward, backward in times)
+
+
+def test_bert_reads_its_word_embedding_first_and_last() -> None:
+    workload = load("bert")
+    word_embedding = "bert.embeddings.word_embeddings.weight"
+    assert workload.layers[0].owned[0].name == word_embedding
+    (decoder,) = (layer for layer in workload.layers if layer.tied)
+    assert (decoder.name, decoder.tied) == ("cls.predictions.decoder", (word_embedding,))
+    assert workload.step_graph(slow=1).first_layer_of()[0] == 0
+
+
+def test_layers_come_in_execution_order() -> None:
+    class Reversed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(4, 2)
+            self.first = nn.Linear(8, 4, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x))
+
+    first, last = workloads.trace(Reversed(), lambda model: model(torch.empty(1, 8)))
+    assert (first.name, last.name) == ("first", "last")
+    assert first.forward_flops == 2 * 8 * 4 + workloads.ELEMENTWISE_FLOPS * 4
+    assert [spec.shape for spec in last.owned] == [(2, 4), (2,)]
+
+
+def test_a_model_whose_parameter_never_runs_is_refused() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    with pytest.raises(ValueError, match=r"no leaf module ran with \['1.bias', '1.weight'\]"):
+        workloads.trace(model, lambda model: model[0](torch.empty(1, 2)))  # type: ignore[index]
+
+
+def test_job_survives_its_file(tmp_path: Path) -> None:
+    job = Job(load("bert"), 10.0, ("ddp-25mb", "dear"), dear_settings={"lanes": 2})
+    job.save(tmp_path / "job.json")
+    assert Job.load(tmp_path / "job.json") == job
+
+
+# Emulated compute
+
+
+class FakeTime:
+    """A clock on which every sleep lasts 30% longer than asked for."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+
+    def read(self) -> float:
+        return self.now_s
+
+    def sleep(self, duration_s: float) -> None:
+        self.now_s += 1.3 * duration_s
+
+
+def test_sleeps_keep_to_the_schedule() -> None:
+    time = FakeTime()
+    clock = SleepClock(time.read, time.sleep)
+    for count in range(1, 101):
+        clock.sleep(0.01)
+        assert time.now_s >= count * 0.01 - 1e-12
+    assert time.now_s == pytest.approx(1.0, abs=0.004)
+
+
+def test_time_lost_elsewhere_is_not_caught_up() -> None:
+    time = FakeTime()
+    clock = SleepClock(time.read, time.sleep)
+    clock.sleep(0.01)
+    time.now_s += 5.0  # waiting for communication
+    clock.sleep(1.0)
+    assert time.now_s >= 5.0 + 1.01
+
+
+def test_emulated_model_has_the_real_parameters_in_execution_order() -> None:
+    model = emulate(load("bert"), slow=0)
+    expected = [spec.shape for layer in load("bert").layers for spec in layer.owned]
+    assert [tuple(parameter.shape) for parameter in model.parameters()] == expected
+    model(torch.ones(1)).sum().backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+def test_tied_gradient_comes_last() -> None:
+    arrived = []
+    model = emulate(load("bert"), slow=0)
+    for name, parameter in model.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: arrived.append(name))
+    model(torch.ones(1)).sum().backward()
+    assert arrived[-1] == "0.weight"
+    assert len(arrived) == load("bert").num_tensors
+
+
+def test_blocks_leave_tied_layers_outside() -> None:
+    workload = load("bert")
+    model = emulate(workload, slow=0, block_bytes=25 * 2**20)
+    blocks = [child for child in model if isinstance(child, nn.Sequential)]
+    assert sum(len(block) for block in blocks) == len(workload.layers) - 2
+    assert len(blocks) > 8
+    assert sum(parameter.numel() * 4 for parameter in model.parameters()) == workload.num_bytes
+
+
+# Variants, on one rank: what they do to the weights, and how often they step
+
+
+@pytest.fixture
+def single_rank(tmp_path: Path) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+SGD = partial(torch.optim.SGD, lr=1.0, momentum=0.9)
+
+
+def test_variants_train_alike(single_rank: None) -> None:
+    def weights_after_three_steps(name: str) -> list[torch.Tensor]:
+        trainee = build(parse_variant(name), load("tiny"), 0.0, SGD)
+        for _ in range(3):
+            train_step(trainee, StepTimes())
+        trainee.finish()
+        whole = [
+            getattr(weight, "full_tensor", lambda weight=weight: weight)() for weight in trainee.model.parameters()
+        ]
+        return [weight.detach().clone() for weight in whole]
+
+    expected = [torch.full(spec.shape, 0.01) for layer in load("tiny").layers for spec in layer.owned]
+    moved = 1e-3 * (1 + 1.9 + 2.71)
+    for name in ("ddp-25mb", "ddp-bf16", "fsdp2", "dear"):
+        for found, start in zip(weights_after_three_steps(name), expected, strict=True):
+            torch.testing.assert_close(found, start - moved, rtol=4e-3, atol=0)  # 4e-3: bf16
+
+
+def test_window_holds_exactly_the_timed_steps(single_rank: None) -> None:
+    trainee = build(parse_variant("ddp-25mb"), load("tiny"), 0.1, SGD)
+    steps: list[None] = []
+    trainee.optimizer.register_step_post_hook(lambda *_: steps.append(None))
+    window = timed_window(trainee, warmup_steps=2, timed_steps=3)
+    assert len(steps) == 2 + 1 + 3  # one between the barrier and the clock
+    assert window.step_s >= 0.1 * load("tiny").compute_s
+    assert window.step_s == pytest.approx(window.forward_s + window.backward_s + window.optimizer_s, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "bucket_mb"),
+    [("ddp-2.5mb", "ddp", 2.5), ("ddp-bf16", "ddp-bf16", 25), ("fsdp2", "fsdp2", 25), ("dear", "dear", 5)],
+)
+def test_variant_names(name: str, kind: str, bucket_mb: float) -> None:
+    spec = parse_variant(name)
+    assert (spec.kind, spec.bucket_mb, spec.is_plain_ddp) == (kind, bucket_mb, kind == "ddp")
+
+
+def test_dear_settings_of_a_variant_win_over_common_ones() -> None:
+    spec = parse_variant("dear:lanes=1,fusion=layers", {"lanes": 3, "slice_mb": 4})
+    assert spec.settings == {"lanes": 1, "slice_mb": 4, "fusion": "layers"}
+
+
+@pytest.mark.parametrize("name", ["ddp", "ddp-mb", "fsdp", "dears", "dear:lanes"])
+def test_unknown_variant_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"variant must be|key=value"):
+        parse_variant(name)
+
+
+def test_settings_are_numbers_or_text() -> None:
+    assert parse_settings(["lanes=3", "slice_mb=0.5", "fusion=size", "trace=True"]) == {
+        "lanes": 3,
+        "slice_mb": 0.5,
+        "fusion": "size",
+        "trace": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--slow", "1", "2"], "one factor or one per model"),
+        (["--rate", "fast"], "rate must"),
+        (["--variants", "horovod"], "variant must be"),
+        (["--variants", "dear", "--dear", "lane=3"], "no field lane"),
+        (["--variants", "dear", "--dear", "lanes=0"], "lanes must be >= 1"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_runs(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        dear_table2.main(arguments)
+    assert message in capsys.readouterr().err
+
+
+# Results
+
+
+def window(step_s: float) -> dict[str, float]:
+    return {"step_s": step_s, "forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.0, "cpu_s": 1.0}
+
+
+def made_up_result() -> Result:
+    windows = {
+        "ddp-1mb": [window(1.3), window(1.2), window(1.6)],
+        "ddp-25mb": [window(1.5)] * 3,
+        "ddp-bf16": [window(0.7)] * 3,
+        "dear": [window(0.9), window(1.0), window(1.1)],
+    }
+    limits = bounds_of(load("tiny"), 1, 4, GBIT, 0.9 * GBIT)
+    return Result(
+        model="tiny",
+        workers=4,
+        rate="1gbit",
+        slow=1.0,
+        steps=5,
+        rounds=3,
+        num_layers=4,
+        num_tensors=8,
+        parameter_bytes=1000,
+        compute_s=0.3,
+        link_bytes_per_s=GBIT,
+        goodput_bytes_per_s=0.9 * GBIT,
+        bounds=limits,
+        variants=summarise(windows, compute_s=0.3, bound_s=0.8),
+        unavailable={"fsdp2": "not today"},
+        windows=windows,
+        details={},
+    )
+
+
+def test_summary_compares_with_the_best_plain_ddp() -> None:
+    dear = made_up_result().variants["dear"]
+    assert (dear.step_s, dear.fastest_s, dear.slowest_s) == (1.0, 0.9, 1.1)
+    assert dear.speedup == pytest.approx(1.3)  # not over bf16's 0.7, nor a lucky 1.2
+    assert dear.over_bound == pytest.approx(1.25)
+    assert dear.exposed_s == pytest.approx(0.7)
+
+
+def test_report_is_saved_shown_and_rendered(tmp_path: Path) -> None:
+    report = Report("python -m recipes.benchmarks.dear_table2", "today", {"torch": "2"}, [made_up_result()])
+    dear_table2.save(report, tmp_path)
+    assert Report.load(tmp_path / "dear_table2.json") == report
+    assert (tmp_path / "dear_table2.png").stat().st_size > 10_000
+
+    write_markdown([report], tmp_path / "page.md")
+    page = (tmp_path / "page.md").read_text()
+    for expected in ("(page.png)", "| dear | 1.000 | 0.900–1.100 | 1.300 | 1.250 |", "not today", report.command):
+        assert expected in page
+
+    console = Console(width=80, record=True, file=(tmp_path / "table.txt").open("w"))
+    print_results(report.results, console)
+    shown = console.export_text()
+    assert "dependency-aware bound" in shown
+    assert "…" not in shown.replace("… one optimizer step", "")  # nothing was cut off
+
+
+def test_quick_run_on_loopback(tmp_path: Path) -> None:
+    """Real workers, every kind of variant: exits well and writes what it promises."""
+    variants = ["ddp-25mb", "ddp-bf16", "fsdp2", "dear:lanes=2"]
+    dear_table2.main(["--quick", "--loopback", "--variants", *variants, "--output", str(tmp_path)])
+    (result,) = json.loads((tmp_path / "dear_table2.json").read_text())["results"]
+    assert list(result["variants"]) == variants
+    assert result["rate"] is None
+    for measured in result["variants"].values():
+        assert measured["step_s"] >= result["compute_s"]
+        assert measured["cpu_s"] > 0
+    # Two workers: half of every reduce-scatter and half of every gather.
+    assert result["details"]["dear:lanes=2"]["sent_bytes"] == pytest.approx(result["parameter_bytes"], rel=0.1)

@@ -1,0 +1,230 @@
+"""The BERT recipe: the same tokens, batches and losses in every run, whatever the hook."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from itertools import islice
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import BertForMaskedLM, PreTrainedTokenizerFast
+
+from recipes import bert_mlm
+from tests.workers import WorkerPools
+
+TINY = [
+    *["--steps=20", "--batch-size=4", "--lr=0.01"],
+    *["--block-length=32", "--vocab-size=500", "--hidden-size=32", "--layers=1", "--heads=2"],
+]
+
+
+@pytest.fixture(scope="module")
+def texts() -> list[str]:
+    return bert_mlm.python_documentation()
+
+
+@pytest.fixture(scope="module")
+def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
+    trained = bert_mlm.train_tokenizer(texts, vocab_size=1000)
+    return PreTrainedTokenizerFast(tokenizer_object=trained, **bert_mlm.SPECIAL_TOKENS)
+
+
+@pytest.fixture(scope="module")
+def blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
+    return bert_mlm.cut_into_blocks(texts, tokenizer, block_length=32)
+
+
+def read(*arguments: str) -> list[str]:
+    return bert_mlm.read_texts(bert_mlm.parse_arguments(arguments))
+
+
+# Text and tokens ----------------------------------------------------------------------------------------
+
+
+def test_documentation_is_real_text() -> None:
+    texts = read()
+    assert sum(len(text) for text in texts) > 100_000
+    assert any("for_stmt" in text for text in texts)
+
+
+def test_text_files_replace_the_documentation(tmp_path: Path) -> None:
+    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
+    first.write_text("Once upon a time", encoding="utf-8")
+    second.write_text("there was a gradient", encoding="utf-8")
+    assert read("--text", str(first), str(second)) == ["Once upon a time", "there was a gradient"]
+
+
+def test_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"nowhere\.txt.*--text expects"):
+        read("--text", str(tmp_path / "nowhere.txt"))
+
+
+def test_empty_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match="found only empty documents"):
+        read("--text", str(tmp_path / "empty.txt"))
+
+
+def test_unreachable_dataset_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*args: object, **kwargs: object) -> None:
+        raise ConnectionError("no route to host")
+
+    monkeypatch.setattr("datasets.load_dataset", unreachable)
+    with pytest.raises(SystemExit, match=r"'wikitext'.*no route to host\n.*internet access.*--text"):
+        read("--dataset", "wikitext")
+
+
+def test_dataset_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    def load_dataset(name: str, config: str | None, split: str) -> object:
+        return datasets.Dataset.from_dict({"line": [f"{name} {config} {split}", " "]})
+
+    monkeypatch.setattr("datasets.load_dataset", load_dataset)
+    asked = ["--dataset", "mine", "--dataset-config", "small", "--split", "test"]
+    assert read(*asked, "--text-column", "line") == ["mine small test"]
+    with pytest.raises(SystemExit, match="no column 'text', it has line"):
+        read(*asked)
+
+
+def test_tokenizer_is_the_same_every_time(texts: list[str]) -> None:
+    """The trainer alone picks other tokens every time; losses of two runs could then not be compared."""
+    assert len({bert_mlm.train_tokenizer(texts, vocab_size=1000).to_str() for _ in range(3)}) == 1
+
+
+def test_tokenizer_knows_its_text(tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(tokenizer) == 1000
+    tokens = tokenizer.tokenize("The statement is compiled")
+    assert "".join(tokens).replace("##", "") == "thestatementiscompiled"
+    assert tokenizer.unk_token not in tokens
+    assert set(tokenizer.all_special_tokens) == set(bert_mlm.SPECIAL_TOKENS.values())
+
+
+def test_blocks_hold_the_text_in_order(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
+    blocks = bert_mlm.cut_into_blocks(texts, tokenizer, block_length=32)
+    assert blocks.shape[1] == 32
+    assert bool((blocks[:, 0] == tokenizer.cls_token_id).all())
+    assert bool((blocks[:, -1] == tokenizer.sep_token_id).all())
+    stream = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
+    assert blocks[:, 1:-1].flatten().tolist() == stream[: len(blocks) * 30]
+    assert len(stream) - len(blocks) * 30 < 30
+
+
+# Batches ------------------------------------------------------------------------------------------------
+
+
+def first_batches(
+    blocks: Tensor, tokenizer: PreTrainedTokenizerFast, count: int, *, rank: int, seed: int = 0
+) -> list[dict[str, Tensor]]:
+    loader = bert_mlm.make_loader(blocks, tokenizer, batch_size=8, seed=seed, rank=rank, world_size=2)
+    return list(islice(bert_mlm.endless_batches(loader), count))
+
+
+def original(batch: dict[str, Tensor]) -> Tensor:
+    """The tokens before some were hidden."""
+    return torch.where(batch["labels"] == -100, batch["input_ids"], batch["labels"])
+
+
+def test_batches_hide_a_part_of_the_tokens(blocks: Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
+    batches = first_batches(blocks, tokenizer, 40, rank=0)
+    hidden = torch.cat([batch["labels"] != -100 for batch in batches])
+    assert 0.11 < hidden[:, 1:-1].float().mean() < 0.19
+    assert not hidden[:, [0, -1]].any()  # never [CLS] and [SEP]
+    masked = torch.cat([batch["input_ids"] == tokenizer.mask_token_id for batch in batches])
+    assert 0.7 < masked.sum() / hidden.sum() < 0.9
+    assert not (masked & ~hidden).any()
+
+
+def test_batches_are_the_same_in_every_run(blocks: Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
+    runs = [first_batches(blocks, tokenizer, 4, rank=1) for _ in range(2)]
+    for first, second in zip(*runs, strict=True):
+        assert torch.equal(first["input_ids"], second["input_ids"])
+        assert torch.equal(first["labels"], second["labels"])
+    other_seed = first_batches(blocks, tokenizer, 4, rank=1, seed=1)
+    assert not torch.equal(original(runs[0][0]), original(other_seed[0]))
+
+
+def test_ranks_share_the_blocks_and_epochs_reorder_them(tokenizer: PreTrainedTokenizerFast) -> None:
+    words = torch.arange(10, 58)
+    blocks = words.repeat(3, 1).T  # 48 blocks, three batches of 8 for each of two ranks
+    shares = []
+    for rank in range(2):
+        batches = first_batches(blocks, tokenizer, 6, rank=rank)
+        shares.append(torch.cat([original(batch)[:, 0] for batch in batches]).view(2, 24))
+    epochs = torch.cat(shares, dim=1)  # (epoch, block), one column per block of either rank
+    assert torch.equal(epochs.sort(dim=1).values, words.expand(2, -1))
+    assert not torch.equal(epochs[0], epochs[1])
+
+
+def test_too_little_text_is_refused(blocks: Tensor, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(ValueError, match=r"batch size \* ranks = 8 \* 2 blocks of text, found 15"):
+        first_batches(blocks[:15], tokenizer, 1, rank=0)
+
+
+# Model --------------------------------------------------------------------------------------------------
+
+
+def test_model_is_tied_and_every_parameter_is_in_one_group(tokenizer: PreTrainedTokenizerFast) -> None:
+    model = BertForMaskedLM(bert_mlm.bert_config(bert_mlm.parse_arguments(TINY), tokenizer))
+    assert model.cls.predictions.decoder.weight is model.bert.embeddings.word_embeddings.weight
+
+    decayed, plain = bert_mlm.parameter_groups(model, weight_decay=0.01)
+    assert decayed["weight_decay"] == 0.01 and plain["weight_decay"] == 0.0
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    assert {names[id(p)] for p in [*decayed["params"], *plain["params"]]} == set(names.values())
+    assert len(decayed["params"]) + len(plain["params"]) == len(names)
+    assert all(names[id(p)].endswith("bias") or "LayerNorm" in names[id(p)] for p in plain["params"])
+
+
+# Whole runs ---------------------------------------------------------------------------------------------
+
+
+def train(rank: int, world_size: int, hook: str) -> bert_mlm.Result:
+    args = bert_mlm.parse_arguments([*TINY, "--hook", hook])
+    return bert_mlm.train(args, bert_mlm.python_documentation(), torch.device("cpu"))
+
+
+def test_three_ranks_end_with_the_same_loss_with_and_without_dear(workers: WorkerPools) -> None:
+    without = [result.final_loss for result in workers(3).run(train, "none")]
+    with_dear = [result.final_loss for result in workers(3).run(train, "dear")]
+    assert len(set(without)) == len(set(with_dear)) == 1  # every rank reports the mean over ranks
+    assert with_dear[0] == pytest.approx(without[0], abs=1e-4)
+    assert without[0] < 5.8  # log(500) = 6.2 is what guessing among 500 tokens costs: it learned
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_torchrun_ends_with_the_same_loss_with_and_without_dear() -> None:
+    assert final_loss("--hook", "dear") == pytest.approx(final_loss("--hook", "none"), abs=1e-4)
+
+
+def final_loss(*arguments: str) -> float:
+    """Run the recipe on two ranks as a user does and read the loss it reports."""
+    root = Path(bert_mlm.__file__).parents[1]
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*launcher, "recipes/bert_mlm.py", *TINY, *arguments],
+        cwd=root,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        timeout=140,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    match = re.search(r"final loss\s+(\S+)", run.stdout)
+    assert match, run.stdout
+    return float(match[1])
+
+
+def test_one_process_needs_no_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    bert_mlm.main([*TINY, "--steps", "2", "--log-every", "1"])
+    printed = capsys.readouterr().out
+    assert "step     2   loss on rank 0" in printed
+    assert re.search(r"ranks +1 on cpu", printed)
+    assert re.search(r"final loss +\d", printed)

@@ -1,0 +1,144 @@
+"""Worker processes that stay alive between tests: one pool per world size, rendezvous through a file.
+
+Starting ranks costs seconds, a task on a running pool milliseconds. A pool in which anything failed is ended and
+replaced, so that one test's failure cannot reach the next.
+"""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+_PRELOAD = ["torch", "torch.distributed", "torchvision", "transformers", "ddp_hooks"]
+GROUP_TIMEOUT_S = 30.0
+TASK_TIMEOUT_S = 90.0
+
+
+class WorkerFailed(AssertionError):
+    """A task raised, died or took too long in at least one rank; the message holds every rank's traceback."""
+
+
+def _context() -> Any:
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(_PRELOAD)
+    return context
+
+
+def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{rendezvous}",
+        rank=rank,
+        world_size=world_size,
+        timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
+    )
+    while True:
+        try:
+            task = connection.recv()
+        except EOFError:
+            return
+        if task is None:
+            break
+        function, args = task
+        try:
+            torch.manual_seed(0)
+            connection.send(("ok", function(rank, world_size, *args)))
+        except BaseException as error:
+            connection.send(("failed", f"{type(error).__name__}: {error}", traceback.format_exc()))
+    # The interpreter's own exit would wait for peers of half-finished tests.
+    os._exit(0)
+
+
+class Workers:
+    """``world_size`` processes of one gloo group that run functions ``f(rank, world_size, *args)``."""
+
+    def __init__(self, world_size: int) -> None:
+        context = _context()
+        self.world_size = world_size
+        self._folder = tempfile.TemporaryDirectory(prefix="ddp_hooks_tests_")
+        rendezvous = os.path.join(self._folder.name, "rendezvous")
+        self.processes: list[Any] = []
+        self._connections: list[Connection] = []
+        for rank in range(world_size):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_serve, args=(rank, world_size, rendezvous, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self.processes.append(process)
+            self._connections.append(ours)
+
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = TASK_TIMEOUT_S) -> list[Any]:
+        """The results of all ranks; raises :class:`WorkerFailed` if any rank fails, and ends the pool then."""
+        outcomes = self.outcomes(function, *args, timeout_s=timeout_s)
+        if any(kind != "ok" for kind, *_ in outcomes):
+            self.end()
+            texts = [f"--- rank {rank}: {outcome[0]}\n{outcome[-1]}" for rank, outcome in enumerate(outcomes)]
+            raise WorkerFailed("\n".join(text for text in texts if not text.split("\n")[0].endswith("ok")))
+        return [result for _, result in outcomes]
+
+    def outcomes(
+        self, function: Callable[..., Any], *args: Any, timeout_s: float = TASK_TIMEOUT_S
+    ) -> list[tuple[Any, ...]]:
+        """Per rank ``("ok", result)``, ``("failed", message, traceback)`` or ``("lost", why)``."""
+        for connection in self._connections:
+            connection.send((function, args))
+        deadline = time.monotonic() + timeout_s
+        return [self._outcome(rank, deadline) for rank in range(self.world_size)]
+
+    def _outcome(self, rank: int, deadline: float) -> tuple[Any, ...]:
+        connection = self._connections[rank]
+        if not connection.poll(max(0.0, deadline - time.monotonic())):
+            return "lost", f"no answer from rank {rank} in time"
+        try:
+            outcome: tuple[Any, ...] = connection.recv()
+        except EOFError:
+            return "lost", f"rank {rank} died"
+        return outcome
+
+    @property
+    def usable(self) -> bool:
+        return bool(self.processes) and all(process.is_alive() for process in self.processes)
+
+    def end(self) -> None:
+        """End the processes, by force."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join(5)
+        for connection in self._connections:
+            connection.close()
+        self.processes, self._connections = [], []
+        self._folder.cleanup()
+
+
+class WorkerPools:
+    """The pools that are alive, by world size."""
+
+    def __init__(self) -> None:
+        self._pools: dict[int, Workers] = {}
+
+    def __call__(self, world_size: int) -> Workers:
+        pool = self._pools.get(world_size)
+        if pool is None or not pool.usable:
+            if pool is not None:
+                pool.end()
+            pool = self._pools[world_size] = Workers(world_size)
+        return pool
+
+    def end(self) -> None:
+        for pool in self._pools.values():
+            pool.end()
+        self._pools.clear()
