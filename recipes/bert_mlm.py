@@ -15,6 +15,7 @@ and ``--hook dear`` see the same data, masks and dropout, and their final losses
 from __future__ import annotations
 
 import argparse
+import gc
 import hashlib
 import itertools
 import os
@@ -328,6 +329,7 @@ def process_group(device: torch.device) -> Iterator[None]:
     try:
         yield
     finally:
+        gc.collect()  # a model in reference cycles would keep its group alive, and with it threads that torch ends
         dist.destroy_process_group()
 
 

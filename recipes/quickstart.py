@@ -11,6 +11,7 @@ are missing, on the loopback interface.
 
 import argparse
 import copy
+import gc
 import itertools
 import json
 import os
@@ -344,8 +345,9 @@ def work(settings: Settings) -> int:
     if dist.get_rank() == 0:
         report(settings, images, variants, difference, final_difference)
     dist.barrier()
-    for variant in variants:
-        variant.close()
+    while variants:
+        variants.pop().close()
+    gc.collect()  # DDP and its hooks refer to each other, and keep the group's threads alive
     dist.destroy_process_group()
     return 0 if difference <= TOLERANCE else 1
 

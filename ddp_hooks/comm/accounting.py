@@ -72,6 +72,7 @@ class Stall:
 
     @contextmanager
     def measure(self, recorder: Recorder, name: str) -> Iterator[None]:
+        """Count the time inside as a stall, and record it as ``name``."""
         start_s = time.perf_counter()
         try:
             yield

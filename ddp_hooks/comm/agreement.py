@@ -7,7 +7,7 @@ is made or gradient touched.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
@@ -25,26 +25,27 @@ def agree(entries: Mapping[str, object], problem: str | None, group: dist.Proces
     lines = {name: str(value) for name, value in entries.items()}
     digest = hashlib.sha256("\n".join(f"{k}={v}" for k, v in lines.items()).encode()).hexdigest()
     verdicts = _gather((problem, digest), group)
+    ranks = dist.get_process_group_ranks(group)
     problems: dict[str, list[int]] = {}
-    for rank, (found, _) in enumerate(verdicts):
+    for rank, (found, _) in zip(ranks, verdicts, strict=True):
         if found is not None:
             problems.setdefault(found, []).append(rank)
     if problems:
         texts = [
-            text if len(ranks) == len(verdicts) else f"on ranks {ranks}: {text}"
-            for text, ranks in problems.items()
+            text if len(where) == len(verdicts) else f"on ranks {where}: {text}"
+            for text, where in problems.items()
         ]
         raise ValueError("; ".join(texts))
     if len({digest for _, digest in verdicts}) > 1:
-        raise ValueError(f"{subject} differs between ranks: {first_difference(_gather(lines, group))}")
+        raise ValueError(f"{subject} differs between ranks: {first_difference(_gather(lines, group), ranks)}")
 
 
-def first_difference(lines_by_rank: list[dict[str, str]]) -> str:
+def first_difference(lines_by_rank: list[dict[str, str]], ranks: Sequence[int]) -> str:
     """A sentence on the first entry whose value differs, with the ranks that hold each value."""
     names = list(dict.fromkeys(name for lines in lines_by_rank for name in lines))
     for name in names:
         ranks_by_value: dict[str, list[int]] = {}
-        for rank, lines in enumerate(lines_by_rank):
+        for rank, lines in zip(ranks, lines_by_rank, strict=True):
             ranks_by_value.setdefault(lines.get(name, "(absent)"), []).append(rank)
         if len(ranks_by_value) > 1:
             sides = ", ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_by_value.items())

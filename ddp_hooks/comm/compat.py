@@ -11,8 +11,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+
+# Its functions have the default group of the moment of import as default arguments. DDP imports it, usually after
+# init_process_group(), and the group then outlives destroy_process_group() with its threads; one that is busy when
+# the interpreter ends may abort the process. Imported here, before there is a group, it keeps nothing alive.
+import torch.distributed.nn.functional
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+
+NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
 
 
 def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:

@@ -8,7 +8,10 @@ anything, and a rank that finds such a note reports the note instead of its own 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from typing import Any
+
+from ddp_hooks.comm import compat
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -21,14 +24,22 @@ class LaneTimeout(LaneError):
     """Communication did not complete in time; the message names what was waited for and who reports no wait."""
 
 
-class Witness:
-    """Writes and reads the first failure, and who waits for what, in the store under ``prefix``."""
+def is_lost_connection(error: BaseException | None) -> bool:
+    """Whether torch or gloo raised ``error`` because another process went away."""
+    if not isinstance(error, RuntimeError) or isinstance(error, LaneError):
+        return False
+    signs = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe")
+    return isinstance(error, compat.NETWORK_ERRORS) or any(sign in str(error).lower() for sign in signs)
 
-    def __init__(self, store: Any, prefix: str, rank: int, world_size: int) -> None:
+
+class Witness:
+    """Writes and reads the first failure, and who waits for what, in the store under ``prefix``; ranks are global."""
+
+    def __init__(self, store: Any, prefix: str, rank: int, ranks: Sequence[int]) -> None:
         self._store = store
         self._prefix = f"ddp_hooks/{prefix}"
         self._rank = rank
-        self._world_size = world_size
+        self._ranks = ranks
         self._reported = False
 
     def blame(self, suspect: int) -> str:
@@ -44,6 +55,13 @@ class Witness:
             )
         return f"rank {suspect} died or closed its connection" if first == mine else _sentence(first)
 
+    def confess(self, reason: str) -> None:
+        """Report that this rank ends by itself because of ``reason``."""
+        try:
+            self._store.compare_set(f"{self._prefix}/failure", "", f"{self._rank}:{self._rank}:{reason}")
+        except Exception as error:  # whatever a dead store raises; this rank ends anyway
+            logger.debug("could not report the end of rank %d: %s", self._rank, error)
+
     def first_failure(self) -> str | None:
         """What another rank has reported, or None; for ranks whose own connections still stand."""
         try:
@@ -57,7 +75,7 @@ class Witness:
         """Note what this rank waits for; returns a sentence that names the ranks which report no wait."""
         try:
             self._store.set(f"{self._prefix}/waiting/{self._rank}", description)
-            others = [rank for rank in range(self._world_size) if rank != self._rank]
+            others = [rank for rank in self._ranks if rank != self._rank]
             silent = [r for r in others if not self._store.check([f"{self._prefix}/waiting/{r}"])]
         except Exception as error:  # a warning must not turn into a failure of its own
             return f"the rendezvous store does not answer ({type(error).__name__})"
@@ -74,5 +92,7 @@ class Witness:
 
 
 def _sentence(note: str) -> str:
-    witness, culprit = note.split(":")
+    witness, culprit, *reason = note.split(":", 2)
+    if reason:
+        return f"rank {culprit} ended first, with {reason[0]}"
     return f"rank {culprit} died or closed its connection first (seen by rank {witness})"

@@ -11,9 +11,12 @@ wait for each other; between two pieces of work the other lanes keep the link bu
 
 from __future__ import annotations
 
+import atexit
+import logging
 import queue
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -33,8 +36,10 @@ from ddp_hooks.comm.collectives import (
     ring_all_gather,
 )
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round
-from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
+from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness, is_lost_connection
 from ddp_hooks.comm.work import StreamWork, ThreadWork, Work
+
+logger = logging.getLogger("ddp_hooks")
 
 WINDOW = 4  # slices under way per lane, and so slice buffers per lane and dtype
 
@@ -71,6 +76,9 @@ class Lane(Protocol):
     def close(self, farewell_s: float) -> None:
         """Finish what was submitted, let every rank do the same, and end; wait at most ``farewell_s``."""
 
+    def dismiss(self) -> threading.Thread | None:
+        """Take nothing more, and end when the rest is done; returns the thread that does so, if there is one."""
+
 
 @dataclass
 class _Submission:
@@ -101,6 +109,7 @@ class ThreadLane:
         self._group = group
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
+        self._global_ranks = dist.get_process_group_ranks(group)  # messages speak of these
         self._settings = settings
         self._witness = witness
         self._recorder = recorder
@@ -113,28 +122,36 @@ class ThreadLane:
         self._thread.start()
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+        """A ring reduce-scatter, slice by slice; see :class:`Lane`."""
         slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes)
         return self._submit("reduce-scatter", slices, label)
 
     def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+        """A ring all-gather, slice by slice; see :class:`Lane`."""
         slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes)
         return self._submit("all-gather", slices, label)
 
     def run(self, algorithm: Algorithm, label: str) -> Work:
+        """Run ``algorithm`` as one slice; see :class:`Lane`."""
         return self._submit("exchange", [SliceRing(lambda scratch: algorithm, 0, torch.uint8)], label)
 
     def close(self, farewell_s: float) -> None:
+        """Finish, once every rank has; see :class:`Lane`."""
         if not self._thread.is_alive():
             return
         if self._error is None and self._world_size > 1:
             tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self._world_size)]
             self.run(ring_all_gather(tokens, self._rank), "closing")
+        self.dismiss().join(farewell_s)
+
+    def dismiss(self) -> threading.Thread:
+        """End when the rest is done; see :class:`Lane`."""
         self._submissions.put(None)
-        self._thread.join(farewell_s)
+        return self._thread
 
     def describe(self) -> str:
         """Where this lane is, for messages."""
-        return f"rank {self._rank}, lane {self._index}: {self._doing}"
+        return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
     def _submit(self, phase: str, slices: Iterable[SliceRing], label: str) -> Work:
         settings = self._settings
@@ -202,26 +219,28 @@ class ThreadLane:
             try:
                 running.handles.append(post([exchange.tensor], exchange.peer, running.tag))
             except RuntimeError as error:
-                raise self._failure(error, exchange.peer, running.round_index) from error
+                raise self._failure(error, exchange.peer) from error
         return True
 
     def _wait(self, running: _Running, submission: _Submission) -> None:
         self.traffic.rounds += 1
         for exchange, handle in zip(running.round, running.handles, strict=True):
             received = isinstance(exchange, Recv)
-            direction = "from" if received else "to"
-            self._doing = f"{submission.work.label}, round {running.round_index}, {direction} rank {exchange.peer}"
+            peer = self._global_ranks[exchange.peer]
+            way = f"{'from' if received else 'to'} rank {peer}"
+            self._doing = f"{submission.work.label}, round {running.round_index}, {way}"
             try:
                 handle.wait()
             except RuntimeError as error:
-                raise self._failure(error, exchange.peer, running.round_index) from error
+                raise self._failure(error, exchange.peer) from error
             nbytes = exchange.tensor.numel() * exchange.tensor.element_size()
             if received:
                 self.traffic.received_bytes += nbytes
             else:
                 self.traffic.sent_bytes += nbytes
 
-    def _failure(self, error: RuntimeError, peer: int, round_index: int) -> LaneError:
+    def _failure(self, error: RuntimeError, peer: int) -> LaneError:
+        peer = self._global_ranks[peer]
         text = str(error).splitlines()[0]
         if "timed out" in text.lower() or "timeout" in text.lower():
             hint = self._witness.report_wait(self.describe())
@@ -253,6 +272,7 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+        """Native reduce-scatters, and one all-reduce of what does not divide evenly; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:  # gradients were written on the current stream
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
@@ -267,6 +287,7 @@ class StreamLane:
         return StreamWork(f"reduce-scatter of {label}", order.event, self._device)
 
     def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+        """Native all-gathers, and one broadcast of what does not divide evenly; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:  # parameters were written on the current stream
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
@@ -282,6 +303,7 @@ class StreamLane:
         return StreamWork(f"all-gather of {label}", order.event, self._device)
 
     def run(self, algorithm: Algorithm, label: str) -> Work:
+        """Run ``algorithm`` as batches of point-to-point messages; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:
             for next_round in algorithm:
                 operations = [
@@ -298,8 +320,12 @@ class StreamLane:
         return StreamWork(f"exchange of {label}", order.event, self._device)
 
     def close(self, farewell_s: float) -> None:
+        """Wait for the stream: nothing may be under way when the group goes."""
         if self._stream is not None:
-            self._stream.synchronize()  # nothing may be under way when the user destroys the group
+            self._stream.synchronize()
+
+    def dismiss(self) -> None:
+        """Nothing to end."""
 
     def _body(self, flat: Tensor, bounds: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         share = bounds[1] - bounds[0] if self._world_size > 1 else flat.numel()
@@ -375,6 +401,7 @@ class Lanes:
         self._lanes: list[Lane] = []
         self._groups: list[dist.ProcessGroup] = []
         self._submitted = 0
+        weakref.finalize(self, _dismiss, self._lanes).atexit = False  # at exit, close() or abandon() come first
         self.grow(num_lanes)
 
     def grow(self, num_lanes: int) -> None:
@@ -388,7 +415,8 @@ class Lanes:
                 self._lanes.append(StreamLane(index, group, self._device, self._recorder))
                 continue
             if self._witness is None:
-                self._witness = Witness(compat.default_store(), group.group_name, self.rank, self.world_size)
+                ranks = dist.get_process_group_ranks(group)
+                self._witness = Witness(compat.default_store(), group.group_name, ranks[self.rank], ranks)
             self._lanes.append(ThreadLane(index, group, self._settings, self._witness, self._recorder))
 
     def __len__(self) -> int:
@@ -415,10 +443,46 @@ class Lanes:
         """Finish what was submitted and end the lanes; see :meth:`Lane.close`."""
         for lane in self._lanes:
             lane.close(farewell_s)
+        self._lanes.clear()
         while self._groups:
             compat.destroy_group(self._groups.pop())
+
+    def explain(self, error: BaseException | None, patience_s: float = 10.0) -> str | None:
+        """Who was lost first, if ``error`` says that another group lost a connection; None if not, or not found out.
+
+        Calls the roll on a lane: neighbours of a dead rank know at once, the others learn it from them.
+        """
+        if self._witness is None or not self._lanes or not is_lost_connection(error):
+            return None
+        tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
+        work = self._next().run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection")
+        found = work.error_within(patience_s) if isinstance(work, ThreadWork) else None
+        return str(found) if found is not None else self._witness.first_failure()
+
+    def abandon(self, error: BaseException, farewell_s: float = 2.0) -> None:
+        """This rank ends because of ``error``: tell the others, and wait a little for what is under way.
+
+        A thread that comes back from the backend while the interpreter ends would abort the process.
+        """
+        explanation = self.explain(error)
+        if explanation is not None:
+            logger.error("this process ends with a lost connection: %s", explanation)
+        elif self._witness is not None and not isinstance(error, LaneError):
+            self._witness.confess(f"{type(error).__name__}: {error}"[:500])
+        deadline_s = time.monotonic() + farewell_s
+        for thread in [lane.dismiss() for lane in self._lanes]:
+            if thread is not None:
+                thread.join(max(0.0, deadline_s - time.monotonic()))
 
     def _next(self) -> Lane:
         lane = self._lanes[self._submitted % len(self._lanes)]
         self._submitted += 1
         return lane
+
+
+def _dismiss(lanes: list[Lane]) -> None:
+    """Their owner is gone without having closed them: let threads end by themselves, before the interpreter does."""
+    for lane in lanes:
+        thread = lane.dismiss()
+        if thread is not None:
+            atexit.register(thread.join, 10.0)

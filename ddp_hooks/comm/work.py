@@ -58,6 +58,11 @@ class ThreadWork:
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
 
+    def error_within(self, seconds: float) -> LaneError | None:
+        """The error that ended the collective, or None if it succeeds or has not ended after ``seconds``."""
+        self._finished.wait(seconds)
+        return self._error
+
     def _wait_with_warning(self) -> None:
         start_s = time.monotonic()
         warned = False

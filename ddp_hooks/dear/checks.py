@@ -38,9 +38,14 @@ def find_problem(
     return _problem_of_ddp(ddp) or _problem_of_optimizer(ddp, optimizer, config) or _problem_of_parameters(ddp)
 
 
-def claim(ddp: DistributedDataParallel) -> None:
-    """Remember that ``ddp`` has a DearState."""
-    _claimed.add(ddp.module)
+def claim(root: torch.nn.Module) -> None:
+    """Remember that ``root``, the module inside DDP, has a DearState."""
+    _claimed.add(root)
+
+
+def release(root: torch.nn.Module) -> None:
+    """Forget that ``root`` had a DearState."""
+    _claimed.discard(root)
 
 
 def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
@@ -68,7 +73,11 @@ def fingerprint(
         "optimizer": type(optimizer).__qualname__,
     }
     for index, group in enumerate(optimizer.param_groups):
-        settings = {key: value for key, value in group.items() if key not in ("params", "param_names")}
+        settings = {
+            key: value.tolist() if isinstance(value, torch.Tensor) else value  # on whichever device
+            for key, value in group.items()
+            if key not in ("params", "param_names")
+        }
         entries[f"optimizer group {index}"] = f"{len(group['params'])} parameters, {settings}"
     for name, p in managed_parameters(ddp).items():
         entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
@@ -152,8 +161,3 @@ def missing_names(names: Sequence[str], seen: set[int]) -> str:
     """The parameters that are not among ``seen``, shortened for a message."""
     missing = [name for index, name in enumerate(names) if index not in seen]
     return ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")
-
-
-def release(ddp: DistributedDataParallel) -> None:
-    """Forget that ``ddp`` had a DearState."""
-    _claimed.discard(ddp.module)

@@ -22,6 +22,7 @@ def extend_zero_grad(optimizer: torch.optim.Optimizer, also: Callable[[bool], No
     """Call ``also(set_to_none)`` before every ``optimizer.zero_grad(set_to_none)``."""
     # There is no hook for zero_grad; torch's own schedulers wrap step() on the instance in the same way.
     original = optimizer.zero_grad
+    extended_before = "zero_grad" in vars(optimizer)
 
     def zero_grad(set_to_none: bool = True) -> None:
         also(set_to_none)
@@ -30,22 +31,30 @@ def extend_zero_grad(optimizer: torch.optim.Optimizer, also: Callable[[bool], No
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def undo() -> None:
-        optimizer.__dict__.pop("zero_grad", None)
+        if vars(optimizer).get("zero_grad") is not zero_grad:
+            return  # somebody has extended ours meanwhile; it does no harm
+        if extended_before:
+            optimizer.zero_grad = original  # type: ignore[method-assign]
+        else:
+            del optimizer.zero_grad
 
     return Undo(undo)
 
 
-def at_exit(close: Callable[[], None]) -> Undo:
-    """Call the bound method ``close`` when the process ends, unless an error ends it.
+def at_exit(close: Callable[[], None], abandon: Callable[[BaseException], None]) -> Undo:
+    """When the process ends call the bound method ``close``, or ``abandon(error)`` if an error ends it.
 
     The last gathers must reach the other ranks before this process goes.
     """
-    reference = weakref.WeakMethod(close)
+    references = weakref.WeakMethod(close), weakref.WeakMethod(abandon)
 
     def finish() -> None:
-        alive = reference()
-        if alive is not None and getattr(sys, "last_value", None) is None:
-            alive()
+        close, abandon = references[0](), references[1]()
+        error = getattr(sys, "last_value", None)
+        if error is not None and abandon is not None:
+            abandon(error)
+        elif close is not None:
+            close()
 
     atexit.register(finish)
     return Undo(lambda: atexit.unregister(finish))

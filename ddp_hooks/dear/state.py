@@ -13,9 +13,11 @@ One step, in the order of DESIGN.md's "public hooks and nothing else":
 from __future__ import annotations
 
 import logging
+import sys
 import time
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -84,7 +86,9 @@ class DearState:
         agree(entries, problem, group, "the set-up of DearState")
 
         self.config = config
-        self._ddp = ddp
+        # Weakly: DDP's reducer holds the hook's state out of the garbage collector's sight, and DDP the reducer.
+        self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
+        self._root = ddp.module
         self._optimizer = optimizer
         managed = checks.managed_parameters(ddp)
         self._names = list(managed)
@@ -112,8 +116,8 @@ class DearState:
         self._stats = DearStats()
         self._mark = _Mark(Traffic(), 0.0, 0.0, time.perf_counter())
         self._closed = False
-        self._handles = self._install_hooks()
-        checks.claim(ddp)
+        self._handles = self._install_hooks(ddp)
+        checks.claim(self._root)
 
     # -- what users call --------------------------------------------------------------------------------------------
 
@@ -183,7 +187,7 @@ class DearState:
                 self._optimizer.register_state_dict_pre_hook(seams.refuse_state_dict)
             self._keeper.clear()
             self._lanes.close()
-            checks.release(self._ddp)
+            checks.release(self._root)
 
     # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
 
@@ -434,11 +438,17 @@ class DearState:
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._pipe.end_trace(succeeded=output is not None)
+        error = sys.exc_info()[1] if output is None else None
+        explanation = self._lanes.explain(error) if error is not None else None
+        if error is not None and explanation is not None:  # DDP's own broadcast of buffers names nobody
+            logger.error("forward lost a connection: %s", explanation)
+            if sys.version_info >= (3, 11):
+                error.add_note(explanation)
 
     # -- seams ------------------------------------------------------------------------------------------------------
 
-    def _install_hooks(self) -> list[Any]:
-        ddp, optimizer = self._ddp, self._optimizer
+    def _install_hooks(self, ddp: DistributedDataParallel) -> list[Any]:
+        optimizer = self._optimizer
         wait = InertOnCopy(lambda *_: self._pipe.finish())
         handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
@@ -455,7 +465,7 @@ class DearState:
             synchronize_before_averaging(module, self.synchronize)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
         handles.append(seams.extend_zero_grad(optimizer, self._zero_grad))
-        handles.append(seams.at_exit(self.close))
+        handles.append(seams.at_exit(self.close, self._lanes.abandon))
         return handles
 
     def _zero_grad(self, set_to_none: bool) -> None:

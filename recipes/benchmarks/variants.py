@@ -1,7 +1,7 @@
 """The ways to train that are compared: plain DDP, DDP with bf16 all-reduce, FSDP2, and DeAR.
 
 A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp2`, `dear`, or `dear` with
-settings of its own, as in `dear:lanes=1,slice_mb=4`.
+settings of its own, as in `dear:lanes=1,slice_mb=4` or `dear:bucket_mb=1`.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
@@ -42,7 +42,7 @@ class Trainee:
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """A variant's name, taken apart. `settings` are fields of `DearConfig`."""
+    """A variant's name, taken apart. `settings` are fields of `DearConfig`; DDP's `bucket_mb` may stand among them."""
 
     name: str
     kind: str  # "ddp", "ddp-bf16", "fsdp2" or "dear"
@@ -63,7 +63,7 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
     kind, _, own = name.partition(":")
     if kind == "dear":
         settings = {**(dear_settings or {}), **parse_settings(own.split(",") if own else [])}
-        return VariantSpec(name, kind, DEAR_BUCKET_MB, settings)
+        return VariantSpec(name, kind, settings.pop("bucket_mb", DEAR_BUCKET_MB), settings)
     raise ValueError(f"variant must be ddp-<size>mb, ddp-bf16, fsdp2, dear or dear:key=value,…, got {name!r}")
 
 

@@ -45,6 +45,6 @@ def test_all_ranks_hear_the_same(workers: WorkerPools, case: str, expected: str)
 
 
 def test_first_difference_names_both_sides() -> None:
-    assert first_difference([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}]) == (
-        "b is 2 on ranks [0], 3 on ranks [1]; make them equal"
+    assert first_difference([{"a": "1", "b": "2"}, {"a": "1", "b": "3"}], [4, 7]) == (
+        "b is 2 on ranks [4], 3 on ranks [7]; make them equal"
     )

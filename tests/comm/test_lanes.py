@@ -108,7 +108,7 @@ def spans(rank: int, world_size: int) -> list[Any]:
     lanes.reduce_scatter([partition], "one").wait()
     lanes.all_gather([partition], "two").wait()
     lanes.close()
-    return lanes._lanes[0]._recorder.snapshot()  # type: ignore[attr-defined]
+    return lanes._recorder.snapshot()
 
 
 def test_timeline_names_lane_and_work(workers: WorkerPools) -> None:

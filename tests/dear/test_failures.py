@@ -7,8 +7,9 @@ import signal
 
 import pytest
 import torch
+from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import LaneError
+from ddp_hooks import DearState, LaneError, dear_hook
 from tests.dear.test_refusals import trained
 from tests.dear.twins import whole_batches
 from tests.workers import WorkerPools
@@ -47,6 +48,41 @@ def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: 
         if rank != victim:
             assert outcome[0] == "ok" and f"rank {victim} died" in outcome[1], outcome
             assert "layers." in outcome[1], f"does not say what was under way: {outcome[1]}"
+
+
+def train_with_buffers_until_somebody_dies(rank: int, world_size: int, victim: int, phase: str) -> str:
+    """DDP sends BatchNorm's buffers before every forward, and is the first to meet the lost connection."""
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.BatchNorm1d(64), torch.nn.Linear(64, 4))
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
+    ddp.register_comm_hook(DearState(ddp, optimizer), dear_hook)
+    try:
+        for step in range(1000):
+            dying = rank == victim and step == 5
+            optimizer.zero_grad()
+            if dying and phase == "before forward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss = ddp(torch.randn(4, 8)).sum()
+            if dying and phase == "before backward":
+                os.kill(os.getpid(), signal.SIGKILL)
+            loss.backward()
+            optimizer.step()
+    except RuntimeError as error:
+        return "\n".join([str(error), *getattr(error, "__notes__", [])])
+    return "nobody noticed"
+
+
+@pytest.mark.parametrize("phase", ["before forward", "before backward"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), (4, 2)])
+def test_survivors_name_the_dead_when_ddp_notices_first(
+    workers: WorkerPools, world_size: int, victim: int, phase: str
+) -> None:
+    pool = workers(world_size)
+    outcomes = pool.outcomes(train_with_buffers_until_somebody_dies, victim, phase, timeout_s=40)
+    pool.end()
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome[0] == "ok" and f"rank {victim} died" in outcome[1], outcome
 
 
 def raise_in_one_backward(rank: int, world_size: int) -> bool:

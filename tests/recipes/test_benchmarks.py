@@ -344,7 +344,13 @@ def test_window_holds_exactly_the_timed_steps(single_rank: None) -> None:
 
 @pytest.mark.parametrize(
     ("name", "kind", "bucket_mb"),
-    [("ddp-2.5mb", "ddp", 2.5), ("ddp-bf16", "ddp-bf16", 25), ("fsdp2", "fsdp2", 25), ("dear", "dear", 5)],
+    [
+        ("ddp-2.5mb", "ddp", 2.5),
+        ("ddp-bf16", "ddp-bf16", 25),
+        ("fsdp2", "fsdp2", 25),
+        ("dear", "dear", 5),
+        ("dear:bucket_mb=1", "dear", 1),
+    ],
 )
 def test_variant_names(name: str, kind: str, bucket_mb: float) -> None:
     spec = parse_variant(name)
