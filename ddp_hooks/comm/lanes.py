@@ -456,8 +456,12 @@ class Lanes:
             return None
         tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
         work = self._next().run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection")
-        found = work.error_within(patience_s) if isinstance(work, ThreadWork) else None
-        return str(found) if found is not None else self._witness.first_failure()
+        deadline_s = time.monotonic() + patience_s
+        while isinstance(work, ThreadWork) and not work.done and time.monotonic() < deadline_s:
+            found = work.error_within(0.25) or self._witness.first_failure()
+            if found is not None:
+                return str(found)
+        return self._witness.first_failure()
 
     def abandon(self, error: BaseException, farewell_s: float = 2.0) -> None:
         """This rank ends because of ``error``: tell the others, and wait a little for what is under way.
