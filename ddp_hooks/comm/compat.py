@@ -98,6 +98,11 @@ def uses_mixed_precision(ddp: DistributedDataParallel) -> bool:
     return getattr(ddp, "mixed_precision", None) is not None
 
 
+def places_gradients_one_by_one(ddp: DistributedDataParallel) -> bool:
+    """Whether a gradient lies in its bucket as soon as DDP's hook for it has run."""
+    return not (ddp.static_graph or getattr(ddp, "batched_grad_copy", False))
+
+
 def optimizes_in_backward(parameter: Tensor) -> bool:
     """Whether ``_apply_optimizer_in_backward`` was applied to the parameter."""
     return bool(getattr(parameter, "_in_backward_optimizers", None))

@@ -6,7 +6,7 @@ the reduce-scatters under way. Sums are formed in DDP's own bucket memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
@@ -28,18 +28,21 @@ class Reduction:
     Args:
         lanes: where they run.
         schedule: the groups to form while the buckets are those of the layout in force; None before there is one.
-        cut: cuts a bucket, given by its position and parameters, into atoms.
+        cut: cuts a bucket, given by its position, parameters and whether it is the last, into atoms.
         fuse: groups the atoms of a bucket that the layout does not know.
         label: names a group of atoms for messages.
+        ready: atoms of the last bucket, by their index in the layout in force, that may travel before it is handed
+            over, with their memory.
     """
 
     def __init__(
         self,
         lanes: Lanes,
         schedule: Schedule | None,
-        cut: Callable[[int, tuple[int, ...]], list[Atom]],
+        cut: Callable[[int, tuple[int, ...], bool], list[Atom]],
         fuse: Callable[[Sequence[Atom]], list[tuple[int, ...]]],
         label: Callable[[Sequence[Atom]], str],
+        ready: Mapping[int, Tensor],
     ) -> None:
         self.buckets: list[tuple[int, ...]] = []
         self.num_parameters = 0  # in the buckets so far
@@ -52,26 +55,33 @@ class Reduction:
         self._cut = cut
         self._fuse = fuse
         self._label = label
+        self._ready = ready
         self._launched = 0  # atoms that have been handed to a lane
         self._next_group = 0
+        self._ahead: dict[int, Tensor] = {}  # atoms that were launched before their bucket came
 
-    def add_bucket(self, parameters: tuple[int, ...], buffer: Tensor) -> None:
+    def add_bucket(self, parameters: tuple[int, ...], buffer: Tensor, is_last: bool) -> None:
         """A bucket is ready: launch every group that is now complete."""
         position = len(self.buckets)
         self.buckets.append(parameters)
         self.num_parameters += len(parameters)
-        atoms = self._cut(position, parameters)
+        atoms = self._cut(position, parameters, is_last)
         self.atoms += atoms
         self.gradients += [buffer[atom.start : atom.start + atom.numel] for atom in atoms]
+        self._refuse_moved_memory()
         known = self._schedule.layout.buckets if self._schedule is not None else ()
-        if position < len(known) and known[position] == parameters and self._schedule is not None:
-            groups = self._schedule.groups
-            while self._next_group < len(groups) and groups[self._next_group][-1] < len(self.atoms):
-                self._launch(groups[self._next_group])
-                self._next_group += 1
+        if position < len(known) and known[position] == parameters:
+            self.advance()
         else:  # DDP has changed its buckets; until the whole layout is known, every bucket is a layout of its own
             self._schedule = None
             self.flush()
+
+    def advance(self) -> None:
+        """Launch every group whose turn it is, and whose atoms are all there."""
+        groups = self._schedule.groups if self._schedule is not None else []
+        while self._next_group < len(groups) and all(self._is_there(atom) for atom in groups[self._next_group]):
+            self._launch(groups[self._next_group])
+            self._next_group += 1
 
     def flush(self) -> None:
         """Launch what still waits for the rest of its group."""
@@ -88,7 +98,27 @@ class Reduction:
         for work, _ in self.works:
             work.wait()
 
+    def _is_there(self, atom: int) -> bool:
+        return atom < len(self.atoms) or atom in self._ready
+
     def _launch(self, group: tuple[int, ...]) -> None:
-        partitions = [Partition(self.gradients[i], self.atoms[i].bounds) for i in group]
-        self.works.append((self._lanes.reduce_scatter(partitions, self._label([self.atoms[i] for i in group])), group))
+        atoms, partitions = [], []
+        for index in group:
+            if index < len(self.atoms):
+                atom, gradient = self.atoms[index], self.gradients[index]
+            else:  # of the last bucket, before it is handed over
+                assert self._schedule is not None
+                atom, gradient = self._schedule.layout.atoms[index], self._ready[index]
+                self._ahead[index] = gradient
+            atoms.append(atom)
+            partitions.append(Partition(gradient, atom.bounds))
+        self.works.append((self._lanes.reduce_scatter(partitions, self._label(atoms)), group))
         self._launched = group[-1] + 1
+
+    def _refuse_moved_memory(self) -> None:
+        for index, gradient in self._ahead.items():
+            if index >= len(self.gradients) or self.gradients[index].data_ptr() != gradient.data_ptr():
+                raise RuntimeError(
+                    "DDP handed over its last bucket in other memory than its gradients were in, after their reduction "
+                    "had begun; please report this, with the versions of torch and ddp_hooks"
+                )

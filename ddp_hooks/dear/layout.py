@@ -14,6 +14,8 @@ from typing import NamedTuple
 from ddp_hooks.comm import aligned_bounds
 from ddp_hooks.dear.config import Fusion, mebibytes
 
+_TAIL_CUTS = 4  # pieces of the last bucket where another has one
+
 
 class ParameterShape(NamedTuple):
     """What the layout needs to know of a parameter."""
@@ -50,6 +52,7 @@ class Atom:
     element_size: int
     members: tuple[Member, ...]
     bounds: tuple[int, ...]  # rank r owns [bounds[r], bounds[r + 1]) of the atom
+    tail: bool = False  # of the last bucket: reduced by itself, as soon as its own gradients are there
 
     @property
     def nbytes(self) -> int:
@@ -83,9 +86,18 @@ class Layout:
 
 
 def cut_bucket(
-    bucket: int, parameters: Sequence[int], shapes: Sequence[ParameterShape], world_size: int, atom_bytes: int
+    bucket: int,
+    parameters: Sequence[int],
+    shapes: Sequence[ParameterShape],
+    world_size: int,
+    atom_bytes: int,
+    tail: bool = False,
 ) -> list[Atom]:
-    """Cut one bucket into atoms: runs of whole parameters up to ``atom_bytes``, larger parameters into equal parts."""
+    """Cut one bucket into atoms: runs of whole parameters up to ``atom_bytes``, larger parameters into equal parts.
+
+    Of the last bucket, the ``tail``, runs are a quarter as long.
+    """
+    run_bytes = atom_bytes // _TAIL_CUTS if tail else atom_bytes
     atoms: list[Atom] = []
     members: list[Member] = []
     atom_start = position = 0
@@ -96,13 +108,13 @@ def cut_bucket(
             element_size = shapes[members[0].parameter].element_size
             numel = position - atom_start
             bounds = aligned_bounds(numel, world_size, element_size)
-            atoms.append(Atom(bucket, atom_start, numel, element_size, tuple(members), bounds))
+            atoms.append(Atom(bucket, atom_start, numel, element_size, tuple(members), bounds, tail))
         members, atom_start = [], position
 
     for parameter in parameters:
         numel, element_size, _ = shapes[parameter]
         pending_bytes = (position - atom_start) * element_size
-        if pending_bytes + numel * element_size > atom_bytes:
+        if pending_bytes + numel * element_size > run_bytes:
             close_atom()
         num_parts = max(1, -(-numel * element_size // atom_bytes))
         for part in range(num_parts):

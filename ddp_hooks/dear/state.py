@@ -48,6 +48,7 @@ from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_
 from ddp_hooks.dear.shards import ShardedOptimizer
 from ddp_hooks.dear.stats import DearStats
 from ddp_hooks.dear.storage import flatten, unflatten
+from ddp_hooks.dear.tail import TailWatch
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -102,6 +103,7 @@ class DearState:
         self._sharded = ShardedOptimizer(optimizer, self._parameters, self._names, self._lanes)
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         self._pipe = FeedPipe(ddp.module, self._parameters, self._names, self._recorder)
+        self._tail = TailWatch(self._parameters, self._advance_tail)
         self._step_stall = Stall()
 
         self._schedule: Schedule | None = None  # None until the first step
@@ -180,6 +182,7 @@ class DearState:
         finally:
             self._reduction = None
             self._pipe.close()
+            self._tail.close()
             for handle in self._handles:
                 handle.remove()
             if self._schedule is not None:
@@ -199,7 +202,8 @@ class DearState:
             self._begin_backward()
         assert self._reduction is not None
         buffer = bucket.buffer()
-        self._reduction.add_bucket(tuple(self._index_of[id(p)] for p in bucket.parameters()), buffer)
+        parameters = tuple(self._index_of[id(p)] for p in bucket.parameters())
+        self._reduction.add_bucket(parameters, buffer, bucket.is_last())
         if self._reduction.num_parameters == len(self._parameters):
             # Only now, as DDP does: earlier buckets may come inside of a recomputation's own backward. DDP queues its
             # end-of-backward callback after ours; a callback queued from a callback runs after both.
@@ -212,14 +216,24 @@ class DearState:
     def _begin_backward(self) -> None:
         self._pipe.finish()  # parameters that the forward did not touch may still be in flight
         self._reduction = Reduction(
-            self._lanes, self._schedule, self._cut_bucket, self._fuse_in_order, self._label_atoms
+            self._lanes,
+            self._schedule,
+            self._cut_bucket,
+            self._fuse_in_order,
+            self._label_atoms,
+            self._tail.ready,
         )
         self._in_backward = True
+
+    def _advance_tail(self) -> None:
+        if self._in_backward and self._reduction is not None:
+            self._reduction.advance()
 
     # -- 2. backward has ended --------------------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self._tail.arm(False)
         reduction = self._reduction
         assert reduction is not None
         reduction.flush()
@@ -359,6 +373,8 @@ class DearState:
 
     def _plan_groups(self, layout: Layout) -> None:
         self._schedule = Schedule(layout, self._fuse_in_order(layout.atoms))
+        if self._parameters[0].device.type == "cpu" and compat.places_gradients_one_by_one(self._ddp):
+            self._tail.watch(layout)
         order: list[list[int]] = [self._pipe.order_of_need()]
         dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)  # one order for all ranks
         first_need = [min(order[0][m.parameter] for m in atom.members) for atom in layout.atoms]
@@ -376,14 +392,16 @@ class DearState:
             tuple(dict.fromkeys(m.parameter for i in group for m in layout.atoms[i].members)) for group in groups
         ])
 
-    def _cut_bucket(self, position: int, parameters: tuple[int, ...]) -> list[Atom]:
+    def _cut_bucket(self, position: int, parameters: tuple[int, ...], is_last: bool) -> list[Atom]:
         known = self._schedule.layout if self._schedule is not None else None
         if known is not None and position < len(known.buckets) and known.buckets[position] == parameters:
             return [atom for atom in known.atoms if atom.bucket == position]
-        return cut_bucket(position, parameters, self._shapes, self._lanes.world_size, self._atom_bytes)
+        return cut_bucket(position, parameters, self._shapes, self._lanes.world_size, self._atom_bytes, is_last)
 
     def _fuse_in_order(self, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
-        return fuse(range(len(atoms)), atoms, self._shapes, self._rule)
+        tail = next((index for index, atom in enumerate(atoms) if atom.tail), len(atoms))
+        groups = fuse(range(tail), atoms, self._shapes, self._rule)
+        return groups + [(index,) for index in range(tail, len(atoms))]
 
     def _label_atoms(self, atoms: Sequence[Atom]) -> str:
         members = [member for atom in atoms for member in atom.members]
@@ -438,6 +456,8 @@ class DearState:
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._pipe.end_trace(succeeded=output is not None)
+        if torch.is_grad_enabled():
+            self._tail.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None
         explanation = self._lanes.explain(error) if error is not None else None
         if error is not None and explanation is not None:  # DDP's own broadcast of buffers names nobody

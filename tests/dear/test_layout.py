@@ -132,6 +132,15 @@ def test_guard_refuses_everything_but_metadata_and_zeroing(shape: tuple[int, ...
     assert parameter.grad is guard
 
 
+def test_the_last_bucket_is_cut_finer() -> None:
+    shapes = [ParameterShape(numel, 4, 0) for numel in (40, 40, 40, 40, 900, 30)]
+    usual = cut_bucket(0, range(6), shapes, 2, 1600)
+    tail = cut_bucket(0, range(6), shapes, 2, 1600, tail=True)
+    assert [[m.parameter for m in atom.members] for atom in usual] == [[0, 1, 2, 3], [4], [4], [4], [5]]
+    assert [[m.parameter for m in atom.members] for atom in tail] == [[0, 1], [2, 3], [4], [4], [4], [5]]
+    assert all(atom.tail for atom in tail) and not any(atom.tail for atom in usual)
+
+
 def test_autograd_cannot_add_to_a_guard() -> None:
     parameter = nn.Parameter(torch.ones(3))
     parameter.grad = GradientGuard.standing_for(parameter, "weight")

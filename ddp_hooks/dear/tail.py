@@ -1,0 +1,105 @@
+"""The end of a backward: parts of the last bucket travel before the bucket is complete.
+
+DDP hands over a bucket when its last gradient is there. For the last one that is the end of backward, when nothing is
+left to hide its reduce-scatter under, while the link has often been idle before. So the last bucket is cut finer than
+the others, and each of its atoms starts as soon as its own gradients are in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.dear.guard import GradientGuard
+from ddp_hooks.dear.layout import Atom, Layout
+
+
+class TailWatch:
+    """Collects the memory of tail atoms whose gradients are complete, in :attr:`ready`.
+
+    A parameter's own hook runs before DDP's, which puts the gradient into the bucket; so a gradient counts as in its
+    place when the next hook runs.
+
+    Args:
+        parameters: the parameters that are reduced, in a fixed order.
+        advance: called when an atom has become ready.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter], advance: Callable[[], None]) -> None:
+        self.ready: dict[int, Tensor] = {}  # atom -> (numel,), its part of the bucket
+        self._parameters = parameters
+        self._advance = advance
+        self._atoms: dict[int, Atom] = {}
+        self._atoms_of: dict[int, list[int]] = {}  # parameter -> tail atoms that it lies in
+        self._armed = False
+        self._in_place: set[int] = set()
+        self._latest: int | None = None
+        self._handles: list[Any] = []
+
+    def watch(self, layout: Layout) -> None:
+        """Watch the tail of a layout in the place of what was watched so far."""
+        self.close()
+        self._atoms = {index: atom for index, atom in enumerate(layout.atoms) if atom.tail}
+        self._atoms_of = {}
+        for index, atom in self._atoms.items():
+            for member in atom.members:
+                self._atoms_of.setdefault(member.parameter, []).append(index)
+        if len(self._atoms) > 1:
+            self._handles = [
+                self._parameters[p].register_post_accumulate_grad_hook(partial(self._accumulated, p))
+                for p in self._atoms_of
+            ]
+
+    def arm(self, armed: bool) -> None:
+        """Begin anew: the coming backward is one that DDP reduces, or not."""
+        self._armed = armed
+        self._in_place.clear()
+        self.ready.clear()
+        self._latest = None
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.arm(False)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def _accumulated(self, index: int, _: Tensor) -> None:
+        if not self._armed:
+            return
+        latest, self._latest = self._latest, index
+        if latest is None:
+            return
+        self._in_place.add(latest)
+        before = len(self.ready)
+        for atom in self._atoms_of[latest]:
+            self._note_if_ready(atom)
+        if len(self.ready) > before:
+            self._advance()
+
+    def _note_if_ready(self, index: int) -> None:
+        atom = self._atoms[index]
+        if all(member.parameter in self._in_place for member in atom.members):
+            flat = self._memory_of(atom)
+            if flat is not None:
+                self.ready[index] = flat
+
+    def _memory_of(self, atom: Atom) -> Tensor | None:
+        """The atom's part of the bucket, or None if its gradients do not lie there as neighbours."""
+        flat = None
+        for parameter, start, _, offset in atom.members:
+            gradient = self._parameters[parameter].grad
+            if gradient is None or isinstance(gradient, GradientGuard) or gradient.requires_grad:
+                return None
+            first = gradient.storage_offset() + start - offset
+            if flat is None:
+                if first < 0 or (first + atom.numel) * atom.element_size > gradient.untyped_storage().nbytes():
+                    return None
+                flat = gradient.as_strided((atom.numel,), (1,), first)
+            if gradient.data_ptr() + (start - offset) * atom.element_size != flat.data_ptr():
+                return None
+        return flat
