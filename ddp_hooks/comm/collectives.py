@@ -17,14 +17,15 @@ from torch import Tensor
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
 
 
-def ring_reduce_scatter(chunks: Sequence[Tensor], rank: int, scratch: Tensor) -> Algorithm:
-    """Sum ``chunks[rank]`` over all ranks, in place (DeAR, Eq. 3).
+def ring_reduce_scatter(chunks: Sequence[Tensor], rank: int, scratch: Tensor, divisor: int = 1) -> Algorithm:
+    """Sum ``chunks[rank]`` over all ranks, and divide the sum, in place (DeAR, Eq. 3).
 
     Args:
         chunks: one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank. ``chunks[rank]`` ends as
             the sum; the other chunks end as partial sums and mean nothing.
         rank: the rank that runs this generator.
         scratch: at least as long as the longest chunk; overwritten.
+        divisor: number of ranks for a mean; here the sum is still in the cache.
     """
     world_size = len(chunks)
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
@@ -35,6 +36,8 @@ def ring_reduce_scatter(chunks: Sequence[Tensor], rank: int, scratch: Tensor) ->
         yield _round(Recv(left, incoming), Send(right, outgoing))
         if partial.numel():
             partial.add_(incoming)
+    if divisor > 1 and chunks[rank].numel():
+        chunks[rank].div_(divisor)
 
 
 def ring_all_gather(chunks: Sequence[Tensor], rank: int) -> Algorithm:
@@ -98,13 +101,15 @@ class SliceRing(NamedTuple):
     dtype: torch.dtype
 
 
-def reduce_scatter_slices(partitions: Sequence[Partition], rank: int, slice_bytes: int) -> Iterator[SliceRing]:
+def reduce_scatter_slices(
+    partitions: Sequence[Partition], rank: int, slice_bytes: int, divisor: int = 1
+) -> Iterator[SliceRing]:
     """The slices of a ring reduce-scatter over ``partitions``, each at most about ``slice_bytes`` per message."""
     for chunks in _sliced_chunks(partitions, slice_bytes):
         longest = max(chunk.numel() for chunk in chunks)
 
         def start(scratch: Tensor, chunks: list[Tensor] = chunks) -> Algorithm:
-            return ring_reduce_scatter(chunks, rank, scratch)
+            return ring_reduce_scatter(chunks, rank, scratch, divisor)
 
         yield SliceRing(start, longest, chunks[0].dtype)
 

@@ -64,8 +64,8 @@ class Lane(Protocol):
 
     traffic: Traffic
 
-    def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
-        """Sum every partition over the ranks, in place: rank r's range ends as the sum, the rest is undefined."""
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
+        """Sum every partition over the ranks and divide, in place: of rank r's range; the rest is undefined."""
 
     def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
         """Copy rank r's range of every partition from rank r to all ranks, in place."""
@@ -121,9 +121,9 @@ class ThreadLane:
         self._thread = threading.Thread(target=self._serve, name=f"ddp_hooks lane {index}", daemon=True)
         self._thread.start()
 
-    def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """A ring reduce-scatter, slice by slice; see :class:`Lane`."""
-        slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes)
+        slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes, divisor)
         return self._submit("reduce-scatter", slices, label)
 
     def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
@@ -271,18 +271,20 @@ class StreamLane:
         self._recorder = recorder
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """Native reduce-scatters, and one all-reduce of what does not divide evenly; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:  # gradients were written on the current stream
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
                 if own.numel():
                     compat.reduce_scatter_single(own, body, self._group)
+                    if divisor > 1:
+                        own.div_(divisor)
             tails = self._tails(partitions)
             if tails:
                 joined = torch.cat(tails)
                 dist.all_reduce(joined, group=self._group)
-                _split_back(joined, tails)
+                _split_back(joined.div_(divisor) if divisor > 1 else joined, tails)
         self._count(partitions)
         return StreamWork(f"reduce-scatter of {label}", order.event, self._device)
 
@@ -427,9 +429,9 @@ class Lanes:
         """The totals of all lanes."""
         return sum((lane.traffic for lane in self._lanes), Traffic())
 
-    def reduce_scatter(self, partitions: Sequence[Partition], label: str) -> Work:
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """:meth:`Lane.reduce_scatter` on the next lane."""
-        return self._next().reduce_scatter(partitions, label)
+        return self._next().reduce_scatter(partitions, label, divisor)
 
     def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
         """:meth:`Lane.all_gather` on the next lane."""

@@ -1,7 +1,7 @@
 """BackPipe: reduce-scatters under the backward that makes the gradients (DeAR, section III-B).
 
 One :class:`Reduction` is one synchronised backward: the buckets that DDP handed over, the atoms cut from them, and
-the reduce-scatters under way. Sums are formed in DDP's own bucket memory.
+the reduce-scatters under way. Means are formed in DDP's own bucket memory.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Reduction:
         self.buckets: list[tuple[int, ...]] = []
         self.num_parameters = 0  # in the buckets so far
         self.atoms: list[Atom] = []
-        self.gradients: list[Tensor] = []  # per atom, (numel,): this rank's range becomes the sum
+        self.gradients: list[Tensor] = []  # per atom, (numel,): this rank's range becomes the mean
         self.used: set[int] = set()  # parameters that took part on any rank; known when the backward has ended
         self.works: list[tuple[Work, tuple[int, ...]]] = []  # with the atoms that each one reduces
         self._lanes = lanes
@@ -112,7 +112,8 @@ class Reduction:
                 self._ahead[index] = gradient
             atoms.append(atom)
             partitions.append(Partition(gradient, atom.bounds))
-        self.works.append((self._lanes.reduce_scatter(partitions, self._label(atoms)), group))
+        work = self._lanes.reduce_scatter(partitions, self._label(atoms), divisor=self._lanes.world_size)
+        self.works.append((work, group))
         self._launched = group[-1] + 1
 
     def _refuse_moved_memory(self) -> None:

@@ -285,7 +285,7 @@ class DearState:
         if self._schedule is None or self._schedule.layout != layout:
             self._adopt(layout, reduction)
         for work, atoms in reduction.works:
-            settlement = self._settlement(work, [self._attach_atom(atom, reduction) for atom in atoms])
+            settlement = self._settlement(work, [pair for atom in atoms for pair in self._attach_atom(atom, reduction)])
             self._settlements.append(settlement)
             for atom in atoms:
                 self._sharded.defer_gradients(atom, settlement)
@@ -293,10 +293,9 @@ class DearState:
         if not (self._begins_early and stepping):
             self._settle_gradients()
 
-    def _attach_atom(self, atom: int, reduction: Reduction) -> tuple[Tensor, list[tuple[Tensor, Tensor]]]:
-        """Give the atom's shards their part of its memory; returns what is to be divided, and what is to be added."""
+    def _attach_atom(self, atom: int, reduction: Reduction) -> list[tuple[Tensor, Tensor]]:
+        """Give the atom's shards their part of its memory; returns which parts something is to be added to."""
         gradient = reduction.gradients[atom]
-        bounds = reduction.atoms[atom].bounds
         sums = []
         for shard in self._sharded.shards_of_atom[atom]:
             length = shard.interval.end - shard.interval.start
@@ -306,10 +305,10 @@ class DearState:
                 sums.append((reduced, shard.base))
             shard.tensor.grad = self._keeper.unless_discarded(shard, reduced if used else shard.base)
             shard.base = None
-        return gradient[bounds[self._lanes.rank] : bounds[self._lanes.rank + 1]], sums
+        return sums
 
-    def _settlement(self, work: Work, parts: list[tuple[Tensor, list[tuple[Tensor, Tensor]]]]) -> Callable[[], None]:
-        """A function that waits for ``work`` and makes means of its sums, the first time that it is called."""
+    def _settlement(self, work: Work, sums: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
+        """A function that waits for ``work`` and then forms the sums, the first time that it is called."""
         settled = False
 
         def settle() -> None:
@@ -320,11 +319,8 @@ class DearState:
                 with self._step_stall.measure(self._recorder, work.label):
                     work.wait()
             with torch.no_grad():
-                for own, sums in parts:
-                    if self._lanes.world_size > 1:
-                        own.div_(self._lanes.world_size)
-                    for reduced, base in sums:
-                        reduced.add_(base)
+                for reduced, base in sums:
+                    reduced.add_(base)
             settled = True
 
         return settle

@@ -37,14 +37,17 @@ def whole(rank: int, size: int) -> Tensor:
     return torch.randint(-99, 100, (size,), generator=generator).float()
 
 
-@given(sizes_of_chunks)
+@given(sizes_of_chunks, st.integers(1, 5))
 @settings(max_examples=150)
-def test_reduce_scatter_sums_in_place(sizes: list[int]) -> None:
+def test_reduce_scatter_sums_and_divides_in_place(sizes: list[int], divisor: int) -> None:
     world_size = len(sizes)
     chunks = [chunks_of(sizes, rank, whole) for rank in range(world_size)]
-    expected = [torch.stack([chunks[r][c] for r in range(world_size)]).sum(0) for c in range(world_size)]
+    sums = [torch.stack([chunks[r][c] for r in range(world_size)]).sum(0) for c in range(world_size)]
+    expected = [total / divisor for total in sums]
     scratch = torch.full((max(sizes),), float("nan"))
-    traffic = run_on_fabric([ring_reduce_scatter(chunks[r], r, scratch.clone()) for r in range(world_size)])
+    traffic = run_on_fabric(
+        [ring_reduce_scatter(chunks[r], r, scratch.clone(), divisor) for r in range(world_size)]
+    )
     for rank in range(world_size):
         assert torch.equal(chunks[rank][rank], expected[rank])
         others = sum(sizes) - sizes[rank]

@@ -95,6 +95,8 @@ def native_lane(rank: int, world_size: int) -> None:
         assert all(torch.equal(p.flat[own], total[own]) for p in partitions)
         lane.all_gather(partitions, "numbers").wait()
         assert all(torch.equal(p.flat, total) for p in partitions)
+        lane.reduce_scatter(partitions, "the same on every rank", divisor=world_size).wait()
+        assert all(torch.equal(p.flat[own], total[own]) for p in partitions)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

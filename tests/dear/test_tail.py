@@ -50,9 +50,9 @@ def events_of_a_backward(rank: int, world_size: int, options: dict[str, Any], ac
         step()
     reduce_scatter, reduce_bucket = state._lanes.reduce_scatter, state.reduce_bucket
 
-    def noted_reduce_scatter(partitions: Any, label: str) -> Any:
+    def noted_reduce_scatter(partitions: Any, label: str, divisor: int = 1) -> Any:
         events.append(label)
-        return reduce_scatter(partitions, label)
+        return reduce_scatter(partitions, label, divisor)
 
     def noted_reduce_bucket(bucket: Any) -> Any:
         events.append("last bucket" if bucket.is_last() else "bucket")
