@@ -99,6 +99,7 @@ class SliceRing(NamedTuple):
     start: Callable[[Tensor], Algorithm]  # scratch -> algorithm
     scratch_numel: int
     dtype: torch.dtype
+    tag: int | None = None  # of its messages; None: the next one in order
 
 
 def reduce_scatter_slices(

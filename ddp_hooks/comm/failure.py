@@ -8,6 +8,7 @@ anything, and a rank that finds such a note reports the note instead of its own 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,7 +89,20 @@ class Witness:
         """The wait that was reported is over."""
         if self._reported:
             self._reported = False
-            self._store.delete_key(f"{self._prefix}/waiting/{self._rank}")
+            try:
+                self._store.delete_key(f"{self._prefix}/waiting/{self._rank}")
+            except Exception as error:  # the wait has succeeded; only its note stays
+                logger.debug("could not take back the report of a wait: %s", error)
+
+    def wait_for_farewells(self, deadline_s: float) -> None:
+        """Return when every rank has come here, at ``deadline_s`` of ``time.monotonic()``, or if the store is gone."""
+        try:
+            present = self._store.add(f"{self._prefix}/farewells", 1)
+            while present < len(self._ranks) and time.monotonic() < deadline_s:
+                time.sleep(0.02)
+                present = self._store.add(f"{self._prefix}/farewells", 0)
+        except Exception as error:  # whoever held the store has left already
+            logger.debug("left without a farewell: %s", error)
 
 
 def _sentence(note: str) -> str:

@@ -41,6 +41,8 @@ from ddp_hooks.comm.work import StreamWork, ThreadWork, Work
 
 logger = logging.getLogger("ddp_hooks")
 
+_FIRST_SPECIAL_TAG = 1 << 30  # tags below are those of slices
+_ROLL_CALL_TAG = _FIRST_SPECIAL_TAG
 WINDOW = 4  # slices under way per lane, and so slice buffers per lane and dtype
 
 
@@ -73,11 +75,11 @@ class Lane(Protocol):
     def run(self, algorithm: Algorithm, label: str) -> Work:
         """Run any algorithm."""
 
-    def close(self, farewell_s: float) -> None:
-        """Finish what was submitted, let every rank do the same, and end; wait at most ``farewell_s``."""
+    def dismiss(self, unfinished: bool = False) -> threading.Thread | None:
+        """Take nothing more, and end when the rest is done; returns the thread that does so, if there is one.
 
-    def dismiss(self) -> threading.Thread | None:
-        """Take nothing more, and end when the rest is done; returns the thread that does so, if there is one."""
+        With ``unfinished`` only the messages that are under way are waited for.
+        """
 
 
 @dataclass
@@ -114,6 +116,7 @@ class ThreadLane:
         self._witness = witness
         self._recorder = recorder
         self._error: LaneError | None = None
+        self._stopping = False  # begin nothing more
         self._doing = "idle"
         self._num_slices = 0
         self._scratch: dict[torch.dtype, list[Tensor]] = {}
@@ -131,21 +134,13 @@ class ThreadLane:
         slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes)
         return self._submit("all-gather", slices, label)
 
-    def run(self, algorithm: Algorithm, label: str) -> Work:
-        """Run ``algorithm`` as one slice; see :class:`Lane`."""
-        return self._submit("exchange", [SliceRing(lambda scratch: algorithm, 0, torch.uint8)], label)
+    def run(self, algorithm: Algorithm, label: str, tag: int | None = None) -> ThreadWork:
+        """Run ``algorithm`` as one slice; see :class:`Lane`. With a ``tag`` of its own it meets no other messages."""
+        return self._submit("exchange", [SliceRing(lambda scratch: algorithm, 0, torch.uint8, tag)], label)
 
-    def close(self, farewell_s: float) -> None:
-        """Finish, once every rank has; see :class:`Lane`."""
-        if not self._thread.is_alive():
-            return
-        if self._error is None and self._world_size > 1:
-            tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self._world_size)]
-            self.run(ring_all_gather(tokens, self._rank), "closing")
-        self.dismiss().join(farewell_s)
-
-    def dismiss(self) -> threading.Thread:
+    def dismiss(self, unfinished: bool = False) -> threading.Thread:
         """End when the rest is done; see :class:`Lane`."""
+        self._stopping = self._stopping or unfinished
         self._submissions.put(None)
         return self._thread
 
@@ -153,7 +148,7 @@ class ThreadLane:
         """Where this lane is, for messages."""
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
-    def _submit(self, phase: str, slices: Iterable[SliceRing], label: str) -> Work:
+    def _submit(self, phase: str, slices: Iterable[SliceRing], label: str) -> ThreadWork:
         settings = self._settings
         name = f"{phase} of {label}"
         work = ThreadWork(name, settings.timeout_s, settings.stall_warning_s, self.describe, self._witness)
@@ -163,6 +158,8 @@ class ThreadLane:
     @torch.no_grad()
     def _serve(self) -> None:
         while (submission := self._submissions.get()) is not None:
+            if self._error is None and self._stopping:
+                self._error = LaneError(f"{self.describe()}: this rank ends, {submission.work.label} was not done")
             if self._error is None:
                 start_s = time.perf_counter()
                 try:
@@ -198,8 +195,10 @@ class ThreadLane:
     ) -> None:
         """Start the next slice that has anything to send, in the buffer of ``slot``."""
         for ring in slices:
+            if self._stopping:
+                raise LaneError(f"{self.describe()} was cut short, because this rank ends")
             # The slot in the tag keeps the buffers apart; the counter keeps slices of one slot apart on the wire.
-            tag = (self._num_slices * WINDOW + slot) % (1 << 30)
+            tag = (self._num_slices * WINDOW + slot) % _FIRST_SPECIAL_TAG if ring.tag is None else ring.tag
             self._num_slices += 1
             running = _Running(ring.start(self._scratch_for(ring, slot)), tag)
             if self._advance(running):
@@ -321,13 +320,10 @@ class StreamLane:
                     work.wait()
         return StreamWork(f"exchange of {label}", order.event, self._device)
 
-    def close(self, farewell_s: float) -> None:
+    def dismiss(self, unfinished: bool = False) -> None:
         """Wait for the stream: nothing may be under way when the group goes."""
-        if self._stream is not None:
+        if self._stream is not None and not unfinished:
             self._stream.synchronize()
-
-    def dismiss(self) -> None:
-        """Nothing to end."""
 
     def _body(self, flat: Tensor, bounds: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         share = bounds[1] - bounds[0] if self._world_size > 1 else flat.numel()
@@ -403,6 +399,7 @@ class Lanes:
         self._lanes: list[Lane] = []
         self._groups: list[dist.ProcessGroup] = []
         self._submitted = 0
+        self._ending: list[threading.Thread] = []
         weakref.finalize(self, _dismiss, self._lanes).atexit = False  # at exit, close() or abandon() come first
         self.grow(num_lanes)
 
@@ -442,9 +439,11 @@ class Lanes:
         return self._next().run(algorithm, label)
 
     def close(self, farewell_s: float = 10.0) -> None:
-        """Finish what was submitted and end the lanes; see :meth:`Lane.close`."""
-        for lane in self._lanes:
-            lane.close(farewell_s)
+        """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``."""
+        deadline_s = time.monotonic() + farewell_s
+        if self._end_threads(deadline_s) and self._witness is not None:
+            # Through the store: a thread that waited in the backend for a rank that is late could not be woken.
+            self._witness.wait_for_farewells(deadline_s)
         self._lanes.clear()
         while self._groups:
             compat.destroy_group(self._groups.pop())
@@ -457,9 +456,12 @@ class Lanes:
         if self._witness is None or not self._lanes or not is_lost_connection(error):
             return None
         tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
-        work = self._next().run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection")
+        lane = self._lanes[0]
+        assert isinstance(lane, ThreadLane)
+        # Ranks may be at different places of the lane's order: a tag of its own keeps the roll call apart.
+        work = lane.run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection", _ROLL_CALL_TAG)
         deadline_s = time.monotonic() + patience_s
-        while isinstance(work, ThreadWork) and not work.done and time.monotonic() < deadline_s:
+        while not work.done and time.monotonic() < deadline_s:
             found = work.error_within(0.25) or self._witness.first_failure()
             if found is not None:
                 return str(found)
@@ -475,10 +477,19 @@ class Lanes:
             logger.error("this process ends with a lost connection: %s", explanation)
         elif self._witness is not None and not isinstance(error, LaneError):
             self._witness.confess(f"{type(error).__name__}: {error}"[:500])
-        deadline_s = time.monotonic() + farewell_s
-        for thread in [lane.dismiss() for lane in self._lanes]:
-            if thread is not None:
-                thread.join(max(0.0, deadline_s - time.monotonic()))
+        self._end_threads(time.monotonic() + farewell_s, unfinished=True)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether a thread still waits in the backend, for another rank, after the lanes were told to end."""
+        return any(thread.is_alive() for thread in self._ending)
+
+    def _end_threads(self, deadline_s: float, unfinished: bool = False) -> bool:
+        """Let the lanes' threads end; whether all of them have in time."""
+        self._ending = [thread for lane in self._lanes if (thread := lane.dismiss(unfinished)) is not None]
+        for thread in self._ending:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self.stuck
 
     def _next(self) -> Lane:
         lane = self._lanes[self._submitted % len(self._lanes)]

@@ -100,6 +100,8 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
             "the module already has a DearState, so another optimizer or state would step on the same "
             "parameters: use one optimizer with several param_groups, or close() the first state"
         )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
     if compat.delays_all_reduce(ddp):
         return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
     for name, module in ddp.module.named_modules():

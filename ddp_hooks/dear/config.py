@@ -15,6 +15,7 @@ class DearConfig:
     Args:
         fusion: which neighbouring atoms travel together. ``"size"``: while their total does not exceed ``fusion_mb``
             (DeAR, section IV-B); ``"layers"``: ``fusion_layers`` layers at a time; ``"none"``: every atom alone.
+            Atoms of DDP's last bucket are always reduced alone, as soon as each is ready.
         fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None: an atom's size.
         fusion_layers: layers per group, for ``"layers"``.
         atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages.

@@ -9,8 +9,8 @@ from ddp_hooks.dear.state import DearState
 def dear_hook(state: DearState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
     """Start reducing ``bucket`` and return at once, so that backward does not wait (DeAR, section III-B: BackPipe).
 
-    ``bucket.buffer()`` is changed in place after this function has returned: this rank's ranges become sums over the
-    ranks, the rest partial sums.
+    ``bucket.buffer()`` is changed in place until ``optimizer.step()``: this rank's ranges become means over the ranks,
+    the rest partial sums.
 
     Usage: ``ddp.register_comm_hook(DearState(ddp, optimizer), dear_hook)``.
     """

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import atexit
+import logging
+import os
 import sys
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+logger = logging.getLogger("ddp_hooks")
 
 
 class Undo:
@@ -41,20 +45,32 @@ def extend_zero_grad(optimizer: torch.optim.Optimizer, also: Callable[[bool], No
     return Undo(undo)
 
 
-def at_exit(close: Callable[[], None], abandon: Callable[[BaseException], None]) -> Undo:
+def at_exit(
+    close: Callable[[], None], abandon: Callable[[BaseException], None], is_stuck: Callable[[], bool]
+) -> Undo:
     """When the process ends call the bound method ``close``, or ``abandon(error)`` if an error ends it.
 
-    The last gathers must reach the other ranks before this process goes.
+    The last gathers must reach the other ranks before this process goes. If ``is_stuck`` afterwards, a thread waits in
+    the backend for another rank. It would abort the process if it came back while the interpreter ends, so the
+    process ends here.
     """
-    references = weakref.WeakMethod(close), weakref.WeakMethod(abandon)
+    references = weakref.WeakMethod(close), weakref.WeakMethod(abandon), weakref.WeakMethod(is_stuck)
 
     def finish() -> None:
-        close, abandon = references[0](), references[1]()
+        close, abandon, is_stuck = references[0](), references[1](), references[2]()
         error = getattr(sys, "last_value", None)
-        if error is not None and abandon is not None:
+        if close is None or abandon is None or is_stuck is None:
+            return
+        if error is not None:
             abandon(error)
-        elif close is not None:
+        else:
             close()
+        if is_stuck():
+            logger.warning("leaving while another rank is still waited for")
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0 if error is None else 1)
 
     atexit.register(finish)
     return Undo(lambda: atexit.unregister(finish))

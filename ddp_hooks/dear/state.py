@@ -2,7 +2,8 @@
 
 One step, in the order of DESIGN.md's "public hooks and nothing else":
 
-1. DDP hands over a bucket; its reduce-scatters start (:meth:`DearState.reduce_bucket`).
+1. DDP hands over a bucket; its reduce-scatters start (:meth:`DearState.reduce_bucket`), those of the last bucket
+   before it is complete (:class:`~ddp_hooks.dear.tail.TailWatch`).
 2. Backward ends; guards take the place of gradients that mean nothing now (:meth:`DearState._end_backward`).
 3. The optimizer is about to step; every shard gets its reduced gradient (:meth:`DearState._before_step`).
 4. The user's optimizer steps on this rank's shards.
@@ -103,6 +104,8 @@ class DearState:
         self._sharded = ShardedOptimizer(optimizer, self._parameters, self._names, self._lanes)
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         self._pipe = FeedPipe(ddp.module, self._parameters, self._names, self._recorder)
+        on_cpu = self._parameters[0].device.type == "cpu"
+        self._watches_tail = on_cpu and compat.places_gradients_one_by_one(ddp)
         self._tail = TailWatch(self._parameters, self._advance_tail)
         self._step_stall = Stall()
 
@@ -191,6 +194,12 @@ class DearState:
             self._keeper.clear()
             self._lanes.close()
             checks.release(self._root)
+
+    def _abandon(self, error: BaseException) -> None:
+        self._lanes.abandon(error)
+
+    def _is_stuck(self) -> bool:
+        return self._lanes.stuck
 
     # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
 
@@ -369,8 +378,7 @@ class DearState:
 
     def _plan_groups(self, layout: Layout) -> None:
         self._schedule = Schedule(layout, self._fuse_in_order(layout.atoms))
-        if self._parameters[0].device.type == "cpu" and compat.places_gradients_one_by_one(self._ddp):
-            self._tail.watch(layout)
+        self._tail.watch(layout)
         order: list[list[int]] = [self._pipe.order_of_need()]
         dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)  # one order for all ranks
         first_need = [min(order[0][m.parameter] for m in atom.members) for atom in layout.atoms]
@@ -392,7 +400,8 @@ class DearState:
         known = self._schedule.layout if self._schedule is not None else None
         if known is not None and position < len(known.buckets) and known.buckets[position] == parameters:
             return [atom for atom in known.atoms if atom.bucket == position]
-        return cut_bucket(position, parameters, self._shapes, self._lanes.world_size, self._atom_bytes, is_last)
+        tail = is_last and position > 0 and self._watches_tail
+        return cut_bucket(position, parameters, self._shapes, self._lanes.world_size, self._atom_bytes, tail)
 
     def _fuse_in_order(self, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
         tail = next((index for index, atom in enumerate(atoms) if atom.tail), len(atoms))
@@ -481,7 +490,7 @@ class DearState:
             synchronize_before_averaging(module, self.synchronize)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
         handles.append(seams.extend_zero_grad(optimizer, self._zero_grad))
-        handles.append(seams.at_exit(self.close, self._lanes.abandon))
+        handles.append(seams.at_exit(self.close, self._abandon, self._is_stuck))
         return handles
 
     def _zero_grad(self, set_to_none: bool) -> None:

@@ -7,8 +7,8 @@ the others, and each of its atoms starts as soon as its own gradients are in the
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class TailWatch:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], advance: Callable[[], None]) -> None:
         self.ready: dict[int, Tensor] = {}  # atom -> (numel,), its part of the bucket
         self._parameters = parameters
-        self._advance = advance
+        self._advance = weakref.WeakMethod(advance)  # the collector does not see through a parameter's hooks
         self._atoms: dict[int, Atom] = {}
         self._atoms_of: dict[int, list[int]] = {}  # parameter -> tail atoms that it lies in
         self._armed = False
@@ -50,8 +50,9 @@ class TailWatch:
                 self._atoms_of.setdefault(member.parameter, []).append(index)
         if len(self._atoms) > 1:
             self._handles = [
-                self._parameters[p].register_post_accumulate_grad_hook(partial(self._accumulated, p))
-                for p in self._atoms_of
+                self._parameters[index].register_post_accumulate_grad_hook(_noting(weakref.ref(self), index))
+                for index in self._atoms_of
+                if self._parameters[index].requires_grad
             ]
 
     def arm(self, armed: bool) -> None:
@@ -68,7 +69,8 @@ class TailWatch:
             handle.remove()
         self._handles = []
 
-    def _accumulated(self, index: int, _: Tensor) -> None:
+    def accumulated(self, index: int) -> None:
+        """Autograd has formed the gradient of a parameter."""
         if not self._armed:
             return
         latest, self._latest = self._latest, index
@@ -78,8 +80,9 @@ class TailWatch:
         before = len(self.ready)
         for atom in self._atoms_of[latest]:
             self._note_if_ready(atom)
-        if len(self.ready) > before:
-            self._advance()
+        advance = self._advance()
+        if len(self.ready) > before and advance is not None:
+            advance()
 
     def _note_if_ready(self, index: int) -> None:
         atom = self._atoms[index]
@@ -103,3 +106,12 @@ class TailWatch:
             if gradient.data_ptr() + (start - offset) * atom.element_size != flat.data_ptr():
                 return None
         return flat
+
+
+def _noting(watch: weakref.ref[TailWatch], index: int) -> Callable[[Tensor], None]:
+    def note(_: Tensor) -> None:
+        alive = watch()
+        if alive is not None:
+            alive.accumulated(index)
+
+    return note

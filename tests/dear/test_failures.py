@@ -73,7 +73,7 @@ def train_with_buffers_until_somebody_dies(rank: int, world_size: int, victim: i
 
 
 @pytest.mark.parametrize("phase", ["before forward", "before backward"])
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), (4, 2)])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), (4, 2), (5, 3)])
 def test_survivors_name_the_dead_when_ddp_notices_first(
     workers: WorkerPools, world_size: int, victim: int, phase: str
 ) -> None:
@@ -94,9 +94,10 @@ def raise_in_one_backward(rank: int, world_size: int) -> bool:
         ddp(*whole_batches(rank, world_size, 7)).backward()
     except ZeroDivisionError:
         handle.remove()
+    threads = [lane._thread for lane in state._lanes._lanes]  # type: ignore[attr-defined]
     state.close()
-    complete = all(torch.isfinite(parameter).all() for parameter in ddp.module.parameters())
-    return bool(complete) and optimizer is not None
+    del optimizer
+    return len(threads) == 2 and not any(thread.is_alive() for thread in threads)
 
 
 def _raise(_: torch.Tensor) -> None:
@@ -105,5 +106,5 @@ def _raise(_: torch.Tensor) -> None:
 
 def test_an_exception_in_backward_hangs_nobody(workers: WorkerPools) -> None:
     pool = workers(2)
-    assert all(pool.run(raise_in_one_backward, timeout_s=30))
+    assert all(pool.run(raise_in_one_backward, timeout_s=9))  # less than a farewell that nobody answers
     pool.end()

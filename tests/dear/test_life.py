@@ -7,19 +7,21 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 
 TRAINING = """
 import gc, os, sys
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from ddp_hooks import DearState, dear_hook
+from ddp_hooks import DearConfig, DearState, dear_hook
 
 def train(num_steps, close, last_words=lambda: None):
-    model = torch.nn.Sequential(torch.nn.Linear(8, 64), torch.nn.Linear(64, 4))
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 64), *(torch.nn.Linear(64, 64) for _ in range(8)))
+    ddp = DistributedDataParallel(model, bucket_cap_mb=0.04, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.01)
-    state = DearState(ddp, optimizer)
+    state = DearState(ddp, optimizer, DearConfig(atom_mb=0.01))
     ddp.register_comm_hook(state, dear_hook)
     for _ in range(num_steps):
         optimizer.zero_grad()
@@ -88,3 +90,22 @@ def test_the_rank_whose_script_fails_is_named_with_its_reason(tmp_path: Path) ->
     assert "ZeroDivisionError: a mistake in the loss" in errors[1]
     for rank in (0, 2):
         assert "rank 1 ended first, with ZeroDivisionError: a mistake in the loss" in errors[rank]
+
+
+ONE_RANK_LINGERS = """
+import time
+rank = int(sys.argv[2])
+dist.init_process_group("gloo", f"file://{sys.argv[1]}", rank=rank, world_size=3)
+train(3, close=False)
+if rank == 0:
+    time.sleep(13)  # it evaluates, or saves, for longer than a farewell
+print("done")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_may_take_its_time_at_the_end(tmp_path: Path) -> None:
+    processes = [start(ONE_RANK_LINGERS, str(tmp_path / "store"), str(rank)) for rank in range(3)]
+    outputs = [process.communicate(timeout=90) for process in processes]
+    assert [process.returncode for process in processes] == [0, 0, 0], outputs
+    assert all(output == "done\n" for output, _ in outputs)

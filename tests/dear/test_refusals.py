@@ -95,6 +95,8 @@ def construct(rank: int, world_size: int, case: str) -> str:
         ddp.register_comm_hook(None, allreduce_hook)
     if case == "mixed precision":  # DDP's own set-up of it needs an accelerator
         ddp.mixed_precision = object()
+    if case == "skipped buckets":
+        ddp.skip_all_reduce_unused_params = True
     if case == "not a config":
         config = {"lanes": 2}
     if case == "learning rates" and rank == world_size - 1:
@@ -125,6 +127,7 @@ CONSTRUCTION = {
     "missing": "not in the optimizer",
     "not DDP": "wrap the model first",
     "two hooks": "takes only one",
+    "skipped buckets": "leave it out",
     "not a config": "DearConfig(...)",
     "learning rates": "optimizer group 0",
     "settings": "DearConfig",
