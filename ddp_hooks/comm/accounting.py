@@ -9,6 +9,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+import torch
+
 
 class Span(NamedTuple):
     """Something that took time: on ``track``, from ``start_s`` to ``end_s`` of ``time.perf_counter()``."""
@@ -75,7 +77,8 @@ class Stall:
         """Count the time inside as a stall, and record it as ``name``."""
         start_s = time.perf_counter()
         try:
-            yield
+            with torch.profiler.record_function(f"ddp_hooks wait: {name}"):
+                yield
         finally:
             end_s = time.perf_counter()
             self.seconds += end_s - start_s

@@ -163,7 +163,8 @@ class ThreadLane:
             if self._error is None:
                 start_s = time.perf_counter()
                 try:
-                    self._run_slices(submission)
+                    with torch.profiler.record_function(f"ddp_hooks lane {self._index}: {submission.work.label}"):
+                        self._run_slices(submission)
                 except LaneError as error:
                     self._error = error
                 except Exception as error:  # anything else is ours; it must reach the training thread too

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, Partition, Work
@@ -31,6 +32,7 @@ class Reduction:
         cut: cuts a bucket, given by its position, parameters and whether it is the last, into atoms.
         fuse: groups the atoms of a bucket that the layout does not know.
         label: names a group of atoms for messages.
+        reduce_dtype: form the sums in this type; None: in that of the gradients.
         ready: atoms of the last bucket, by their index in the layout in force, that may travel before it is handed
             over, with their memory.
     """
@@ -43,6 +45,7 @@ class Reduction:
         fuse: Callable[[Sequence[Atom]], list[tuple[int, ...]]],
         label: Callable[[Sequence[Atom]], str],
         ready: Mapping[int, Tensor],
+        reduce_dtype: torch.dtype | None,
     ) -> None:
         self.buckets: list[tuple[int, ...]] = []
         self.num_parameters = 0  # in the buckets so far
@@ -56,6 +59,8 @@ class Reduction:
         self._fuse = fuse
         self._label = label
         self._ready = ready
+        self._reduce_dtype = reduce_dtype
+        self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
         self._launched = 0  # atoms that have been handed to a lane
         self._next_group = 0
         self._ahead: dict[int, Tensor] = {}  # atoms that were launched before their bucket came
@@ -111,10 +116,23 @@ class Reduction:
                 atom, gradient = self._schedule.layout.atoms[index], self._ready[index]
                 self._ahead[index] = gradient
             atoms.append(atom)
-            partitions.append(Partition(gradient, atom.bounds))
+            partitions.append(Partition(self._in_reduce_dtype(index, gradient), atom.bounds))
         work = self._lanes.reduce_scatter(partitions, self._label(atoms), divisor=self._lanes.world_size)
         self.works.append((work, group))
         self._launched = group[-1] + 1
+
+    def _in_reduce_dtype(self, index: int, gradient: Tensor) -> Tensor:
+        if self._reduce_dtype is None or self._reduce_dtype == gradient.dtype:
+            return gradient
+        self._converted[index] = gradient.to(self._reduce_dtype)
+        return self._converted[index]
+
+    def settle(self, atom: int) -> None:
+        """The atom has been reduced: see to it that the mean is in this rank's range of its gradient."""
+        converted = self._converted.pop(atom, None)
+        if converted is not None:
+            low, high = self.atoms[atom].bounds[self._lanes.rank : self._lanes.rank + 2]
+            self.gradients[atom][low:high].copy_(converted[low:high])
 
     def _refuse_moved_memory(self) -> None:
         for index, gradient in self._ahead.items():

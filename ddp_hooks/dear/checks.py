@@ -10,6 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import compat
 from ddp_hooks.dear.config import DearConfig
+from ddp_hooks.dear.registry import state_of
 from ddp_hooks.dear.storage import overlapping
 
 ELEMENTWISE = tuple(
@@ -35,6 +36,8 @@ def find_problem(
         )
     if not isinstance(config, DearConfig):
         return f"DearState takes its settings as DearConfig(...), got {type(config).__name__}"
+    if state_of(optimizer) is not None:
+        return "the optimizer already steps under a DearState, of another model: give every model an optimizer"
     return _problem_of_ddp(ddp) or _problem_of_optimizer(ddp, optimizer, config) or _problem_of_parameters(ddp)
 
 

@@ -5,7 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
+import torch
+
 Fusion: TypeAlias = Literal["size", "layers", "none"]
+OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,13 @@ class DearConfig:
             for loops that read parameters outside of any forward.
         assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
             on that element's parameter, gradient and state alone.
+        reduce_dtype: form the sums of gradients in this floating-point type, such as ``torch.bfloat16``: half the bytes
+            of the reduce-scatters, and its rounding. None: the type of the gradients.
+        max_grad_norm: clip the gradients' 2-norm to this before every update, see :meth:`DearState.clip_grad_norm_`.
+        on_nonfinite: what to do, on all ranks together, if a gradient is infinite or not a number on any of them:
+            ``"raise"``, ``"skip"`` the update, or None, nothing, as plain DDP.
+        check_replicas: after every step compare the parameters of all ranks, bit for bit, and raise if they differ;
+            slow, for finding out which line of a loop parts them.
         trace: record spans for :meth:`DearState.timeline`.
         timeout_s: a wait that takes longer fails.
         stall_warning_s: a wait that takes longer is logged, with what it waits for.
@@ -38,6 +48,10 @@ class DearConfig:
     slice_mb: float | None = None
     overlap_forward: bool = True
     assume_elementwise: bool = False
+    reduce_dtype: torch.dtype | None = None
+    max_grad_norm: float | None = None
+    on_nonfinite: OnNonfinite | None = None
+    check_replicas: bool = False
     trace: bool = False
     timeout_s: float = 600.0
     stall_warning_s: float = 60.0
@@ -45,7 +59,14 @@ class DearConfig:
     def __post_init__(self) -> None:
         if self.fusion not in get_args(Fusion):
             raise ValueError(f"fusion must be one of {get_args(Fusion)}, got {self.fusion!r}")
-        for name in ("fusion_mb", "atom_mb", "slice_mb", "timeout_s", "stall_warning_s"):
+        if self.reduce_dtype is not None and self.reduce_dtype not in (torch.bfloat16, torch.float32, torch.float64):
+            raise ValueError(
+                f"reduce_dtype must be None, torch.bfloat16, torch.float32 or torch.float64 (sums in float16 would "
+                f"overflow), got {self.reduce_dtype}"
+            )
+        if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonfinite):
+            raise ValueError(f"on_nonfinite must be None or one of {get_args(OnNonfinite)}, got {self.on_nonfinite!r}")
+        for name in ("fusion_mb", "atom_mb", "slice_mb", "max_grad_norm", "timeout_s", "stall_warning_s"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
         for name in ("fusion_layers", "lanes"):

@@ -60,7 +60,8 @@ class GradientKeeper:
         """``gradient``, or what ``zero_grad`` on the model or the optimizer has made of it since the backward."""
         marks = (self._parameters[shard.interval.parameter].grad, shard.tensor.grad)
         guards = [mark for mark in marks if isinstance(mark, GradientGuard)]
-        if gradient is None or len(guards) < len(marks):
+        # Plain values in a shard are those of a step that is over: they were not discarded there either.
+        if gradient is None or marks[1] is None or not isinstance(marks[0], GradientGuard):
             return None
         if any(guard.zeroed for guard in guards):
             return torch.zeros_like(gradient)
@@ -71,10 +72,34 @@ class GradientKeeper:
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is not None and not isinstance(parameter.grad, GradientGuard):
                 raise RuntimeError(
-                    f"optimizer.step() met a gradient of {name} that was not reduced: either the last backward ran "
+                    f"the gradient of {name} was not reduced over the ranks: either the last backward ran "
                     f"under no_sync(), or the hook is missing; call ddp.register_comm_hook(state, dear_hook) after "
                     f"creating DearState"
                 )
+
+    # -- reduced, but not stepped on yet ----------------------------------------------------------------------------
+
+    def withdraw(self) -> None:
+        """Hide reduced gradients behind guards until the step: a rank that read its shards alone would go astray."""
+        for shard in self._sharded.shards:
+            if shard.tensor.grad is not None and not isinstance(shard.tensor.grad, GradientGuard):
+                shard.reduced = shard.tensor.grad
+                shard.guard.zeroed = False
+                shard.tensor.grad = shard.guard
+
+    def release(self) -> None:
+        """Bring reduced gradients back, as far as ``zero_grad`` has left them."""
+        for shard in self._sharded.shards:
+            reduced = shard.tensor.grad if shard.reduced is None else shard.reduced
+            if reduced is not None:
+                shard.reduced = None
+                shard.tensor.grad = self.unless_discarded(shard, reduced)
+
+    def forget_zeroing(self) -> None:
+        """What was asked for is done: what is written into gradients from now on counts."""
+        for parameter in self._parameters:
+            if isinstance(parameter.grad, GradientGuard):
+                parameter.grad.zeroed = False
 
     # -- from one backward to the next ------------------------------------------------------------------------------
 
@@ -121,6 +146,11 @@ class GradientKeeper:
         for parameter in self._parameters:
             if isinstance(parameter.grad, GradientGuard):
                 parameter.grad = None
+
+    def close(self) -> None:
+        """Remove guards and hooks."""
+        self._unwatch()
+        self.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
         """The model's side of ``optimizer.zero_grad()``, whose groups hold only shards."""

@@ -69,12 +69,13 @@ class GradientGuard(Tensor):
 def _advice(what: str) -> str:
     if "non_finite_check" in what:
         return (
-            "torch.amp.GradScaler inspects gradients on one rank before they are reduced, so ranks would part: use "
-            "bfloat16 autocast, which needs no scaler, or plain DDP with float16."
+            "torch.amp.GradScaler looks for overflows on one rank alone, so ranks would part: use ddp_hooks.GradScaler "
+            "in its place, or bfloat16 autocast, which needs none."
         )
     return (
-        "Clipping or reading gradients there is not supported yet: do it on plain DDP, or read gradients after "
-        "optimizer.step() from optimizer.param_groups, which hold this rank's reduced shard of each parameter."
+        "To clip, call state.clip_grad_norm_(max_norm) or state.clip_grad_value_(clip_value), or set "
+        "DearConfig(max_grad_norm=...). To read or change gradients, use `with state.reduced_gradients() as shards:`, "
+        "which gives this rank's reduced shard of each parameter."
     )
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
     """What is left of a hook in a copy of its module."""
@@ -20,6 +22,7 @@ class InertOnCopy:
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
 
+    @torch.compiler.disable  # a traced hook would act as it did when it was traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 

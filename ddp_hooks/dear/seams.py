@@ -77,11 +77,10 @@ def at_exit(
 
 
 def refuse_state_dict(*_: Any) -> None:
-    """A hook for saving and loading an optimizer that holds shards; raises."""
+    """A hook for saving and loading an optimizer whose shards are no longer looked after; raises."""
     raise RuntimeError(
-        "this rank's optimizer holds a shard of its state, so optimizer.state_dict() would save 1/P of it and "
-        "load_state_dict() could not restore it: saving and resuming the optimizer is not supported with DearState "
-        "yet. Load optimizer state before creating DearState; the model's state_dict() is always complete"
+        "DearState was closed, and this optimizer still holds a shard of its state: save it before close(), with "
+        "state.consolidate() or state.full_optimizer_state_dict()"
     )
 
 

@@ -14,10 +14,13 @@ One step, in the order of DESIGN.md's "public hooks and nothing else":
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -28,27 +31,28 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import (
     Lanes,
     LaneSettings,
-    Partition,
     Recorder,
     Span,
-    Stall,
     Traffic,
-    Work,
     agree,
     compat,
     profile_link,
 )
-from ddp_hooks.dear import checks, seams
+from ddp_hooks.dear import checks, clipping, registry, seams
+from ddp_hooks.dear.arrangement import Arrangement
+from ddp_hooks.dear.arrival import GradientArrival
 from ddp_hooks.dear.averaging import synchronize_before_averaging
-from ddp_hooks.dear.backpipe import Reduction, Schedule
+from ddp_hooks.dear.backpipe import Reduction
+from ddp_hooks.dear.checkpoint import OptimizerCheckpoint
 from ddp_hooks.dear.config import DearConfig, Fusion, mebibytes
 from ddp_hooks.dear.feedpipe import FeedPipe
 from ddp_hooks.dear.gradients import GradientKeeper
 from ddp_hooks.dear.inert import InertOnCopy
-from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
+from ddp_hooks.dear.inspection import Inspector
+from ddp_hooks.dear.layout import FusionRule, Layout
+from ddp_hooks.dear.replicas import refuse_parted_replicas
 from ddp_hooks.dear.shards import ShardedOptimizer
-from ddp_hooks.dear.stats import DearStats
-from ddp_hooks.dear.storage import flatten, unflatten
+from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
 from ddp_hooks.dear.tail import TailWatch
 
 logger = logging.getLogger("ddp_hooks")
@@ -95,34 +99,39 @@ class DearState:
         managed = checks.managed_parameters(ddp)
         self._names = list(managed)
         self._parameters = list(managed.values())
+        self.device = self._parameters[0].device
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._shapes = _parameter_shapes(ddp.module, self._parameters)
         self._recorder = Recorder(config.trace)
-        self._lanes, self._atom_bytes = _open_lanes(config, group, self._parameters[0].device, self._recorder)
-        fusion_mb = config.fusion_mb if config.fusion_mb is not None else self._atom_bytes / mebibytes(1)
-        self._rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
+        self._lanes, atom_bytes = _open_lanes(config, group, self.device, self._recorder)
+        fusion_mb = config.fusion_mb if config.fusion_mb is not None else atom_bytes / mebibytes(1)
+        rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
+        cuts_tail = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
+        self._arrangement = Arrangement(
+            self._parameters, self._names, ddp.module, self._lanes.world_size, rule, atom_bytes, cuts_tail
+        )
         self._sharded = ShardedOptimizer(optimizer, self._parameters, self._names, self._lanes)
+        self._checkpoint = OptimizerCheckpoint(
+            optimizer, self._sharded, self._parameters, self._names, group
+        )
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         self._pipe = FeedPipe(ddp.module, self._parameters, self._names, self._recorder)
-        on_cpu = self._parameters[0].device.type == "cpu"
-        self._watches_tail = on_cpu and compat.places_gradients_one_by_one(ddp)
         self._tail = TailWatch(self._parameters, self._advance_tail)
-        self._step_stall = Stall()
+        self._arrival = GradientArrival(self._sharded, self._keeper, self._recorder)
 
-        self._schedule: Schedule | None = None  # None until the first step
         self._reduction: Reduction | None = None  # from the first bucket of a backward until it is attached
         self._in_backward = False
-        self._settlements: list[Callable[[], None]] = []  # of gradients that are attached, but may still travel
-        self._begins_early = type(optimizer) in checks.ELEMENTWISE and self._parameters[0].device.type == "cpu"
-        self._flats: list[Tensor] = []  # per atom, (numel,): the memory of its parameters
-        self._addresses: list[int] = []  # per parameter, where that memory should be
-        self._gather_partitions: list[list[Partition]] = []
-        self._gather_labels: list[str] = []
+        self._inspector = Inspector(self, group, self._sharded, self._names, config, self.device)
+        self._inspects = config.max_grad_norm is not None or config.on_nonfinite is not None
+        known = type(optimizer) in checks.ELEMENTWISE
+        self._begins_early = known and self.device.type == "cpu" and not self._inspects
+        self._withheld = False  # whether the step under way has no gradients, because some were not finite
         self._stats = DearStats()
+        self._log: StatsLog | None = None
         self._mark = _Mark(Traffic(), 0.0, 0.0, time.perf_counter())
         self._closed = False
         self._handles = self._install_hooks(ddp)
         checks.claim(self._root)
+        registry.register(optimizer, self)
 
     # -- what users call --------------------------------------------------------------------------------------------
 
@@ -132,11 +141,136 @@ class DearState:
 
     def stats(self) -> DearStats:
         """What the last complete step cost on this rank."""
-        return self._stats
+        norm = self._inspector.grad_norm
+        return replace(
+            self._stats,
+            grad_norm=norm.item() if norm is not None else None,
+            skipped_steps=self._inspector.skipped_steps,
+        )
+
+    def log_to(self, writer: ScalarWriter, every: int = 10, prefix: str = "ddp_hooks") -> None:
+        """Write the statistics of every ``every``-th step as scalars.
+
+        Args:
+            writer: a ``torch.utils.tensorboard.SummaryWriter``, or anything with its ``add_scalar``.
+            every: steps between two entries, >= 1.
+            prefix: of the scalars' names.
+        """
+        self._log = StatsLog(writer, every, prefix)
 
     def timeline(self) -> list[Span]:
         """What lanes did and what training waited for, in order of start; needs ``DearConfig(trace=True)``."""
         return self._recorder.snapshot()
+
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the norm of the model's gradients, like ``torch.nn.utils.clip_grad_norm_`` on plain DDP.
+
+        Between backward and ``optimizer.step()``; collective, one all-reduce of a scalar. For a norm over several
+        models see :func:`ddp_hooks.clip_grad_norm_`, which also says what the arguments are.
+
+        Returns:
+            The norm before clipping, a scalar: equal on every rank.
+        """
+        return clipping.clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
+
+    def clip_grad_value_(self, clip_value: float) -> None:
+        """Clamp every gradient to ``[-clip_value, clip_value]``, like ``torch.nn.utils.clip_grad_value_``.
+
+        Between backward and ``optimizer.step()``; all ranks do it.
+        """
+        with self.reduced_gradients() as shards, torch.no_grad():
+            for gradient in clipping.gradients_of(shards):
+                gradient.clamp_(-clip_value, clip_value)
+
+    @contextmanager
+    def reduced_gradients(self) -> Iterator[list[torch.nn.Parameter]]:
+        """This rank's shards with their reduced gradients, to read or to change; all ranks enter it together.
+
+        Between backward and ``optimizer.step()``. A shard is a flat piece of one parameter, in storage order; its
+        ``.grad`` is the mean over ranks, None where nobody used the parameter. What is computed from it differs
+        between ranks: reduce it before acting on it.
+        """
+        self._refuse_closed()
+        self._attach_gradients(stepping=False)
+        self._keeper.release()
+        self._keeper.forget_zeroing()
+        try:
+            yield [shard.tensor for shard in self._sharded.shards]
+        finally:
+            self._keeper.withdraw()
+
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """The optimizer's complete ``state_dict``, as plain DDP's optimizer would have it, on every rank; collective.
+
+        Tensors are on the CPU. Load it with ``optimizer.load_state_dict()``, here with any number of ranks, or on
+        plain DDP. To have it on one rank only, see :meth:`consolidate`.
+        """
+        self._refuse_closed()
+        full = self._checkpoint.gather(self._arrangement.layout, range(self._lanes.world_size))
+        assert full is not None
+        return full
+
+    def load_full_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the optimizer from a complete ``state_dict``, saved here or by plain DDP; all ranks do it.
+
+        The same as ``optimizer.load_state_dict(state_dict)``, which cuts out this rank's shards.
+
+        Raises:
+            ValueError: the state is of another model.
+        """
+        self._optimizer.load_state_dict(state_dict)
+
+    def consolidate(self, to: int = 0) -> None:
+        """Gather the optimizer's state on rank ``to`` (of DDP's group), for code that saves there alone; collective.
+
+        Until the next step ``optimizer.state_dict()`` returns the complete state there; on other ranks, and after
+        the next step, it raises.
+        """
+        if not 0 <= to < self._lanes.world_size:
+            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._lanes.world_size - 1}, got {to}")
+        self._refuse_closed()
+        self._checkpoint.consolidate(self._arrangement.layout, to)
+
+    def sharded_optimizer_state_dict(self) -> dict[str, Any]:
+        """This rank's part of the optimizer's state, flat and made of plain tensors.
+
+        For ``torch.distributed.checkpoint.save`` and ``async_save``, where every rank writes its own part; see
+        :meth:`load_sharded_optimizer`. Tensors are those that the optimizer uses, not copies.
+        """
+        self._refuse_closed()
+        return self._checkpoint.pieces(self._arrangement.layout)
+
+    def load_sharded_optimizer(self, path: str | os.PathLike[str], prefix: str = "optimizer") -> None:
+        """Restore the optimizer from a ``torch.distributed.checkpoint``; collective, with any number of ranks.
+
+        Every rank reads only what overlaps its own part; before the first step state stays spread evenly until
+        there are shards.
+
+        Args:
+            path: the checkpoint's folder.
+            prefix: the key under which :meth:`sharded_optimizer_state_dict` was saved.
+
+        Raises:
+            ValueError: there is no such state.
+        """
+        self._refuse_closed()
+        self._checkpoint.load_pieces(self._arrangement.layout, path, prefix)
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """The sum of a small tensor over the ranks, on :attr:`device`; collective."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def largest_over_ranks(self, value: Tensor) -> Tensor:
+        """The largest values of a small tensor over the ranks, on :attr:`device`; collective."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def _reduced(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        value = value.to(self.device, copy=True)
+        with self._arrival.stall.measure(self._recorder, "a scalar over the ranks"):
+            dist.all_reduce(value, op, group=self._lanes.group)
+        return value
 
     def set_fusion(self, fusion: Fusion, *, mb: float | None = None, layers: int | None = None) -> None:
         """Change which atoms travel together, from the next backward on; moves no data.
@@ -154,8 +288,9 @@ class DearState:
         """
         if self._reduction is not None:
             raise RuntimeError("set_fusion between backward and optimizer.step(): call it after the step instead")
+        present = self._arrangement.rule
         rule = FusionRule(
-            fusion, self._rule.mb if mb is None else mb, self._rule.layers if layers is None else layers
+            fusion, present.mb if mb is None else mb, present.layers if layers is None else layers
         )
         problem = None
         try:
@@ -163,10 +298,10 @@ class DearState:
         except ValueError as error:
             problem = str(error)
         agree({"fusion": rule}, problem, self._lanes.group, "the fusion rule")
-        self._rule = rule
-        if self._schedule is not None:
+        self._arrangement.rule = rule
+        if self._arrangement.layout is not None:
             self.synchronize()
-            self._plan_groups(self._schedule.layout)
+            self._plan_groups(self._arrangement.layout)
 
     def close(self) -> None:
         """Finish communication, let every rank do the same, remove all hooks and end the lanes.
@@ -180,7 +315,7 @@ class DearState:
         try:
             if self._reduction is not None and not self._in_backward:
                 self._reduction.wait()
-            self._settle_gradients()
+            self._arrival.settle()
             self._pipe.finish()
         finally:
             self._reduction = None
@@ -188,12 +323,14 @@ class DearState:
             self._tail.close()
             for handle in self._handles:
                 handle.remove()
-            if self._schedule is not None:
+            if self._arrangement.layout is not None or self._sharded.has_early_states:
                 self._optimizer.register_step_pre_hook(seams.refuse_step)
                 self._optimizer.register_state_dict_pre_hook(seams.refuse_state_dict)
-            self._keeper.clear()
+                self._optimizer.register_load_state_dict_pre_hook(seams.refuse_state_dict)
+            self._keeper.close()
             self._lanes.close()
             checks.release(self._root)
+            registry.forget(self._optimizer)
 
     def _abandon(self, error: BaseException) -> None:
         self._lanes.abandon(error)
@@ -205,8 +342,7 @@ class DearState:
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Launch the reduce-scatters of a bucket; called by DDP, through the hook, during backward."""
-        if self._closed:
-            raise RuntimeError("DearState was closed: wrap the model in a new DistributedDataParallel to train on")
+        self._refuse_closed()
         if not self._in_backward:
             self._begin_backward()
         assert self._reduction is not None
@@ -224,13 +360,15 @@ class DearState:
 
     def _begin_backward(self) -> None:
         self._pipe.finish()  # parameters that the forward did not touch may still be in flight
+        arranged = self._arrangement
         self._reduction = Reduction(
             self._lanes,
-            self._schedule,
-            self._cut_bucket,
-            self._fuse_in_order,
-            self._label_atoms,
+            arranged.schedule,
+            arranged.cut,
+            arranged.fuse_in_order,
+            arranged.label,
             self._tail.ready,
+            self.config.reduce_dtype,
         )
         self._in_backward = True
 
@@ -254,7 +392,7 @@ class DearState:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is None:
-            self._attach_gradients(stepping=True)
+            self._prepare_step()
             return None
         wrapped = self._attaching(closure)
         if "closure" in kwargs:
@@ -273,10 +411,16 @@ class DearState:
                     "use an optimizer that needs one, such as SGD or AdamW"
                 )
             loss = closure()
-            self._attach_gradients(stepping=True)
+            self._prepare_step()
             return loss
 
         return evaluate_and_attach
+
+    def _prepare_step(self) -> None:
+        """Every shard gets its gradient, clipped or withheld as the settings ask."""
+        self._attach_gradients(stepping=True)
+        if self._inspects:
+            self._withheld = not self._inspector.approve()
 
     def _attach_gradients(self, stepping: bool) -> None:
         """Give every shard its reduced gradient, as plain DDP would have left it.
@@ -288,58 +432,20 @@ class DearState:
         self._keeper.refuse_unreduced()
         reduction = self._reduction
         if reduction is None:
+            self._keeper.release()
             return
-        self._refuse_replaced_storage()
+        self._arrangement.refuse_replaced_storage()
         layout = reduction.layout()
-        if self._schedule is None or self._schedule.layout != layout:
+        if self._arrangement.layout != layout:
             self._adopt(layout, reduction)
-        for work, atoms in reduction.works:
-            settlement = self._settlement(work, [pair for atom in atoms for pair in self._attach_atom(atom, reduction)])
-            self._settlements.append(settlement)
-            for atom in atoms:
-                self._sharded.defer_gradients(atom, settlement)
+        self._arrival.attach(reduction)
         self._reduction = None
         if not (self._begins_early and stepping):
-            self._settle_gradients()
+            self._arrival.settle()
 
-    def _attach_atom(self, atom: int, reduction: Reduction) -> list[tuple[Tensor, Tensor]]:
-        """Give the atom's shards their part of its memory; returns which parts something is to be added to."""
-        gradient = reduction.gradients[atom]
-        sums = []
-        for shard in self._sharded.shards_of_atom[atom]:
-            length = shard.interval.end - shard.interval.start
-            reduced = gradient[shard.offset : shard.offset + length]
-            used = shard.interval.parameter in reduction.used
-            if used and shard.base is not None:
-                sums.append((reduced, shard.base))
-            shard.tensor.grad = self._keeper.unless_discarded(shard, reduced if used else shard.base)
-            shard.base = None
-        return sums
-
-    def _settlement(self, work: Work, sums: list[tuple[Tensor, Tensor]]) -> Callable[[], None]:
-        """A function that waits for ``work`` and then forms the sums, the first time that it is called."""
-        settled = False
-
-        def settle() -> None:
-            nonlocal settled
-            if settled:
-                return
-            if not work.done:
-                with self._step_stall.measure(self._recorder, work.label):
-                    work.wait()
-            with torch.no_grad():
-                for reduced, base in sums:
-                    reduced.add_(base)
-            settled = True
-
-        return settle
-
-    def _settle_gradients(self) -> None:
-        """Wait for every reduce-scatter that a step or a forward depends on; shards hold plain gradients then."""
-        while self._settlements:
-            self._settlements[0]()
-            self._settlements.pop(0)
-        self._sharded.resolve_gradients()
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("DearState was closed: wrap the model in a new DistributedDataParallel to train on")
 
     def _refuse_unfinished_backward(self) -> None:
         if self._in_backward and self._reduction is not None:
@@ -350,91 +456,59 @@ class DearState:
                 f"DistributedDataParallel; if it ended with an exception, wrap the model again"
             )
 
-    def _refuse_replaced_storage(self) -> None:
-        for index, address in enumerate(self._addresses):
-            if self._parameters[index].data_ptr() != address:
-                raise RuntimeError(
-                    f"the memory of {self._names[index]} was replaced (by .to() or .data = ...), so the optimizer "
-                    f"would update memory that the model no longer reads: convert the model before wrapping it"
-                )
-
     # -- layouts ----------------------------------------------------------------------------------------------------
 
     def _adopt(self, layout: Layout, reduction: Reduction) -> None:
         """Make ``layout`` the one in force: move parameters, optimizer state and kept gradients to where it says."""
         reduction.wait()
-        old = self._schedule.layout if self._schedule is not None else None
+        old = self._arrangement.layout
         for shard in self._sharded.shards:  # what was kept from earlier backwards travels with the state
             shard.tensor.grad = self._keeper.unless_discarded(shard, shard.base)
         states = self._sharded.take_states(old, layout)
-        if old is not None:
-            self._gather_partitions = []  # they hold the old memory too
-            unflatten(old, self._parameters, self._flats)
-        self._flats = flatten(layout, self._parameters)
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._sharded.install(layout, self._flats, states)
+        self._arrangement.move_parameters(layout)
+        self._sharded.install(layout, self._arrangement.flats, states)
         self._plan_groups(layout)
         self._keeper.guard_shards(reduction.used)
 
     def _plan_groups(self, layout: Layout) -> None:
-        self._schedule = Schedule(layout, self._fuse_in_order(layout.atoms))
+        self._pipe.plan(self._arrangement.plan(layout, self._common_order_of_need))
         self._tail.watch(layout)
+
+    def _common_order_of_need(self) -> list[int]:
         order: list[list[int]] = [self._pipe.order_of_need()]
-        dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)  # one order for all ranks
-        first_need = [min(order[0][m.parameter] for m in atom.members) for atom in layout.atoms]
-        # Ties, and what no forward has shown, in the reverse of the backward.
-        atoms_by_need = sorted(range(len(layout.atoms)), key=lambda i: (first_need[i], -i))
-        groups = fuse(atoms_by_need, layout.atoms, self._shapes, self._rule)
-        self._gather_partitions = [
-            [Partition(self._flats[i], layout.atoms[i].bounds) for i in group] for group in groups
-        ]
-        self._gather_labels = [
-            f"group {number} ({self._label_atoms([layout.atoms[i] for i in group])})"
-            for number, group in enumerate(groups)
-        ]
-        self._pipe.plan([
-            tuple(dict.fromkeys(m.parameter for i in group for m in layout.atoms[i].members)) for group in groups
-        ])
-
-    def _cut_bucket(self, position: int, parameters: tuple[int, ...], is_last: bool) -> list[Atom]:
-        known = self._schedule.layout if self._schedule is not None else None
-        if known is not None and position < len(known.buckets) and known.buckets[position] == parameters:
-            return [atom for atom in known.atoms if atom.bucket == position]
-        tail = is_last and position > 0 and self._watches_tail
-        return cut_bucket(position, parameters, self._shapes, self._lanes.world_size, self._atom_bytes, tail)
-
-    def _fuse_in_order(self, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
-        tail = next((index for index, atom in enumerate(atoms) if atom.tail), len(atoms))
-        groups = fuse(range(tail), atoms, self._shapes, self._rule)
-        return groups + [(index,) for index in range(tail, len(atoms))]
-
-    def _label_atoms(self, atoms: Sequence[Atom]) -> str:
-        members = [member for atom in atoms for member in atom.members]
-        others = len({member.parameter for member in members}) - 1
-        return self._names[members[0].parameter] + (f" and {others} more" if others else "")
+        dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)
+        return order[0]
 
     # -- 5. the optimizer has stepped -------------------------------------------------------------------------------
 
     def _after_step(self, *_: Any) -> None:
-        if self._schedule is None:
+        if self._arrangement.layout is None:
             return
-        self._settle_gradients()
+        if self._withheld:
+            self._withheld = False
+            return
+        self._arrival.settle()
+        self._checkpoint.outdate()
         self._pipe.finish()  # two steps without a forward between them
         compat.increment_versions(self._parameters)
-        self._pipe.launch(self._lanes, self._gather_partitions, self._gather_labels)
-        if not self.config.overlap_forward:
+        self._pipe.launch(self._lanes, self._arrangement.gathers, self._arrangement.gather_labels)
+        if not self.config.overlap_forward or self.config.check_replicas:
             self._pipe.finish()
         self._stats = self._next_stats()
+        if self._log is not None:
+            self._log.write(self._stats.step, self.stats)
+        if self.config.check_replicas:
+            refuse_parted_replicas(self._parameters, self._names, self._stats.step, self._lanes.group)
 
     def _next_stats(self) -> DearStats:
         before = self._mark
         self._mark = _Mark(
-            self._lanes.traffic, self._step_stall.seconds, self._pipe.stall.seconds, time.perf_counter()
+            self._lanes.traffic, self._arrival.stall.seconds, self._pipe.stall.seconds, time.perf_counter()
         )
         traffic = self._mark.traffic - before.traffic
         return DearStats(
             step=self._stats.step + 1,
-            num_groups=len(self._schedule.groups) if self._schedule is not None else 0,
+            num_groups=len(self._arrangement.schedule.groups) if self._arrangement.schedule is not None else 0,
             num_lanes=len(self._lanes),
             sent_bytes=traffic.sent_bytes,
             received_bytes=traffic.received_bytes,
@@ -451,7 +525,8 @@ class DearState:
             return
         if self._reduction is not None:
             self._attach_gradients(stepping=False)
-        self._settle_gradients()  # of a step that did not end
+        self._arrival.settle()  # of a step that did not end
+        self._keeper.release()
         self._keeper.make_room()
         if self._ddp.training:
             self._pipe.begin_trace()
@@ -478,8 +553,9 @@ class DearState:
         handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(seams.refuse_state_dict),
-            optimizer.register_load_state_dict_pre_hook(seams.refuse_state_dict),
+            optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict),
+            optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._checkpoint.before_load),
             ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
             ddp.module.register_forward_pre_hook(InertOnCopy(self._before_model)),
             ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
@@ -494,7 +570,7 @@ class DearState:
         return handles
 
     def _zero_grad(self, set_to_none: bool) -> None:
-        if self._schedule is not None:  # until then the optimizer holds the parameters themselves
+        if self._arrangement.layout is not None:  # until then the optimizer holds the parameters themselves
             self._keeper.zero_grad(set_to_none)
 
     def __deepcopy__(self, memo: Any) -> DearState:
@@ -534,11 +610,3 @@ def _open_lanes(
         logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
     atom_bytes = mebibytes(config.atom_mb) if config.atom_mb is not None else 4 * settings.slice_bytes
     return lanes, atom_bytes
-
-
-def _parameter_shapes(root: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> list[ParameterShape]:
-    layer_of: dict[int, int] = {}
-    for layer, module in enumerate(root.modules()):
-        for parameter in module.parameters(recurse=False):
-            layer_of.setdefault(id(parameter), layer)
-    return [ParameterShape(p.numel(), p.element_size(), layer_of[id(p)]) for p in parameters]

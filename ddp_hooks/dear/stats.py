@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any, Protocol
 
 
 @dataclass(frozen=True)
@@ -15,9 +17,12 @@ class DearStats:
         num_lanes: lanes that carried them.
         sent_bytes, received_bytes: payload of all messages.
         comm_s: seconds in which lanes were at work, added over lanes. 0 on accelerators, where streams run ahead.
-        step_stall_s: seconds that ``optimizer.step()`` waited for reduce-scatters.
+        step_stall_s: seconds that ``optimizer.step()``, or clipping before it, waited for reduce-scatters and for
+            scalars over the ranks.
         forward_stall_s: seconds that forwards waited for all-gathers.
         wall_s: seconds the whole step took.
+        grad_norm: 2-norm of the gradients before clipping, with ``max_grad_norm``; None without.
+        skipped_steps: updates left out so far, with ``on_nonfinite="skip"``.
     """
 
     step: int = 0
@@ -29,6 +34,8 @@ class DearStats:
     step_stall_s: float = 0.0
     forward_stall_s: float = 0.0
     wall_s: float = 0.0
+    grad_norm: float | None = None
+    skipped_steps: int = 0
 
     @property
     def stall_s(self) -> float:
@@ -40,3 +47,33 @@ class DearStats:
         """Share of the communication time, per lane, that was hidden behind other work, from 0 to 1."""
         per_lane_s = self.comm_s / max(1, self.num_lanes)
         return max(0.0, 1.0 - self.stall_s / per_lane_s) if per_lane_s > 0 else 1.0
+
+
+class ScalarWriter(Protocol):
+    """What takes scalars, like ``torch.utils.tensorboard.SummaryWriter``."""
+
+    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
+        """Note one value."""
+
+
+@dataclass(frozen=True)
+class StatsLog:
+    """Writes statistics as scalars, every ``every`` steps, under names that begin with ``prefix``."""
+
+    writer: ScalarWriter
+    every: int
+    prefix: str
+
+    def __post_init__(self) -> None:
+        if self.every < 1:
+            raise ValueError(f"every must be >= 1, got {self.every}")
+
+    def write(self, step: int, measure: Callable[[], DearStats]) -> None:
+        """Write the statistics of ``step``, which ``measure`` tells, if it is its turn."""
+        if step % self.every:
+            return
+        stats = measure()
+        values = {**asdict(stats), "stall_s": stats.stall_s, "overlap": stats.overlap}
+        for name, value in values.items():
+            if name != "step" and value is not None:
+                self.writer.add_scalar(f"{self.prefix}/{name}", value, stats.step)

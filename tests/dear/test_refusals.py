@@ -25,11 +25,13 @@ def wrapped(world_size: int, **options: Any) -> DistributedDataParallel:
     return DistributedDataParallel(WholeNumbers(world_size), **{"gradient_as_bucket_view": True, **options})
 
 
-def trained(rank: int, world_size: int, num_steps: int = 3) -> tuple[DistributedDataParallel, Any, DearState]:
+def trained(
+    rank: int, world_size: int, num_steps: int = 3, config: DearConfig = CONFIG
+) -> tuple[DistributedDataParallel, Any, DearState]:
     """A model after some steps under DeAR, with gathers still under way."""
     ddp = wrapped(world_size, bucket_cap_mb=0.05)
     optimizer = sgd(ddp)
-    state = DearState(ddp, optimizer, CONFIG)
+    state = DearState(ddp, optimizer, config)
     ddp.register_comm_hook(state, dear_hook)
     for step in range(num_steps):
         optimizer.zero_grad()
@@ -105,6 +107,13 @@ def construct(rank: int, world_size: int, case: str) -> str:
         config = DearConfig(lanes=7)
     if case == "one rank only" and rank == 1:
         optimizer = torch.optim.LBFGS(ddp.parameters())
+    if case == "shared optimizer":
+        other = DistributedDataParallel(WholeNumbers(world_size), gradient_as_bucket_view=True)
+        both = torch.optim.SGD([*ddp.parameters(), *other.parameters()], lr=0.1)
+        first = DearState(ddp, both, CONFIG)
+        message = message_of(lambda: DearState(other, both, CONFIG))
+        first.close()
+        return message
     if case == "second state":
         first = DearState(ddp, optimizer, CONFIG)
         message = message_of(lambda: DearState(ddp, sgd(ddp), CONFIG))
@@ -133,6 +142,7 @@ CONSTRUCTION = {
     "settings": "DearConfig",
     "one rank only": "on ranks [1]",
     "second state": "already has a DearState",
+    "shared optimizer": "give every model an optimizer",
 }
 
 

@@ -94,7 +94,7 @@ def compare(
 def _outcome(dear: Trainee, plain: Trainee) -> Outcome:
     assert dear.state is not None
     stats = dear.state.stats()
-    schedule = dear.state._schedule
+    schedule = dear.state._arrangement.schedule
     num_buckets = len(schedule.layout.buckets) if schedule is not None else 0
     ours, theirs = dear.ddp.module.state_dict(), plain.ddp.module.state_dict()
     gaps = [float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours if ours[name].numel()]

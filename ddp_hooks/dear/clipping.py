@@ -1,0 +1,129 @@
+"""Gradient clipping over shards: every rank sees a part of every gradient, one scalar makes the whole.
+
+The norm of the whole is that of the parts' norms, so one all-reduce of one number is enough, and clipping happens
+where the gradients are, before the update and before any gather.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from typing import Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+
+@runtime_checkable
+class GradientShards(Protocol):
+    """Gradients of which every rank holds a part; :class:`~ddp_hooks.DearState` is one."""
+
+    def reduced_gradients(self) -> AbstractContextManager[list[torch.nn.Parameter]]:
+        """This rank's shards, with their reduced gradients as ``.grad`` while the context lasts."""
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """The sum of a scalar over the ranks; collective."""
+
+    def largest_over_ranks(self, value: Tensor) -> Tensor:
+        """The largest value of a scalar over the ranks; collective."""
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    sources: Iterable[GradientShards | Tensor | Iterable[Tensor]],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Clip the common norm of several sets of gradients, as ``torch.nn.utils.clip_grad_norm_`` does for one.
+
+    Between backward and ``optimizer.step()``; collective over the group of every state, in the order given.
+
+    Args:
+        sources: states, whose model's gradients are meant, and tensors or lists of tensors with the same gradients
+            on every rank (a module under plain DDP, for instance).
+        max_norm: largest norm that is left as it is.
+        norm_type: p of the p-norm, > 0; ``math.inf`` for the largest absolute value.
+        error_if_nonfinite: raise, on every rank, if the norm is not finite.
+
+    Returns:
+        The norm before clipping, a float64 scalar: equal on every rank.
+
+    Raises:
+        ValueError: ``norm_type`` or ``max_norm`` is not one.
+        RuntimeError: ``error_if_nonfinite``, and the norm is not finite; gradients are as they were.
+    """
+    check_norm(max_norm, norm_type)
+    shards, tensors = _sort(sources)
+    replicated = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    with ExitStack() as stack:
+        gradients = [gradients_of(stack.enter_context(source.reduced_gradients())) for source in shards]
+        parts = [total_power(part, source, norm_type) for part, source in zip(gradients, shards, strict=True)]
+        if replicated:
+            parts.append(power_of(replicated, norm_type))
+        total = norm_of(parts, norm_type)
+        if error_if_nonfinite and not torch.isfinite(total):
+            raise RuntimeError(
+                f"the gradients' norm of order {norm_type} is {total.item()} on every rank, so it cannot be clipped: "
+                f"skip such steps with DearConfig(on_nonfinite='skip'), or clip with error_if_nonfinite=False"
+            )
+        scale_down([*(gradient for part in gradients for gradient in part), *replicated], max_norm, total)
+    return total
+
+
+def check_norm(max_norm: float, norm_type: float) -> None:
+    """Raise ValueError unless these are a bound and an order of a norm."""
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be > 0 or math.inf, got {norm_type}")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must be >= 0, got {max_norm}")
+
+
+def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+
+
+def total_power(gradients: Sequence[Tensor], shards: GradientShards, norm_type: float) -> Tensor:
+    """What this rank's part contributes to a norm, over all ranks: a sum of powers, or the largest; collective."""
+    power = power_of(gradients, norm_type)
+    return shards.sum_over_ranks(power) if norm_type < math.inf else shards.largest_over_ranks(power)
+
+
+def norm_of(powers: Sequence[Tensor], norm_type: float) -> Tensor:
+    """The norm, a float64 scalar, of sets with these sums of powers (or largest values)."""
+    if not powers:
+        return torch.zeros((), dtype=torch.float64)
+    stacked = torch.stack([power.to(powers[0].device) for power in powers])
+    return stacked.sum() ** (1.0 / norm_type) if norm_type < math.inf else stacked.max()
+
+
+def scale_down(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> None:
+    """Multiply ``gradients``, whose norm is ``total``, so that it becomes at most ``max_norm``; in place."""
+    factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_ has it
+    for gradient in gradients:
+        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+
+def power_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
+    """Sum of powers, or the largest absolute value: what adds up to a norm; a float64 scalar."""
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type).double()
+    if norm_type < math.inf:
+        return norm**norm_type
+    return norm.nan_to_num(nan=math.inf, posinf=math.inf)  # backends disagree on the larger of a number and NaN
+
+
+def _sort(
+    sources: Iterable[GradientShards | Tensor | Iterable[Tensor]],
+) -> tuple[list[GradientShards], list[Tensor]]:
+    shards: list[GradientShards] = []
+    tensors: list[Tensor] = []
+    for source in [sources] if isinstance(sources, GradientShards | Tensor) else sources:
+        if isinstance(source, GradientShards):
+            shards.append(source)
+        elif isinstance(source, Tensor):
+            tensors.append(source)
+        else:
+            tensors += list(source)
+    return shards, tensors

@@ -1,0 +1,86 @@
+"""Looking at gradients before every update: clip them, and act together if some are not finite."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hooks.dear.clipping import GradientShards, gradients_of, norm_of, power_of, scale_down
+from ddp_hooks.dear.config import DearConfig
+from ddp_hooks.dear.shards import ShardedOptimizer
+
+logger = logging.getLogger("ddp_hooks")
+
+
+@dataclass
+class Inspector:
+    """Clips gradients and finds those that are not finite, as ``config`` asks, just before an update.
+
+    Args:
+        ranks: adds up over the ranks.
+        group: the ranks, to tell each other what is not finite.
+        sharded: the optimizer that is about to step, with plain gradients.
+        names: of the parameters.
+        config: ``max_grad_norm`` and ``on_nonfinite``.
+        device: of the gradients.
+    """
+
+    ranks: GradientShards
+    group: dist.ProcessGroup
+    sharded: ShardedOptimizer
+    names: Sequence[str]
+    config: DearConfig
+    device: torch.device
+    grad_norm: Tensor | None = None  # before clipping, at the last update
+    skipped_steps: int = 0
+
+    @torch.no_grad()
+    def approve(self) -> bool:
+        """Clip; False if the update is to be skipped, and gradients are gone then. Collective: one all-reduce.
+
+        Raises:
+            RuntimeError: on every rank, with ``on_nonfinite="raise"``, if a gradient is not finite on any rank.
+        """
+        gradients = gradients_of(shard.tensor for shard in self.sharded.shards)
+        count, power = self.ranks.sum_over_ranks(torch.stack([self._nonfinite(gradients), self._power(gradients)]))
+        if self.config.on_nonfinite is not None and count > 0:
+            found = self._where()
+            if self.config.on_nonfinite == "raise":
+                raise RuntimeError(f"gradients are not finite, so no rank updates anything: {found}")
+            self.skipped_steps += 1
+            logger.warning("skipped an update on all ranks, gradients are not finite: %s", found)
+            self.sharded.drop_gradients()
+            return False
+        if self.config.max_grad_norm is not None:
+            self.grad_norm = norm_of([power], 2.0)
+            scale_down(gradients, self.config.max_grad_norm, self.grad_norm)
+        return True
+
+    def _nonfinite(self, gradients: Sequence[Tensor]) -> Tensor:
+        """1 if a gradient of this rank is not finite, else 0; a float64 scalar."""
+        if self.config.on_nonfinite is None or not gradients:
+            return self._zero()
+        return (~torch.isfinite(torch.nn.utils.get_total_norm(gradients, torch.inf))).double()
+
+    def _power(self, gradients: Sequence[Tensor]) -> Tensor:
+        """The sum of squares, a float64 scalar."""
+        return power_of(gradients, 2.0) if self.config.max_grad_norm is not None and gradients else self._zero()
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
+
+    def _where(self) -> str:
+        mine = [
+            self.names[shard.interval.parameter]
+            for shard in self.sharded.shards
+            if shard.tensor.grad is not None and not torch.isfinite(shard.tensor.grad).all()
+        ]
+        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(everyone, mine, group=self.group)
+        names = list(dict.fromkeys(name for found in everyone for name in found))
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

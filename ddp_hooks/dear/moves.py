@@ -1,0 +1,196 @@
+"""State of an optimizer moves between ranks, exactly: when the layout changes, and to whoever saves it.
+
+What a parameter's state consists of (its *schema*) is agreed first, because a rank may own nothing of a parameter so
+far; then every overlap of an old and a new interval travels, in batches, all entries of one overlap together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hooks.comm import Lanes, pairwise_exchange
+from ddp_hooks.dear.layout import Interval
+
+State: TypeAlias = dict[str, Any]
+_Schema: TypeAlias = dict[int, dict[str, "torch.dtype | _Other"]]  # parameter -> entries; a dtype if element-wise
+_BATCH_BYTES = 4 << 20  # how much state is under way at a time
+
+
+class Placement(Protocol):
+    """Who holds which elements."""
+
+    def intervals(self, rank: int) -> list[Interval]:
+        """The parameter elements that ``rank`` holds."""
+
+
+@dataclass(frozen=True)
+class WholeOn:
+    """Every parameter, whole, on some ranks; nothing on the others."""
+
+    ranks: tuple[int, ...]
+    numels: tuple[int, ...]
+
+    def intervals(self, rank: int) -> list[Interval]:
+        """See :class:`Placement`."""
+        return [Interval(i, 0, n) for i, n in enumerate(self.numels)] if rank in self.ranks else []
+
+
+def move_states(
+    states: dict[Interval, State], old: Placement, new: Placement, lanes: Lanes, device: torch.device, to: torch.device
+) -> dict[Interval, State]:
+    """The states of this rank's intervals under ``new``; collective.
+
+    Args:
+        states: this rank's, by its intervals under ``old``.
+        lanes: what they travel on, as tensors on ``device``.
+        to: where the result is kept.
+    """
+    schema = _agree_on_schema(states, lanes.group)
+    moved: dict[Interval, State] = {}
+    for interval in new.intervals(lanes.rank):
+        length = interval.end - interval.start
+        moved[interval] = {
+            key: entry.on(to) if isinstance(entry, _Other) else torch.zeros(length, dtype=entry, device=to)
+            for key, entry in schema.get(interval.parameter, {}).items()
+        }
+    for batch in _batches(_plan_moves(old, new, lanes.world_size), schema):
+        _exchange(batch, schema, states, moved, lanes, device)
+    return moved
+
+
+class _Other(NamedTuple):
+    """An entry that is not element-wise, such as a count of steps: it travels by way of the host."""
+
+    value: Any
+    on_device: bool
+
+    @staticmethod
+    def of(value: Any) -> _Other:
+        if isinstance(value, Tensor):
+            return _Other(value.cpu(), value.device.type != "cpu")
+        return _Other(value, False)
+
+    def on(self, device: torch.device) -> Any:
+        """The value, with memory of its own: on ``device`` if it was on one, else on the host."""
+        if isinstance(self.value, Tensor):
+            return self.value.to(device if self.on_device else "cpu", copy=True)
+        return self.value
+
+
+def copied(value: Any) -> Any:
+    """The value, with memory of its own if it is a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@dataclass(frozen=True)
+class _Move:
+    """Elements ``[start, end)`` of a parameter change hands (or stay)."""
+
+    parameter: int
+    start: int
+    end: int
+    sender: int
+    receiver: int
+    old: Interval
+    new: Interval
+
+
+def is_elementwise(value: Any, interval: Interval) -> bool:
+    """Whether an entry of the state has one value per element of the interval."""
+    return isinstance(value, Tensor) and value.shape == (interval.end - interval.start,)
+
+
+def _agree_on_schema(states: dict[Interval, State], group: dist.ProcessGroup) -> _Schema:
+    """What every parameter's state consists of, also for ranks that own none of it so far."""
+    mine: _Schema = {}
+    for interval, state in states.items():
+        entries = mine.setdefault(interval.parameter, {})
+        for key, value in state.items():
+            entries[key] = value.dtype if is_elementwise(value, interval) else _Other.of(value)
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    schema: _Schema = {}
+    for part in gathered:
+        for parameter, entries in part.items():
+            schema.setdefault(parameter, {}).update(entries)
+    return {parameter: schema[parameter] for parameter in sorted(schema)}
+
+
+def _plan_moves(old: Placement, new: Placement, world_size: int) -> list[_Move]:
+    """Every overlap of an old and a new interval, in the same order on every rank."""
+    holders: dict[int, list[tuple[int, Interval]]] = {}
+    for rank in range(world_size):
+        for interval in old.intervals(rank):
+            holders.setdefault(interval.parameter, []).append((rank, interval))
+    moves = []
+    for receiver in range(world_size):
+        for target in new.intervals(receiver):
+            for sender, source in holders.get(target.parameter, []):
+                start, end = max(source.start, target.start), min(source.end, target.end)
+                if start < end:
+                    moves.append(_Move(target.parameter, start, end, sender, receiver, source, target))
+    return sorted(moves, key=lambda move: (move.parameter, move.start))
+
+
+def _batches(moves: Iterable[_Move], schema: _Schema) -> Iterator[list[_Move]]:
+    batch: list[_Move] = []
+    nbytes = 0
+    for move in moves:
+        if move.parameter not in schema:
+            continue
+        batch.append(move)
+        entries = schema[move.parameter].values()
+        nbytes += (move.end - move.start) * sum(e.itemsize for e in entries if isinstance(e, torch.dtype))
+        if nbytes >= _BATCH_BYTES:
+            yield batch
+            batch, nbytes = [], 0
+    if batch:
+        yield batch
+
+
+def _piece(states: dict[Interval, State], move: _Move, interval: Interval, key: str) -> Tensor:
+    values: Tensor = states[interval][key]
+    return values[move.start - interval.start : move.end - interval.start]
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def _exchange(
+    batch: list[_Move],
+    schema: _Schema,
+    old: dict[Interval, State],
+    new: dict[Interval, State],
+    lanes: Lanes,
+    device: torch.device,
+) -> None:
+    """Send and receive the elements of one batch of moves, all keys of a move together, as bytes."""
+    rank, world_size = lanes.rank, lanes.world_size
+    outgoing: list[list[Tensor]] = [[] for _ in range(world_size)]
+    targets: list[list[Tensor]] = [[] for _ in range(world_size)]
+    for move in batch:
+        for key in _elementwise_keys(schema, move.parameter):
+            if move.sender == rank:
+                outgoing[move.receiver].append(_bytes_of(_piece(old, move, move.old, key)))
+            if move.receiver == rank:
+                targets[move.sender].append(_bytes_of(_piece(new, move, move.new, key)))
+    empty = torch.empty(0, dtype=torch.uint8, device=device)
+    sends = [torch.cat([p.to(device) for p in pieces]) if pieces else empty for pieces in outgoing]
+    sizes = [sum(target.numel() for target in pieces) for pieces in targets]
+    receives = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+    receives[rank] = sends[rank]
+    lanes.run(pairwise_exchange(sends, receives, rank), "optimizer state").wait()
+    for received, pieces in zip(receives, targets, strict=True):
+        for target, values in zip(pieces, received.split([t.numel() for t in pieces]), strict=True):
+            target.copy_(values)
+
+
+def _elementwise_keys(schema: _Schema, parameter: int) -> list[str]:
+    return [key for key, entry in schema[parameter].items() if not isinstance(entry, _Other)]

@@ -1,0 +1,52 @@
+"""A GradScaler for sharded gradients: ranks look for overflows in their own shards, and act together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState
+
+from ddp_hooks.dear.registry import state_of
+
+
+class GradScaler(torch.amp.GradScaler):
+    """``torch.amp.GradScaler``, also for optimizers under a :class:`~ddp_hooks.DearState`; same arguments and use.
+
+    Gradients are unscaled in this rank's shards. Whether one of them overflowed is reduced over the ranks before
+    anything reads it, so that all ranks skip the same steps and keep the same scale. The stock scaler would look at
+    its own shards alone; it raises, naming this class. Other optimizers are treated as the stock scaler does.
+    """
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """Step, unless a gradient overflowed on any rank; collective.
+
+        Raises:
+            RuntimeError: a second step before ``update()``, or a closure, as the stock scaler does.
+        """
+        if not self._enabled or state_of(optimizer) is None:
+            return super().step(optimizer, *args, **kwargs)
+        if args or "closure" in kwargs:
+            raise RuntimeError("GradScaler.step() takes no closure: run backward before it")
+        progress = self._per_optimizer_states[id(optimizer)]
+        if progress["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update()")
+        if progress["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        # Not torch's way for fused optimizers, which step even then and ignore the gradients by themselves.
+        result = self._maybe_opt_step(optimizer, progress, **kwargs)
+        progress["stage"] = OptState.STEPPED
+        return result
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        state = state_of(optimizer)
+        if state is None:
+            return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with state.reduced_gradients():
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        # A rank may hold no shard at all, and has to hear of overflows nevertheless.
+        flags = [flag.to(state.device) for flag in (found_inf, *found.values())]
+        return {state.device: state.largest_over_ranks(torch.stack(flags).max())}

@@ -1,0 +1,290 @@
+"""Saving and resuming: what is saved is what plain DDP would have saved; who loads it goes on with the same bits.
+
+Prevents: optimizer state that is 1/P of itself, stale, of another layout, or that only as many ranks can load.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import DearState, dear_hook
+from tests.dear import twins
+from tests.dear.test_exact import adagrad, adamw_two_groups, momentum_sgd
+from tests.dear.test_models import MODELS, TOLERANCE
+from tests.dear.test_refusals import message_of
+from tests.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
+from tests.workers import WorkerPools
+
+
+def scalar_tensors(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.NAdam(model.parameters(), lr=0.01)
+
+
+def mixed_dtypes(model: nn.Module) -> torch.optim.Optimizer:
+    """Names in the groups, and state that exists before the first step."""
+    named: list[Any] = list(model.named_parameters())
+    groups: list[Any] = [{"params": named[:4], "lr": 0.5}, {"params": named[4:]}]
+    return torch.optim.Adagrad(groups, lr=0.25)
+
+
+OPTIMIZERS = [momentum_sgd, adamw_two_groups, adagrad, scalar_tensors, mixed_dtypes]
+
+
+def full_state(twin: Trainee) -> dict[str, Any]:
+    return twin.optimizer.state_dict() if twin.state is None else twin.state.full_optimizer_state_dict()
+
+
+def save_every_step(twin: Trainee, step: int) -> None:
+    twins.plain(twin, step)
+    twin.memory.setdefault("saved", []).append(copy.deepcopy(full_state(twin)))
+
+
+def differences(ours: Any, theirs: Any, path: str = "state") -> list[str]:
+    """Where two nests of dicts, lists, tensors and plain values differ, in any bit or in kind."""
+    if type(ours) is not type(theirs):
+        return [f"{path}: {type(ours).__name__} and {type(theirs).__name__}"]
+    if isinstance(ours, dict):
+        if list(ours) != list(theirs):
+            return [f"{path}: keys {list(ours)} and {list(theirs)}"]
+        return [text for key in ours for text in differences(ours[key], theirs[key], f"{path}.{key}")]
+    if isinstance(ours, list):
+        if len(ours) != len(theirs):
+            return [f"{path}: lengths {len(ours)} and {len(theirs)}"]
+        return [t for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) for t in differences(a, b, f"{path}[{i}]")]
+    if isinstance(ours, Tensor):
+        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.stride() == theirs.stride()
+        return [] if same and torch.equal(ours, theirs) else [f"{path}: tensors differ"]
+    return [] if ours == theirs else [f"{path}: {ours!r} and {theirs!r}"]
+
+
+def saved_states(rank: int, world_size: int, optimizer: Callable[..., Any]) -> list[str]:
+    collected: list[Any] = []
+
+    def remember(twin: Trainee, step: int) -> None:
+        save_every_step(twin, step)
+        if step == 4:
+            collected.append(twin.memory["saved"])
+
+    outcome = compare(rank, world_size, WholeNumbers, whole_batches, optimizer, remember, 5)
+    assert outcome.bitwise
+    ours, theirs = collected
+    assert len(ours[0]["state"]) == 9 and ours[0]["state"] is not ours[1]["state"]
+    return differences(ours, theirs)
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+def test_full_state_is_that_of_plain_ddp(workers: WorkerPools, world_size: int, optimizer: Any) -> None:
+    for found in workers(world_size).run(saved_states, optimizer):
+        assert found == []
+
+
+def resume_after_a_detour(twin: Trainee, step: int) -> None:
+    """Save, go on, come back, go on: momentum and step counts must be those of the save."""
+    if step in (3, 7):
+        buffer = io.BytesIO()
+        torch.save({"model": twin.ddp.module.state_dict(), "optimizer": full_state(twin)}, buffer)
+        twin.memory["file"] = buffer.getvalue()
+    if step in (5, 9):
+        saved = torch.load(io.BytesIO(twin.memory["file"]), weights_only=True)
+        twin.ddp.module.load_state_dict(saved["model"])
+        if twin.state is not None and step == 5:
+            twin.state.load_full_optimizer_state_dict(saved["optimizer"])
+        else:
+            twin.optimizer.load_state_dict(saved["optimizer"])
+    twins.plain(twin, step)
+
+
+def save_between_backward_and_step(twin: Trainee, step: int) -> None:
+    twin.optimizer.zero_grad()
+    twin.loss(step).backward()
+    if step % 3 == 1:
+        twin.memory["saved"] = copy.deepcopy(full_state(twin))
+    if step % 3 == 2:
+        twin.optimizer.load_state_dict(twin.memory["saved"])
+    twin.optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
+@pytest.mark.parametrize("loop", [resume_after_a_detour, save_between_backward_and_step], ids=lambda f: f.__name__)
+def test_loading(workers: WorkerPools, world_size: int, optimizer: Any, loop: Any) -> None:
+    for outcome in workers(world_size).run(compare, WholeNumbers, whole_batches, optimizer, loop, 11):
+        assert outcome.bitwise, outcome
+
+
+@pytest.mark.parametrize("name", ["resnet", "gpt2"])
+def test_loading_into_real_models(workers: WorkerPools, name: str) -> None:
+    model, batches, optimizer = MODELS[name]
+    config = {"ddp_options": {"bucket_cap_mb": 2}, "config": twins.DearConfig(lanes=2)} if name == "resnet" else {}
+    run = workers(3).run
+    for outcome in run(_compare_with, config, model, batches, optimizer, resume_after_a_detour, 10):
+        assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
+
+
+def _compare_with(rank: int, world_size: int, options: dict[str, Any], *args: Any) -> Any:
+    return compare(rank, world_size, *args, **options)
+
+
+# -- from one number of ranks to another, and to plain DDP and back ---------------------------------------------------
+
+
+def wrap(world_size: int, with_dear: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState | None]:
+    torch.manual_seed(7)
+    ddp = DistributedDataParallel(WholeNumbers(world_size), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+    optimizer = adamw_two_groups(ddp.module)
+    state = DearState(ddp, optimizer, CONFIG) if with_dear else None
+    if state is not None:
+        ddp.register_comm_hook(state, dear_hook)
+    return ddp, optimizer, state
+
+
+def train_and_save(rank: int, world_size: int, with_dear: bool, steps: int, read: str | None, write: str) -> bytes:
+    """Start, or go on from a file, for some steps; write a file; returns what the parameters are."""
+    ddp, optimizer, state = wrap(world_size, with_dear)
+    if read is not None:
+        saved = torch.load(read, weights_only=True)
+        ddp.module.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    for step in range(steps):
+        optimizer.zero_grad()
+        ddp(*whole_batches(rank, world_size, step)).backward()
+        optimizer.step()
+    if state is not None:
+        state.consolidate(to=0)
+    if rank == 0:
+        torch.save({"model": ddp.module.state_dict(), "optimizer": optimizer.state_dict()}, write)
+    if state is not None:
+        state.close()
+    return b"".join(p.detach().numpy().tobytes() for p in ddp.module.parameters())
+
+
+@pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2), (4, 1), (1, 4)])
+def test_any_number_of_ranks_goes_on(workers: WorkerPools, tmp_path: Path, first: int, then: int) -> None:
+    begun, ours, theirs = str(tmp_path / "begun"), str(tmp_path / "ours"), str(tmp_path / "theirs")
+    workers(first).run(train_and_save, True, 4, None, begun)
+    by_dear = workers(then).run(train_and_save, True, 4, begun, ours)
+    by_ddp = workers(then).run(train_and_save, False, 4, begun, theirs)
+    assert set(by_dear) == set(by_ddp) and len(set(by_dear)) == 1
+    assert differences(torch.load(ours, weights_only=True), torch.load(theirs, weights_only=True)) == []
+
+
+def test_from_plain_ddp_to_dear_and_back(workers: WorkerPools, tmp_path: Path) -> None:
+    files = [str(tmp_path / name) for name in ("a", "b", "c", "d")]
+    workers(2).run(train_and_save, False, 3, None, files[0])
+    dear = workers(2).run(train_and_save, True, 3, files[0], files[1])
+    plain = workers(2).run(train_and_save, False, 3, files[0], files[2])
+    assert dear == plain
+    assert workers(2).run(train_and_save, False, 3, files[1], files[3]) == workers(2).run(
+        train_and_save, True, 3, files[2], files[3]
+    )
+
+
+def trained_with_state(
+    rank: int, world_size: int
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState]:
+    ddp, optimizer, state = wrap(world_size, with_dear=True)
+    assert state is not None
+    for step in range(3):
+        optimizer.zero_grad()
+        ddp(*whole_batches(rank, world_size, step)).backward()
+        optimizer.step()
+    return ddp, optimizer, state
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+def consolidating(rank: int, world_size: int) -> dict[str, str]:
+    ddp, optimizer, state = trained_with_state(rank, world_size)
+    messages = {"never": message_of(optimizer.state_dict)}
+    state.consolidate(to=1)
+    messages["fresh"] = message_of(optimizer.state_dict) if rank != 1 else str(len(optimizer.state_dict()["state"]))
+    optimizer.zero_grad()
+    ddp(*whole_batches(rank, world_size, 9)).backward()
+    optimizer.step()
+    messages["stale"] = message_of(optimizer.state_dict)
+    messages["nowhere"] = message_of(lambda: state.consolidate(to=world_size))
+    return messages
+
+
+def test_a_rank_that_has_not_the_whole_state_raises(workers: WorkerPools) -> None:
+    outcomes = workers(3).run(consolidating)
+    for rank, messages in enumerate(outcomes):
+        for moment in ("never", "stale"):
+            assert messages[moment].startswith("RuntimeError") and "state.consolidate(to=0)" in messages[moment]
+        assert messages["nowhere"].startswith("ValueError")
+        if rank == 1:
+            assert messages["fresh"] == "9"
+        else:
+            assert "it is on rank 1" in messages["fresh"]
+
+
+def load_wrongly(rank: int, world_size: int) -> list[str]:
+    _ddp, optimizer, state = trained_with_state(rank, world_size)
+    full = state.full_optimizer_state_dict()
+    other_groups = {**full, "param_groups": full["param_groups"] * 2}
+    other_shapes = copy.deepcopy(full)
+    other_shapes["state"][0]["exp_avg"] = torch.zeros(3, 3)
+    return [message_of(partial(optimizer.load_state_dict, bad)) for bad in (other_groups, other_shapes)]
+
+
+def test_states_of_other_models_are_refused(workers: WorkerPools) -> None:
+    for groups, shapes in workers(2).run(load_wrongly):
+        assert "param_groups" in groups and "saved for this model" in groups
+        assert "exp_avg of layers.0.weight is saved with shape (3, 3)" in shapes
+
+
+def settings_change_after_consolidation(rank: int, world_size: int) -> tuple[float, int, str]:
+    _ddp, optimizer, state = trained_with_state(rank, world_size)
+    state.consolidate(to=0)
+    optimizer.param_groups[0]["lr"] = 0.75  # as a scheduler does after the step
+    lr, num_states = 0.75, 9
+    if rank == 0:
+        saved = optimizer.state_dict()
+        lr, num_states = saved["param_groups"][0]["lr"], len(saved["state"])
+    state.close()
+    return lr, num_states, message_of(state.full_optimizer_state_dict)
+
+
+def test_settings_are_those_of_the_moment_of_saving(workers: WorkerPools) -> None:
+    for lr, num_states, after_close in workers(2).run(settings_change_after_consolidation):
+        assert (lr, num_states) == (0.75, 9)
+        assert "was closed" in after_close
+
+
+def load_twice(rank: int, world_size: int, folder: str) -> bool:
+    """A full state that is loaded after a sharded one, both before the first step, is the one that counts."""
+    ddp, optimizer, state = wrap(world_size, with_dear=True)
+    assert state is not None
+    for step in range(2):
+        optimizer.zero_grad()
+        ddp(*whole_batches(rank, world_size, step)).backward()
+        optimizer.step()
+        if step == 0:
+            dcp.save({"optimizer": state.sharded_optimizer_state_dict()}, checkpoint_id=folder)
+    full = copy.deepcopy(state.full_optimizer_state_dict())
+    state.close()
+    _ddp, optimizer, state = wrap(world_size, with_dear=True)
+    assert state is not None
+    state.load_sharded_optimizer(folder)
+    early = differences(state.full_optimizer_state_dict(), full)
+    optimizer.load_state_dict(full)
+    same = differences(state.full_optimizer_state_dict(), full) == []
+    state.close()
+    return bool(early) and same
+
+
+def test_what_is_loaded_last_counts(workers: WorkerPools, tmp_path: Path) -> None:
+    assert all(workers(2).run(load_twice, str(tmp_path / "sharded")))

@@ -1,0 +1,40 @@
+"""The code in the documentation runs as it stands."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.workers import WorkerPools
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+
+def blocks_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+
+
+def run_page(rank: int, world_size: int, page: str, path: str) -> int:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+    loader = [torch.randn(6, 8) for _ in range(3)]
+    names: dict[str, Any] = {"model": model, "loader": loader, "path": path, "loss_of": _loss_of}
+    blocks = blocks_of(page)
+    for number, block in enumerate(blocks):
+        exec(compile(block, f"{page}, block {number + 1}", "exec"), names)
+    return len(blocks)
+
+
+def _loss_of(output: Tensor) -> Tensor:
+    return output.square().mean()
+
+
+@pytest.mark.parametrize("page", ["training_loop.md"])
+def test_every_block_of_a_page_runs(workers: WorkerPools, tmp_path: Path, page: str) -> None:
+    counts = workers(2).run(run_page, page, str(tmp_path / "checkpoint.pt"))
+    assert counts == [len(blocks_of(page))] * 2 and counts[0] > 8
