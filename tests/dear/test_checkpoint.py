@@ -124,7 +124,7 @@ def test_loading(workers: WorkerPools, world_size: int, optimizer: Any, loop: An
         assert outcome.bitwise, outcome
 
 
-@pytest.mark.parametrize("name", ["resnet", "gpt2"])
+@pytest.mark.parametrize("name", [pytest.param("resnet", marks=pytest.mark.slow), "gpt2"])
 def test_loading_into_real_models(workers: WorkerPools, name: str) -> None:
     model, batches, optimizer = MODELS[name]
     config = {"ddp_options": {"bucket_cap_mb": 2}, "config": twins.DearConfig(lanes=2)} if name == "resnet" else {}

@@ -86,7 +86,7 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Trainee, int], None
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_models(workers: WorkerPools, world_size: int, case: str) -> None:
     model, loop = CASES[case]

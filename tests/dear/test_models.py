@@ -217,8 +217,17 @@ def settings(name: str) -> Any:
     return partial(compare, config=CONFIG)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def cases() -> list[Any]:
+    """Every model on every number of ranks; what takes long on many of them is marked slow."""
+    long = {("resnet", 3), ("resnet", 4), ("bert", 4), ("gpt2", 4)}
+    return [
+        pytest.param(world_size, name, marks=[pytest.mark.slow] if (name, world_size) in long else [])
+        for world_size in (1, 2, 3, 4)
+        for name in MODELS
+    ]
+
+
+@pytest.mark.parametrize(("world_size", "name"), cases())
 def test_twenty_steps(workers: WorkerPools, world_size: int, name: str) -> None:
     model, batches, optimizer = MODELS[name]
     outcomes = workers(world_size).run(settings(name), model, batches, optimizer, twins.plain, 20)
