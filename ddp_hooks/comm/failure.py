@@ -95,10 +95,14 @@ class Witness:
                 logger.debug("could not take back the report of a wait: %s", error)
 
     def wait_for_farewells(self, deadline_s: float) -> None:
-        """Return when every rank has come here, at ``deadline_s`` of ``time.monotonic()``, or if the store is gone."""
+        """Return when every rank has come here, or one has failed, or the store is gone.
+
+        Args:
+            deadline_s: when to return in any case, in ``time.monotonic()``'s seconds.
+        """
         try:
             present = self._store.add(f"{self._prefix}/farewells", 1)
-            while present < len(self._ranks) and time.monotonic() < deadline_s:
+            while present < len(self._ranks) and time.monotonic() < deadline_s and self.first_failure() is None:
                 time.sleep(0.02)
                 present = self._store.add(f"{self._prefix}/farewells", 0)
         except Exception as error:  # whoever held the store has left already

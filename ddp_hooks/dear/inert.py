@@ -20,9 +20,9 @@ class InertOnCopy:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self._function = function
+        # A traced hook would act as it did when it was traced. Not a decorator: that would import the compiler here.
+        self._function = torch.compiler.disable(function)
 
-    @torch.compiler.disable  # a traced hook would act as it did when it was traced
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
 

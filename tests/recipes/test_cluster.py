@@ -46,6 +46,12 @@ def available(reason_unavailable: str | None) -> None:
     require(reason_unavailable)
 
 
+def heed_signals() -> None:
+    """In a new process, as at a terminal: in background jobs, of CI for instance, shells ignore SIGINT."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Run:
     """A run of the command line, and what its workers noted."""
 
@@ -59,6 +65,7 @@ class Run:
             env={**os.environ, "NOTES": str(self.folder)},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
+            preexec_fn=heed_signals,
         )
 
     def finish(self, *arguments: str, before: tuple[str, ...] = ()) -> tuple[int, str, str]:
