@@ -33,8 +33,8 @@ class Reduction:
         fuse: groups the atoms of a bucket that the layout does not know.
         label: names a group of atoms for messages.
         reduce_dtype: form the sums in this type; None: in that of the gradients.
-        ready: atoms of the last bucket, by their index in the layout in force, that may travel before it is handed
-            over, with their memory.
+        ready: atoms, by their index in the layout in force, that may travel before their bucket is handed over, with
+            their memory.
     """
 
     def __init__(
@@ -111,7 +111,7 @@ class Reduction:
         for index in group:
             if index < len(self.atoms):
                 atom, gradient = self.atoms[index], self.gradients[index]
-            else:  # of the last bucket, before it is handed over
+            else:  # its bucket has not been handed over
                 assert self._schedule is not None
                 atom, gradient = self._schedule.layout.atoms[index], self._ready[index]
                 self._ahead[index] = gradient
@@ -135,9 +135,9 @@ class Reduction:
             self.gradients[atom][low:high].copy_(converted[low:high])
 
     def _refuse_moved_memory(self) -> None:
-        for index, gradient in self._ahead.items():
-            if index >= len(self.gradients) or self.gradients[index].data_ptr() != gradient.data_ptr():
+        for index in [index for index in self._ahead if index < len(self.gradients)]:
+            if self.gradients[index].data_ptr() != self._ahead.pop(index).data_ptr():
                 raise RuntimeError(
-                    "DDP handed over its last bucket in other memory than its gradients were in, after their reduction "
+                    "DDP handed over a bucket in other memory than its gradients were in, after their reduction "
                     "had begun; please report this, with the versions of torch and ddp_hooks"
                 )

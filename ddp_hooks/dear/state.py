@@ -2,8 +2,8 @@
 
 One step, in the order of DESIGN.md's "public hooks and nothing else":
 
-1. DDP hands over a bucket; its reduce-scatters start (:meth:`DearState.reduce_bucket`), those of the last bucket
-   before it is complete (:class:`~ddp_hooks.dear.tail.TailWatch`).
+1. DDP hands over a bucket; its reduce-scatters start (:meth:`DearState.reduce_bucket`), on CPUs those of parts that
+   are there even before (:class:`~ddp_hooks.dear.watch.GradientWatch`).
 2. Backward ends; guards take the place of gradients that mean nothing now (:meth:`DearState._end_backward`).
 3. The optimizer is about to step; every shard gets its reduced gradient (:meth:`DearState._before_step`).
 4. The user's optimizer steps on this rank's shards.
@@ -53,7 +53,7 @@ from ddp_hooks.dear.layout import FusionRule, Layout
 from ddp_hooks.dear.replicas import refuse_parted_replicas
 from ddp_hooks.dear.shards import ShardedOptimizer
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
-from ddp_hooks.dear.tail import TailWatch
+from ddp_hooks.dear.watch import GradientWatch
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -105,9 +105,9 @@ class DearState:
         self._lanes, atom_bytes = _open_lanes(config, group, self.device, self._recorder)
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else atom_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
-        cuts_tail = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
+        self._watches = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
         self._arrangement = Arrangement(
-            self._parameters, self._names, ddp.module, self._lanes.world_size, rule, atom_bytes, cuts_tail
+            self._parameters, self._names, ddp.module, self._lanes.world_size, rule, atom_bytes, self._watches
         )
         self._sharded = ShardedOptimizer(optimizer, self._parameters, self._names, self._lanes)
         self._checkpoint = OptimizerCheckpoint(
@@ -115,7 +115,7 @@ class DearState:
         )
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         self._pipe = FeedPipe(ddp.module, self._parameters, self._names, self._recorder)
-        self._tail = TailWatch(self._parameters, self._advance_tail)
+        self._watch = GradientWatch(self._parameters, self._advance)
         self._arrival = GradientArrival(self._sharded, self._keeper, self._recorder)
 
         self._reduction: Reduction | None = None  # from the first bucket of a backward until it is attached
@@ -320,7 +320,7 @@ class DearState:
         finally:
             self._reduction = None
             self._pipe.close()
-            self._tail.close()
+            self._watch.close()
             for handle in self._handles:
                 handle.remove()
             if self._arrangement.layout is not None or self._sharded.has_early_states:
@@ -367,23 +367,26 @@ class DearState:
             arranged.cut,
             arranged.fuse_in_order,
             arranged.label,
-            self._tail.ready,
+            self._watch.ready,
             self.config.reduce_dtype,
         )
         self._in_backward = True
 
-    def _advance_tail(self) -> None:
-        if self._in_backward and self._reduction is not None:
-            self._reduction.advance()
+    def _advance(self) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+        assert self._reduction is not None
+        self._reduction.advance()
 
     # -- 2. backward has ended --------------------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        self._tail.arm(False)
+        self._watch.arm(False)
         reduction = self._reduction
         assert reduction is not None
         reduction.flush()
+        self._watch.remember(reduction.gradients)
         reduction.used = self._keeper.guard_model()
         self._keeper.guard_shards(reduction.used)
 
@@ -472,7 +475,8 @@ class DearState:
 
     def _plan_groups(self, layout: Layout) -> None:
         self._pipe.plan(self._arrangement.plan(layout, self._common_order_of_need))
-        self._tail.watch(layout)
+        if self._watches:
+            self._watch.watch(layout)
 
     def _common_order_of_need(self) -> list[int]:
         order: list[list[int]] = [self._pipe.order_of_need()]
@@ -537,7 +541,7 @@ class DearState:
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._pipe.end_trace(succeeded=output is not None)
         if torch.is_grad_enabled():
-            self._tail.arm(output is not None and self._ddp.require_backward_grad_sync)
+            self._watch.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None
         explanation = self._lanes.explain(error) if error is not None else None
         if error is not None and explanation is not None:  # DDP's own broadcast of buffers names nobody

@@ -1,10 +1,11 @@
-"""The last bucket travels in parts, before DDP hands it over: really, and only when its gradients are in their place.
+"""The first and the last bucket travel in parts, before DDP hands them over: really, and only when its gradients are in their place.
 
 Prevents: sums of gradients that are not complete yet, or of memory that is not the bucket's.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearState, dear_hook
+from ddp_hooks import DearConfig, DearState, dear_hook
 from ddp_hooks.dear.backpipe import Reduction
 from tests.dear import twins
 from tests.dear.twins import CONFIG, Whole, compare, whole_batches
@@ -30,11 +31,13 @@ class Layers(nn.Module):
         return self.layers(values).square().mean()
 
 
-def events_of_a_backward(rank: int, world_size: int, options: dict[str, Any], accumulate: bool) -> list[str]:
+def events_of_a_backward(
+    rank: int, world_size: int, options: dict[str, Any], accumulate: bool, config: DearConfig = CONFIG
+) -> list[str]:
     """What is launched in one backward, and where in between DDP hands over its buckets."""
     ddp = DistributedDataParallel(Layers(), bucket_cap_mb=0.02, gradient_as_bucket_view=True, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    state = DearState(ddp, optimizer, CONFIG)
+    state = DearState(ddp, optimizer, config)
     ddp.register_comm_hook(state, dear_hook)
     events: list[str] = []
 
@@ -75,6 +78,12 @@ def test_parts_of_the_last_bucket_travel_before_it_is_complete(workers: WorkerPo
         assert events[last + 1 :] == [NAMES[0]], events
         if accumulate:
             assert events[0] == "accumulated", "launched in a backward that DDP does not reduce"
+
+
+def test_parts_of_the_first_bucket_travel_before_it_is_complete(workers: WorkerPools) -> None:
+    alone = replace(CONFIG, fusion="none", atom_mb=0.01)
+    for events in workers(2).run(events_of_a_backward, {}, False, alone):
+        assert events[: events.index("bucket")] == [NAMES[5], NAMES[4]], events
 
 
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"batched_grad_copy": True}], ids=lambda o: next(iter(o)))
