@@ -21,13 +21,17 @@ def blocks_of(page: str) -> list[str]:
 
 def run_page(rank: int, world_size: int, page: str, path: str) -> int:
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
     loader = [torch.randn(6, 8) for _ in range(3)]
-    names: dict[str, Any] = {"model": model, "loader": loader, "path": path, "loss_of": _loss_of}
+    names: dict[str, Any] = {"Net": _Net, "model": _Net(), "loader": loader, "path": path, "loss_of": _loss_of}
     blocks = blocks_of(page)
     for number, block in enumerate(blocks):
         exec(compile(block, f"{page}, block {number + 1}", "exec"), names)
     return len(blocks)
+
+
+class _Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
 
 
 def _loss_of(output: Tensor) -> Tensor:

@@ -4,7 +4,9 @@ from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic
 from ddp_hooks.comm.agreement import agree
 from ddp_hooks.comm.collectives import (
     Partition,
+    Segment,
     aligned_bounds,
+    ordered_reduce_scatter,
     pairwise_exchange,
     ring_all_gather,
     ring_reduce_scatter,
@@ -30,6 +32,7 @@ __all__ = [
     "Recorder",
     "Recv",
     "Round",
+    "Segment",
     "Send",
     "Span",
     "Stall",
@@ -37,6 +40,7 @@ __all__ = [
     "Work",
     "agree",
     "aligned_bounds",
+    "ordered_reduce_scatter",
     "pairwise_exchange",
     "profile_link",
     "ring_all_gather",

@@ -68,6 +68,37 @@ def pairwise_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ra
     yield _round(*receives, *(Send(peer, outgoing[peer]) for peer in others))
 
 
+class Segment(NamedTuple):
+    """Elements ``[start, end)`` of a chunk, to be summed in the order in which a ring sums for ``owner``."""
+
+    start: int
+    end: int
+    owner: int
+
+
+def ordered_reduce_scatter(partition: Partition, rank: int, segments: Sequence[Segment]) -> Algorithm:
+    """The mean of this rank's range over all ranks, in place, each segment summed in an order of its own.
+
+    One round: every rank sends each range straight to its owner, which adds. As many bytes as a ring, P - 1 times the
+    scratch memory.
+
+    Args:
+        partition: of which ``rank`` owns its range; the rest is left as it is.
+        rank: the rank that runs this generator.
+        segments: of this rank's range, covering it.
+    """
+    flat, bounds = partition
+    world_size = len(bounds) - 1
+    chunks = [flat[start:end] for start, end in itertools.pairwise(bounds)]
+    parts = [chunks[rank] if peer == rank else torch.empty_like(chunks[rank]) for peer in range(world_size)]
+    yield from pairwise_exchange(chunks, parts, rank)
+    for start, end, owner in segments:
+        total = parts[(owner + 1) % world_size][start:end]
+        for step in range(2, world_size + 1):
+            total = parts[(owner + step) % world_size][start:end] + total
+        chunks[rank][start:end].copy_(total).div_(world_size)
+
+
 def _round(*exchanges: Send | Recv) -> Round:
     return [exchange for exchange in exchanges if exchange.tensor.numel()]
 

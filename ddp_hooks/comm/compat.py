@@ -98,6 +98,12 @@ def uses_mixed_precision(ddp: DistributedDataParallel) -> bool:
     return getattr(ddp, "mixed_precision", None) is not None
 
 
+def unhooked_step(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer's own ``step``, without hooks; an unbound function."""
+    step = type(optimizer).step
+    return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
 def places_gradients_one_by_one(ddp: DistributedDataParallel) -> bool:
     """Whether a gradient lies in its bucket as soon as DDP's hook for it has run."""
     return not (ddp.static_graph or getattr(ddp, "batched_grad_copy", False))

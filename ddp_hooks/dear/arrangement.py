@@ -14,6 +14,7 @@ from torch import Tensor
 from ddp_hooks.comm import Partition
 from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
+from ddp_hooks.dear.order import SumOrder
 from ddp_hooks.dear.storage import flatten, unflatten
 
 
@@ -43,7 +44,7 @@ class Arrangement:
         self.rule = rule
         self.schedule: Schedule | None = None  # None until the first step
         self.flats: list[Tensor] = []  # per atom, (numel,): the memory of its parameters
-        self.gathers: list[list[Partition]] = []  # per group, in the order of the forward
+        self.gather_groups: list[tuple[int, ...]] = []  # of atoms, in the order of the forward
         self.gather_labels: list[str] = []
         self._parameters = parameters
         self._names = names
@@ -51,6 +52,7 @@ class Arrangement:
         self._world_size = world_size
         self._atom_bytes = atom_bytes
         self._cuts_tail = cuts_tail
+        self._earlier: SumOrder | None = None  # of the run that is being resumed
         self._addresses: list[int] = []  # per parameter, where its memory should be
 
     @property
@@ -58,10 +60,25 @@ class Arrangement:
         """The layout in force; None until the first step."""
         return self.schedule.layout if self.schedule is not None else None
 
+    def sum_order(self) -> SumOrder | None:
+        """The order in which gradients are added, for a checkpoint; None if there is none, or only one."""
+        if self.layout is None or self._world_size < 3:
+            return self._earlier
+        return SumOrder(self._world_size, self._atom_bytes, self._cuts_tail, self.layout.buckets)
+
+    def resume(self, order: SumOrder) -> None:
+        """Cut as the run did that is being resumed, and let the first backward add as it did."""
+        if self.layout is None and order.fits(len(self._shapes), self._world_size):
+            self._earlier = order
+            self._atom_bytes = order.atom_bytes
+
+    def earlier_layout(self) -> Layout | None:
+        """That of the run that is being resumed, until this one has its own."""
+        return self._earlier.layout(self._shapes) if self._earlier is not None and self.layout is None else None
+
     def move_parameters(self, layout: Layout) -> None:
         """Make the parameters of every atom neighbours in memory."""
         if self.layout is not None:
-            self.gathers = []  # they hold the old memory too
             unflatten(self.layout, self._parameters, self.flats)
         self.flats = flatten(layout, self._parameters)
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
@@ -78,12 +95,17 @@ class Arrangement:
         first_need = [min(needed[member.parameter] for member in atom.members) for atom in layout.atoms]
         # Ties, and what no forward has shown, in the reverse of the backward.
         atoms_by_need = sorted(range(len(layout.atoms)), key=lambda i: (first_need[i], -i))
-        groups = fuse(atoms_by_need, layout.atoms, self._shapes, self.rule)
-        self.gathers = [[Partition(self.flats[i], layout.atoms[i].bounds) for i in group] for group in groups]
+        groups = self.gather_groups = fuse(atoms_by_need, layout.atoms, self._shapes, self.rule)
         self.gather_labels = [
             f"group {number} ({self.label([layout.atoms[i] for i in group])})" for number, group in enumerate(groups)
         ]
         return [tuple(dict.fromkeys(m.parameter for i in group for m in layout.atoms[i].members)) for group in groups]
+
+    def gathers(self, memory: Sequence[Tensor]) -> list[list[Partition]]:
+        """What travels when the atoms' ``memory`` is gathered, per group."""
+        assert self.layout is not None
+        atoms = self.layout.atoms
+        return [[Partition(memory[i], atoms[i].bounds) for i in group] for group in self.gather_groups]
 
     def cut(self, position: int, parameters: tuple[int, ...], is_last: bool) -> list[Atom]:
         """The atoms of a bucket, given by its position, its parameters and whether it is the last."""

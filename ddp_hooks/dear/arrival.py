@@ -6,8 +6,8 @@ left it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,19 +15,19 @@ from torch import Tensor
 from ddp_hooks.comm import Recorder, Stall, Work
 from ddp_hooks.dear.backpipe import Reduction
 from ddp_hooks.dear.gradients import GradientKeeper
-from ddp_hooks.dear.shards import ShardedOptimizer
+from ddp_hooks.dear.shards import Shard, ShardSet
 
 
 class GradientArrival:
     """Attaches the gradients of a :class:`~ddp_hooks.dear.backpipe.Reduction` to shards.
 
     Args:
-        sharded: the optimizer whose shards get the gradients.
+        sharded: the shards that get the gradients.
         keeper: knows what users have done to gradients since the backward.
         recorder: for the timeline.
     """
 
-    def __init__(self, sharded: ShardedOptimizer, keeper: GradientKeeper, recorder: Recorder) -> None:
+    def __init__(self, sharded: ShardSet, keeper: GradientKeeper, recorder: Recorder) -> None:
         self.stall = Stall()  # of waits for reduce-scatters
         self._sharded = sharded
         self._keeper = keeper
@@ -37,8 +37,8 @@ class GradientArrival:
     def attach(self, reduction: Reduction) -> None:
         """Give every shard its gradient, which may still travel: until :meth:`settle`, using one waits for it."""
         for work, atoms in reduction.works:
-            sums = [pair for atom in atoms for pair in self._attach_atom(atom, reduction)]
-            settlement = self._settlement(work, partial(_settle_all, reduction, atoms), sums)
+            arrivals = [arrival for atom in atoms for arrival in self._attach_atom(atom, reduction)]
+            settlement = self._settlement(work, arrivals)
             self._settlements.append(settlement)
             for atom in atoms:
                 self._sharded.defer_gradients(atom, settlement)
@@ -50,24 +50,23 @@ class GradientArrival:
             self._settlements.pop(0)
         self._sharded.resolve_gradients()
 
-    def _attach_atom(self, atom: int, reduction: Reduction) -> list[tuple[Tensor, Tensor]]:
-        """Give the atom's shards their part of its memory; returns which parts something is to be added to."""
-        gradient = reduction.gradients[atom]
-        sums = []
+    def _attach_atom(self, atom: int, reduction: Reduction) -> list[_Arrival]:
+        """Give the atom's shards memory for their gradients; returns what is to be done when the atom is reduced."""
+        means, home = reduction.means_of(atom), reduction.gradients[atom]
+        arrivals = []
         for shard in self._sharded.shards_of_atom[atom]:
-            length = shard.interval.end - shard.interval.start
-            reduced = gradient[shard.offset : shard.offset + length]
             used = shard.interval.parameter in reduction.used
-            if used and shard.base is not None:
-                sums.append((reduced, shard.base))
-            shard.tensor.grad = self._keeper.unless_discarded(shard, reduced if used else shard.base)
+            gradient = shard.base
+            if used:
+                part = slice(shard.offset, shard.offset + shard.interval.end - shard.interval.start)
+                arrivals.append(_Arrival.of(means[part], home[part], shard))
+                gradient = arrivals[-1].gradient
+            shard.tensor.grad = self._keeper.unless_discarded(shard, gradient)
             shard.base = None
-        return sums
+        return arrivals
 
-    def _settlement(
-        self, work: Work, bring_home: Callable[[], None], sums: list[tuple[Tensor, Tensor]]
-    ) -> Callable[[], None]:
-        """A function that waits for ``work`` and then forms the sums, the first time that it is called."""
+    def _settlement(self, work: Work, arrivals: Sequence[_Arrival]) -> Callable[[], None]:
+        """A function that waits for ``work`` and then completes the gradients, the first time that it is called."""
         settled = False
 
         def settle() -> None:
@@ -78,14 +77,29 @@ class GradientArrival:
                 with self.stall.measure(self._recorder, work.label):
                     work.wait()
             with torch.no_grad():
-                bring_home()
-                for reduced, base in sums:
-                    reduced.add_(base)
+                for arrival in arrivals:
+                    arrival.complete()
             settled = True
 
         return settle
 
 
-def _settle_all(reduction: Reduction, atoms: Iterable[int]) -> None:
-    for atom in atoms:
-        reduction.settle(atom)
+class _Arrival(NamedTuple):
+    """One shard's gradient: the mean over ranks, in the type of the shard, and what earlier backwards have left."""
+
+    gradient: Tensor
+    mean: Tensor
+    base: Tensor | None
+
+    @staticmethod
+    def of(mean: Tensor, home: Tensor, shard: Shard) -> _Arrival:
+        """In the memory of the mean, or of the bucket, if one has the right type; else in memory of its own."""
+        fitting = [memory for memory in (mean, home) if memory.dtype == shard.tensor.dtype]
+        return _Arrival(fitting[0] if fitting else torch.empty_like(shard.tensor), mean, shard.base)
+
+    def complete(self) -> None:
+        """The mean is there."""
+        if self.gradient is not self.mean:
+            self.gradient.copy_(self.mean)
+        if self.base is not None:
+            self.gradient.add_(self.base)

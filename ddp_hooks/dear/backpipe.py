@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddp_hooks.comm import Lanes, Partition, Work
 from ddp_hooks.dear.layout import Atom, Layout
+from ddp_hooks.dear.order import OrderedSums
 
 
 class Schedule:
@@ -35,6 +36,7 @@ class Reduction:
         reduce_dtype: form the sums in this type; None: in that of the gradients.
         ready: atoms, by their index in the layout in force, that may travel before their bucket is handed over, with
             their memory.
+        ordered: how to add up in the order of a run that is resumed; None: in the ring's.
     """
 
     def __init__(
@@ -46,11 +48,12 @@ class Reduction:
         label: Callable[[Sequence[Atom]], str],
         ready: Mapping[int, Tensor],
         reduce_dtype: torch.dtype | None,
+        ordered: OrderedSums | None = None,
     ) -> None:
         self.buckets: list[tuple[int, ...]] = []
         self.num_parameters = 0  # in the buckets so far
         self.atoms: list[Atom] = []
-        self.gradients: list[Tensor] = []  # per atom, (numel,): this rank's range becomes the mean
+        self.gradients: list[Tensor] = []  # per atom, (numel,), in DDP's buckets
         self.used: set[int] = set()  # parameters that took part on any rank; known when the backward has ended
         self.works: list[tuple[Work, tuple[int, ...]]] = []  # with the atoms that each one reduces
         self._lanes = lanes
@@ -60,6 +63,7 @@ class Reduction:
         self._label = label
         self._ready = ready
         self._reduce_dtype = reduce_dtype
+        self._ordered = ordered
         self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
         self._launched = 0  # atoms that have been handed to a lane
         self._next_group = 0
@@ -117,7 +121,11 @@ class Reduction:
                 self._ahead[index] = gradient
             atoms.append(atom)
             partitions.append(Partition(self._in_reduce_dtype(index, gradient), atom.bounds))
-        work = self._lanes.reduce_scatter(partitions, self._label(atoms), divisor=self._lanes.world_size)
+        label = self._label(atoms)
+        if self._ordered is not None:
+            work = self._ordered.reduce_scatter(atoms, partitions, label)
+        else:
+            work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
         self.works.append((work, group))
         self._launched = group[-1] + 1
 
@@ -127,12 +135,9 @@ class Reduction:
         self._converted[index] = gradient.to(self._reduce_dtype)
         return self._converted[index]
 
-    def settle(self, atom: int) -> None:
-        """The atom has been reduced: see to it that the mean is in this rank's range of its gradient."""
-        converted = self._converted.pop(atom, None)
-        if converted is not None:
-            low, high = self.atoms[atom].bounds[self._lanes.rank : self._lanes.rank + 2]
-            self.gradients[atom][low:high].copy_(converted[low:high])
+    def means_of(self, atom: int) -> Tensor:
+        """Memory whose range of this rank becomes the atom's mean: its gradients', or that of another type."""
+        return self._converted.get(atom, self.gradients[atom])
 
     def _refuse_moved_memory(self) -> None:
         for index in [index for index in self._ahead if index < len(self.gradients)]:

@@ -15,11 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import agree
-from ddp_hooks.dear.layout import Interval, Layout
-from ddp_hooks.dear.moves import Placement, State
-from ddp_hooks.dear.pieces import SETTINGS, Even, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
-from ddp_hooks.dear.shards import ShardedOptimizer, cut_entry
-from ddp_hooks.dear.storage import in_storage_order
+from ddp_hooks.dear.arrangement import Arrangement
+from ddp_hooks.dear.layout import Interval
+from ddp_hooks.dear.moves import State
+from ddp_hooks.dear.order import ORDER_KEY, SumOrder
+from ddp_hooks.dear.pieces import SETTINGS, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
+from ddp_hooks.dear.replicated import ReplicatedOptimizer
+from ddp_hooks.dear.sharded import ShardedOptimizer, cut_entry
+from ddp_hooks.dear.storage import shaped_like
 
 
 class OptimizerCheckpoint:
@@ -27,7 +30,8 @@ class OptimizerCheckpoint:
 
     Args:
         optimizer: the user's.
-        sharded: its shards.
+        sharded: its shards, and where its state is.
+        arrangement: the layout in force.
         parameters: the parameters that are reduced, in a fixed order.
         names: their names.
         group: the ranks of the DDP module.
@@ -36,13 +40,15 @@ class OptimizerCheckpoint:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        sharded: ShardedOptimizer,
+        sharded: ShardedOptimizer | ReplicatedOptimizer,
+        arrangement: Arrangement,
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         group: dist.ProcessGroup,
     ) -> None:
         self._optimizer = optimizer
         self._sharded = sharded
+        self._arrangement = arrangement
         self._parameters = parameters
         self._names = names
         self._group = group
@@ -52,22 +58,18 @@ class OptimizerCheckpoint:
 
     # -- in plain DDP's format ----------------------------------------------------------------------------------------
 
-    def gather(self, layout: Layout | None, ranks: Sequence[int]) -> dict[str, Any] | None:
-        """The full ``state_dict`` on the ranks in ``ranks``, None on the others; collective.
-
-        Args:
-            layout: the one in force; None while the optimizer still holds whole parameters.
-        """
-        if self._is_whole(layout):
-            return self._optimizer.state_dict() if self._rank in ranks else None
-        states = self._sharded.gather_states(layout, ranks)
+    def gather(self, ranks: Sequence[int]) -> dict[str, Any] | None:
+        """The full ``state_dict`` on the ranks in ``ranks``, None on the others; collective."""
+        if self._sharded.is_whole:
+            return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
+        states = self._sharded.gather_states(self._arrangement.layout, ranks)
         return self._state_dict_of(states) if self._rank in ranks else None
 
-    def consolidate(self, layout: Layout | None, to: int) -> None:
+    def consolidate(self, to: int) -> None:
         """Keep the full state on one rank, for ``optimizer.state_dict()`` to return; collective."""
         self.outdate()
-        if not self._is_whole(layout):
-            states = self._sharded.gather_states(layout, [to])
+        if not self._sharded.is_whole:
+            states = self._sharded.gather_states(self._arrangement.layout, [to])
             self._consolidated = states if self._rank == to else None
             self._consolidated_on = to
 
@@ -79,7 +81,7 @@ class OptimizerCheckpoint:
 
     def before_state_dict(self, _: torch.optim.Optimizer) -> None:
         """Raise unless the full state is here."""
-        if (self._sharded.shards_of_atom or self._sharded.has_early_states) and self._consolidated is None:
+        if not self._sharded.is_whole and self._consolidated is None:
             where = f"; it is on rank {self._consolidated_on}" if self._consolidated_on is not None else ""
             raise RuntimeError(
                 f"this rank's optimizer holds a shard of its state, so optimizer.state_dict() would save 1/P of it: "
@@ -88,14 +90,18 @@ class OptimizerCheckpoint:
             )
 
     def after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Put the full state in the place of the shards'."""
-        return state_dict if self._consolidated is None else self._state_dict_of(self._consolidated)
+        """Put the full state in the place of the shards', and say in which order sums were formed."""
+        if self._consolidated is not None:
+            return self._state_dict_of(self._consolidated)
+        return self._with_order(state_dict)
 
     def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Cut this rank's shards out of a full ``state_dict``; raises ValueError if it is not one of this model."""
         self.outdate()
         self._sharded.drop_early_states()
-        if not self._sharded.shards_of_atom:
+        if ORDER_KEY in state_dict:
+            self._arrangement.resume(SumOrder.unpacked(state_dict[ORDER_KEY]))
+        if self._sharded.is_whole and not self._sharded.has_masters:
             return None
         slots, groups = self._sharded.slots.groups, state_dict["param_groups"]
         expected, found = [len(slot) for slot in slots], [len(group["params"]) for group in groups]
@@ -105,19 +111,28 @@ class OptimizerCheckpoint:
                 f"{len(found)} with {found}: load a state that was saved for this model, by plain DDP or by "
                 f"state.full_optimizer_state_dict()"
             )
-        saved_of = {
-            slot: state_dict["state"].get(saved_id)
-            for group, saved_group in zip(slots, groups, strict=True)
-            for slot, saved_id in zip(group, saved_group["params"], strict=True)
-        }
+        pairs = [
+            (slot, saved_id)
+            for slot_group, saved_group in zip(slots, groups, strict=True)
+            for slot, saved_id in zip(slot_group, saved_group["params"], strict=True)
+        ]
+        saved_of = {slot: state_dict["state"].get(saved_id) for slot, saved_id in pairs}
         for slot, saved in saved_of.items():
             if isinstance(slot, int) and saved is not None:
                 self._refuse_other_shapes(saved, slot)
+        if self._sharded.is_whole:
+            self._keep_for_masters(saved_of)
+            others = {i: saved_of[slot] for slot, i in pairs if isinstance(slot, Tensor) and saved_of[slot] is not None}
+            return {**state_dict, "state": others}
         return self._cut(state_dict, saved_of)
+
+    def after_load(self, _: torch.optim.Optimizer) -> None:
+        """Put masters where they belong."""
+        self._sharded.adopt_loaded_masters()
 
     # -- in pieces ----------------------------------------------------------------------------------------------------
 
-    def pieces(self, layout: Layout | None) -> dict[str, Any]:
+    def pieces(self) -> dict[str, Any]:
         """This rank's part, as a flat dictionary of tensors for ``torch.distributed.checkpoint``."""
         for slots in self._sharded.slots.groups:
             for slot in slots:
@@ -126,14 +141,14 @@ class OptimizerCheckpoint:
                         f"the optimizer also holds a parameter of shape {tuple(slot.shape)} that DDP does not reduce, "
                         f"whose state has no place in a sharded checkpoint: use state.full_optimizer_state_dict()"
                     )
-        if self._is_whole(layout):
+        if self._sharded.is_whole:
             intervals = [Interval(index, 0, numel) for index, numel in enumerate(self._sharded.numels)]
             states = {interval: self._whole_state(interval) for interval in intervals}
         else:
-            _, states = self._sharded.held_states(layout)
+            _, states = self._sharded.held_states(self._arrangement.layout)
         return {**named_pieces(states, self._names), SETTINGS: self._settings().packed()}
 
-    def load_pieces(self, layout: Layout | None, path: str | os.PathLike[str], prefix: str) -> None:
+    def load_pieces(self, path: str | os.PathLike[str], prefix: str) -> None:
         """Restore this rank's part from a checkpoint that :meth:`pieces` went into, under ``prefix``; collective."""
         import torch.distributed.checkpoint as dcp  # takes a while to import, and only this needs it
 
@@ -156,13 +171,15 @@ class OptimizerCheckpoint:
         settings = self._load(path, prefix, {SETTINGS: torch.empty(size, dtype=torch.uint8)})
         loaded = Settings.unpacked(settings[SETTINGS])
         agree({}, loaded.difference(self._settings()), self._group, "the checkpoint")
-        placement: Placement = layout or Even(self._sharded.numels, dist.get_world_size(self._group))
+        placement = self._sharded.placement(self._arrangement.layout)
         intervals = placement.intervals(self._rank)
         pieces = self._load(path, prefix, overlapping_pieces(saved, intervals, self._names))
         self.outdate()
         self._sharded.set_states(placement, assemble(pieces, intervals, self._names))
         for group, values in zip(self._optimizer.param_groups, loaded.param_groups, strict=True):
             group.update(values)
+        if loaded.order is not None:
+            self._arrangement.resume(SumOrder.unpacked(loaded.order))
 
     def _load(self, path: str | os.PathLike[str], prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
         import torch.distributed.checkpoint as dcp
@@ -173,12 +190,11 @@ class OptimizerCheckpoint:
 
     def _settings(self) -> Settings:
         layouts = {n: (tuple(p.shape), tuple(p.stride())) for n, p in zip(self._names, self._parameters, strict=True)}
-        return Settings([_settings_of(group) for group in self._optimizer.param_groups], layouts)
+        order = self._arrangement.sum_order()
+        groups = [_settings_of(group) for group in self._optimizer.param_groups]
+        return Settings(groups, layouts, order.packed() if order is not None else None)
 
     # -- between the formats ------------------------------------------------------------------------------------------
-
-    def _is_whole(self, layout: Layout | None) -> bool:
-        return layout is None and not self._sharded.has_early_states
 
     def _whole_state(self, interval: Interval) -> State:
         parameter = self._parameters[interval.parameter]
@@ -202,16 +218,18 @@ class OptimizerCheckpoint:
                 if state:
                     whole[position] = state
                 position += 1
-        return {"state": whole, "param_groups": groups}
+        return self._with_order({"state": whole, "param_groups": groups})
+
+    def _with_order(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        order = self._arrangement.sum_order()
+        return state_dict if order is None else {**state_dict, ORDER_KEY: order.packed()}
 
     def _shaped(self, index: int, states: Mapping[int, State]) -> State:
         parameter = self._parameters[index]
         shaped = {}
         for key, value in states.get(index, {}).items():
             if isinstance(value, Tensor) and value.shape == (parameter.numel(),):
-                flat = value
-                value = torch.empty_strided(parameter.shape, parameter.stride(), dtype=flat.dtype, device=flat.device)
-                in_storage_order(value).copy_(flat)
+                value = shaped_like(parameter, value)
             shaped[key] = value
         return shaped
 
@@ -237,6 +255,16 @@ class OptimizerCheckpoint:
                 position += 1
         return {**state_dict, "state": cut, "param_groups": groups}
 
+    def _keep_for_masters(self, saved_of: Mapping[int | Tensor, State | None]) -> None:
+        """Keep what is loaded before there are masters: the optimizer would round it to the parameters' type."""
+        placement = self._sharded.placement(None)
+        states: dict[Interval, State] = {}
+        for interval in placement.intervals(self._rank):
+            parameter, saved = self._parameters[interval.parameter], saved_of.get(interval.parameter)
+            if saved:
+                states[interval] = {key: cut_entry(key, value, parameter, interval) for key, value in saved.items()}
+        self._sharded.set_states(placement, states)
+
     def _refuse_other_shapes(self, saved: State, index: int) -> None:
         shape = self._parameters[index].shape
         for key, value in saved.items():
@@ -245,6 +273,15 @@ class OptimizerCheckpoint:
                     f"{key} of {self._names[index]} is saved with shape {tuple(value.shape)}, but the parameter has "
                     f"{tuple(shape)}: load a state that was saved for this model"
                 )
+
+
+def _on_cpu(value: Any) -> Any:
+    """A copy of a ``state_dict``, or of a part of one, with its tensors on the CPU."""
+    if isinstance(value, Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _on_cpu(item) for key, item in value.items()}
+    return [_on_cpu(item) for item in value] if isinstance(value, list) else value
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:

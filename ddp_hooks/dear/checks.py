@@ -20,6 +20,11 @@ ELEMENTWISE = tuple(
     )
 )  # fmt: skip
 
+# Whose update of a parameter looks at no other one.
+PARAMETERWISE = ELEMENTWISE + tuple(
+    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
+)
+
 _claimed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
@@ -39,6 +44,16 @@ def find_problem(
     if state_of(optimizer) is not None:
         return "the optimizer already steps under a DearState, of another model: give every model an optimizer"
     return _problem_of_ddp(ddp) or _problem_of_optimizer(ddp, optimizer, config) or _problem_of_parameters(ddp)
+
+
+def updates_elements(optimizer: torch.optim.Optimizer, config: DearConfig) -> bool:
+    """Whether the optimizer updates every element by itself, as far as is known or vouched for."""
+    return type(optimizer) in ELEMENTWISE or config.assume_elementwise
+
+
+def updates_parameters(optimizer: torch.optim.Optimizer, config: DearConfig) -> bool:
+    """Whether the optimizer updates every parameter by itself, as far as is known or vouched for."""
+    return type(optimizer) in PARAMETERWISE or config.assume_elementwise or config.assume_parameterwise
 
 
 def claim(root: torch.nn.Module) -> None:
@@ -116,11 +131,19 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
 def _problem_of_optimizer(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
 ) -> str | None:
-    if not (type(optimizer) in ELEMENTWISE or config.assume_elementwise):
+    if isinstance(optimizer, torch.optim.LBFGS):
+        return "LBFGS evaluates its closure several times per step; DeAR supports one: use another optimizer"
+    if config.update == "sharded" and not updates_elements(optimizer, config):
         known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
         return (
             f"{type(optimizer).__name__} is not known to update every element by itself, and would step on shards of "
-            f"parameters: use one of {known}, or DearConfig(assume_elementwise=True) if you know that it does"
+            f'parameters: use DearConfig(update="replicated"), which lets it see whole ones, or one of {known}, or '
+            f"DearConfig(assume_elementwise=True) if you know that it does"
+        )
+    if config.master_dtype is not None and not (config.update != "replicated" and updates_elements(optimizer, config)):
+        return (
+            "master_dtype is for sharded updates, in which every rank keeps a part of the masters: leave it out, or "
+            'use an element-wise optimizer with DearConfig(update="sharded")'
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in managed_parameters(ddp).items():

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 import torch
 
 Fusion: TypeAlias = Literal["size", "layers", "none"]
+Update: TypeAlias = Literal["sharded", "replicated", "auto"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 
@@ -16,6 +17,10 @@ class DearConfig:
     """How DeAR groups, moves and overlaps; what is None is chosen for the link, the same on every rank.
 
     Args:
+        update: ``"sharded"``: every rank updates its shard of every parameter, and parameters are gathered; optimizer
+            state and work are 1/P. ``"replicated"``: gradients are gathered, and every rank updates whole parameters,
+            as the paper has it; for optimizers that look at whole tensors. ``"auto"``: sharded for those that are
+            known to update every element by itself, else replicated.
         fusion: which neighbouring atoms travel together. ``"size"``: while their total does not exceed ``fusion_mb``
             (DeAR, section IV-B); ``"layers"``: ``fusion_layers`` layers at a time; ``"none"``: every atom alone.
             Atoms of DDP's last bucket are always reduced alone, as soon as each is ready.
@@ -28,8 +33,13 @@ class DearConfig:
             for loops that read parameters outside of any forward.
         assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
             on that element's parameter, gradient and state alone.
+        assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the
+            update of each parameter depends on that parameter, its gradient and its state alone, so that it may be
+            updated by itself, just before it is read. Others wait for all gradients inside of ``step()``.
         reduce_dtype: form the sums of gradients in this floating-point type, such as ``torch.bfloat16``: half the bytes
             of the reduce-scatters, and its rounding. None: the type of the gradients.
+        master_dtype: with sharded updates of a model in a smaller type, such as bfloat16: let every rank keep its
+            shards in this type, update those, and round them to the parameters. None: parameters are updated.
         max_grad_norm: clip the gradients' 2-norm to this before every update, see :meth:`DearState.clip_grad_norm_`.
         on_nonfinite: what to do, on all ranks together, if a gradient is infinite or not a number on any of them:
             ``"raise"``, ``"skip"`` the update, or None, nothing, as plain DDP.
@@ -40,6 +50,7 @@ class DearConfig:
         stall_warning_s: a wait that takes longer is logged, with what it waits for.
     """
 
+    update: Update = "sharded"
     fusion: Fusion = "size"
     fusion_mb: float | None = None
     fusion_layers: int = 4
@@ -48,7 +59,9 @@ class DearConfig:
     slice_mb: float | None = None
     overlap_forward: bool = True
     assume_elementwise: bool = False
+    assume_parameterwise: bool = False
     reduce_dtype: torch.dtype | None = None
+    master_dtype: torch.dtype | None = None
     max_grad_norm: float | None = None
     on_nonfinite: OnNonfinite | None = None
     check_replicas: bool = False
@@ -57,6 +70,8 @@ class DearConfig:
     stall_warning_s: float = 60.0
 
     def __post_init__(self) -> None:
+        if self.update not in get_args(Update):
+            raise ValueError(f"update must be one of {get_args(Update)}, got {self.update!r}")
         if self.fusion not in get_args(Fusion):
             raise ValueError(f"fusion must be one of {get_args(Fusion)}, got {self.fusion!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in (torch.bfloat16, torch.float32, torch.float64):
@@ -64,6 +79,8 @@ class DearConfig:
                 f"reduce_dtype must be None, torch.bfloat16, torch.float32 or torch.float64 (sums in float16 would "
                 f"overflow), got {self.reduce_dtype}"
             )
+        if self.master_dtype not in (None, torch.float32, torch.float64):
+            raise ValueError(f"master_dtype must be None, torch.float32 or torch.float64, got {self.master_dtype}")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite must be None or one of {get_args(OnNonfinite)}, got {self.on_nonfinite!r}")
         for name in ("fusion_mb", "atom_mb", "slice_mb", "max_grad_norm", "timeout_s", "stall_warning_s"):

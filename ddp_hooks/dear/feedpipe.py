@@ -28,6 +28,7 @@ class FeedPipe:
         parameters: the parameters that are gathered, in a fixed order.
         names: their names, for messages.
         recorder: for the timeline.
+        arrived: called with the parameters of which everything has been gathered, before anybody reads them.
     """
 
     def __init__(
@@ -36,6 +37,7 @@ class FeedPipe:
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         recorder: Recorder,
+        arrived: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.stall = Stall()
         self.in_flight = False
@@ -43,6 +45,7 @@ class FeedPipe:
         self._parameters = parameters
         self._names = names
         self._recorder = recorder
+        self._arrived = arrived
         modules = list(root.named_modules())
         self._paths = [path for path, _ in modules]
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -54,9 +57,11 @@ class FeedPipe:
         self._position = 0
         self._trace: _ReadTrace | None = None
         self._groups: list[tuple[int, ...]] = []  # group -> parameters in it
+        self._groups_of_parameter: list[list[int]] = [[] for _ in parameters]
         self._groups_of_module: list[tuple[int, ...]] = [() for _ in modules]
         self._works: list[Work | None] = []
         self._num_in_flight = 0
+        self._missing: list[int] = []  # per parameter, groups in flight that have a part of it
         self._versions: list[int] = []  # per parameter, when its gather was launched
         self._addresses: list[int] = []  # likewise
         self._handles = [
@@ -74,6 +79,7 @@ class FeedPipe:
     def begin_trace(self) -> None:
         """Watch the coming forward, unless one was traced before."""
         if self._sequence is None and self._trace is None:
+            self.finish()  # what happens on arrival is not the forward's
             self._trace = _ReadTrace({id(parameter): i for i, parameter in enumerate(self._parameters)})
             self._trace.__enter__()
 
@@ -135,6 +141,7 @@ class FeedPipe:
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
         self._works = [lanes.all_gather(p, label) for p, label in zip(partitions, labels, strict=True)]
         self._num_in_flight = len(self._works)
+        self._missing = [len(groups) for groups in self._groups_of_parameter]
         self.in_flight = bool(self._works)
         self._position = 0
 
@@ -165,6 +172,7 @@ class FeedPipe:
             self._wait(groups)
 
     def _wait(self, groups: Sequence[int]) -> None:
+        complete = []
         for group in groups:
             work = self._works[group]
             if work is None:
@@ -179,7 +187,12 @@ class FeedPipe:
                 written = parameter._version != self._versions[index]
                 if written or parameter.data_ptr() != self._addresses[index]:
                     self._refuse_write(index, "written" if written else "given other memory")
+                self._missing[index] -= 1
+                if self._missing[index] == 0:
+                    complete.append(index)
         self.in_flight = self._num_in_flight > 0
+        if complete and self._arrived is not None:
+            self._arrived(complete)
 
     def _refuse_write(self, parameter: int, what: str) -> None:
         for work in self._works:
@@ -193,12 +206,12 @@ class FeedPipe:
         )
 
     def _assign_groups_to_modules(self) -> None:
-        groups_of_parameter: list[list[int]] = [[] for _ in self._parameters]
+        self._groups_of_parameter = [[] for _ in self._parameters]
         for group, parameters in enumerate(self._groups):
             for parameter in parameters:
-                groups_of_parameter[parameter].append(group)
+                self._groups_of_parameter[parameter].append(group)
         self._groups_of_module = [
-            tuple(sorted({group for parameter in needs for group in groups_of_parameter[parameter]}))
+            tuple(sorted({group for parameter in needs for group in self._groups_of_parameter[parameter]}))
             for needs in self._needs
         ]
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.dear.guard import GradientGuard
-from ddp_hooks.dear.shards import Shard, ShardedOptimizer
+from ddp_hooks.dear.shards import Shard, ShardSet
 
 
 class GradientKeeper:
@@ -23,17 +23,18 @@ class GradientKeeper:
     Args:
         parameters: the parameters that are reduced, in a fixed order.
         names: their names, for messages.
-        sharded: the optimizer whose shards hold the reduced gradients.
+        sharded: the shards that hold the reduced gradients.
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], sharded: ShardedOptimizer
+        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], sharded: ShardSet
     ) -> None:
         self._parameters = parameters
         self._names = names
         self._sharded = sharded
         self._guards = [GradientGuard.standing_for(p, name) for p, name in zip(parameters, names, strict=True)]
         self._kept: list[int] = []  # parameters with gradients of earlier backwards, while DDP prepares a forward
+        self._carried: list[int] = []  # likewise, since the latest backward began
         self._watch: list[Any] = []  # handles of hooks that notice the next backward
 
     # -- between backward and step ----------------------------------------------------------------------------------
@@ -41,7 +42,7 @@ class GradientKeeper:
     def guard_model(self) -> set[int]:
         """A backward has ended: guard every gradient of the model; returns the parameters that took part."""
         used = {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
-        for index in used:
+        for index in used.union(self._carried):  # also where this rank has no shard
             self._place(index)
         return used
 
@@ -53,8 +54,6 @@ class GradientKeeper:
             if shard.base is not None or index in used:
                 shard.guard.zeroed = False
                 shard.tensor.grad = shard.guard
-            if shard.base is not None and index not in used:
-                self._place(index)
 
     def unless_discarded(self, shard: Shard, gradient: Tensor | None) -> Tensor | None:
         """``gradient``, or what ``zero_grad`` on the model or the optimizer has made of it since the backward."""
@@ -106,19 +105,13 @@ class GradientKeeper:
     def make_room(self) -> None:
         """The coming backward writes DDP's buckets and the model's ``.grad``: save shards' gradients, clear guards."""
         self._unwatch()
-        kept: set[int] = set()
+        self._kept = [i for i, p in enumerate(self._parameters) if isinstance(p.grad, GradientGuard)]
+        self._carried = []
+        kept = set(self._kept)
         for shard in self._sharded.shards:
-            index = shard.interval.parameter
             gradient = shard.tensor.grad
-            mark = self._parameters[index].grad
-            if gradient is None:
-                continue
-            if isinstance(mark, GradientGuard):
-                shard.tensor.grad = gradient.clone()
-                kept.add(index)
-            else:
-                shard.tensor.grad = None  # model.zero_grad() took the guard away
-        self._kept = sorted(kept)
+            if gradient is not None:  # without a guard, model.zero_grad() took it away
+                shard.tensor.grad = gradient.clone() if shard.interval.parameter in kept else None
         self.clear()
 
     def guard_kept(self, synchronised: bool) -> None:
@@ -171,6 +164,7 @@ class GradientKeeper:
 
     def _keep_or_discard(self, kept: list[int], synchronised: bool) -> None:
         marks = {index: self._parameters[index].grad for index in kept}
+        self._carried = [index for index, mark in marks.items() if isinstance(mark, GradientGuard)]
         for shard in self._sharded.shards:
             index = shard.interval.parameter
             if index not in marks or shard.tensor.grad is None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp_hooks.dear.clipping import GradientShards, gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.dear.shards import ShardedOptimizer
+from ddp_hooks.dear.shards import ShardSet
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -24,7 +24,7 @@ class Inspector:
     Args:
         ranks: adds up over the ranks.
         group: the ranks, to tell each other what is not finite.
-        sharded: the optimizer that is about to step, with plain gradients.
+        sharded: the shards of the optimizer that is about to step, with plain gradients.
         names: of the parameters.
         config: ``max_grad_norm`` and ``on_nonfinite``.
         device: of the gradients.
@@ -32,7 +32,7 @@ class Inspector:
 
     ranks: GradientShards
     group: dist.ProcessGroup
-    sharded: ShardedOptimizer
+    sharded: ShardSet
     names: Sequence[str]
     config: DearConfig
     device: torch.device

@@ -61,15 +61,17 @@ class Settings:
     Args:
         param_groups: per group, its settings.
         layouts: shape and strides of every parameter. Pieces are in storage order, so strides matter.
+        order: in which gradients were added, see :class:`~ddp_hooks.dear.order.SumOrder`.
     """
 
     param_groups: list[dict[str, Any]]
     layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    order: dict[str, Any] | None = None
 
     def packed(self) -> Tensor:
         """As bytes."""
         buffer = io.BytesIO()
-        torch.save({"param_groups": self.param_groups, "layouts": self.layouts}, buffer)
+        torch.save(vars(self), buffer)
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     @staticmethod

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -45,8 +46,16 @@ class GradScaler(torch.amp.GradScaler):
         state = state_of(optimizer)
         if state is None:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        with state.reduced_gradients():
-            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        with state.reduced_gradients() as shards:
+            holders = _Holders([{"params": [*shards, *state.other_parameters]}])
+            found = super()._unscale_grads_(cast(torch.optim.Optimizer, holders), inv_scale, found_inf, allow_fp16)
         # A rank may hold no shard at all, and has to hear of overflows nevertheless.
         flags = [flag.to(state.device) for flag in (found_inf, *found.values())]
         return {state.device: state.largest_over_ranks(torch.stack(flags).max())}
+
+
+@dataclass
+class _Holders:
+    """What the stock scaler wants of an optimizer when it unscales: who holds gradients."""
+
+    param_groups: list[dict[str, Any]]

@@ -95,5 +95,6 @@ def refuse_join(*_: Any, **__: Any) -> Any:
     """Stands for ``join`` and ``join_hook`` of a DDP module; raises."""
     raise RuntimeError(
         "join() cannot work with DearState: a rank that has run out of data makes no forward, in which parameters "
-        "are gathered. Give every rank the same number of batches, for instance DistributedSampler(drop_last=True)"
+        "are gathered. Give every rank the same number of batches: DistributedSampler(drop_last=True), or stop with "
+        "the rank that has the fewest (itertools.islice(loader, smallest), all-reduced with ReduceOp.MIN)"
     )

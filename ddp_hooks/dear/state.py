@@ -9,6 +9,9 @@ One step, in the order of DESIGN.md's "public hooks and nothing else":
 4. The user's optimizer steps on this rank's shards.
 5. It has stepped; the gathers of the updated parameters start (:meth:`DearState._after_step`).
 6. The next forward waits for each module's parameters (:class:`~ddp_hooks.dear.feedpipe.FeedPipe`).
+
+With replicated updates the gathers of step 5 are those of gradients, and the optimizer's code runs in step 6
+(:class:`~ddp_hooks.dear.replicated.ReplicatedOptimizer`).
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ import os
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
@@ -50,8 +53,10 @@ from ddp_hooks.dear.gradients import GradientKeeper
 from ddp_hooks.dear.inert import InertOnCopy
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule, Layout
+from ddp_hooks.dear.order import OrderedSums
 from ddp_hooks.dear.replicas import refuse_parted_replicas
-from ddp_hooks.dear.shards import ShardedOptimizer
+from ddp_hooks.dear.replicated import ReplicatedOptimizer
+from ddp_hooks.dear.sharded import ShardedOptimizer
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
 from ddp_hooks.dear.watch import GradientWatch
 
@@ -59,11 +64,12 @@ logger = logging.getLogger("ddp_hooks")
 
 
 class DearState:
-    """The state of :func:`~ddp_hooks.dear_hook`: DeAR with sharded updates (zhang2023dear, sections III and IV).
+    """The state of :func:`~ddp_hooks.dear_hook`: DeAR (zhang2023dear, sections III and IV).
 
     All-reduce is split: gradients are reduce-scattered under backward, the optimizer steps on this rank's shard of
     every parameter, and parameters are all-gathered under the next forward. The paper gathers gradients instead and
-    updates everything everywhere; the volume is the same, the optimizer's state and work are 1/P here.
+    updates everything everywhere; the volume is the same, the optimizer's state and work are 1/P here. For optimizers
+    that need whole tensors ``DearConfig(update="replicated")`` does as the paper has it.
 
     The training loop stays as it was. Between backward and step the model's ``.grad`` may not be read (it raises).
     After ``optimizer.step()`` parameters may be in flight: forwards, ``state_dict``, ``load_state_dict`` and
@@ -71,8 +77,8 @@ class DearState:
 
     Args:
         ddp: wrapped with ``gradient_as_bucket_view=True``. Forward pre-hooks are installed on its modules.
-        optimizer: element-wise, and holding every parameter that DDP reduces. From its first step on, its groups hold
-            shards of the parameters in their place.
+        optimizer: holding every parameter that DDP reduces; for sharded updates element-wise. From its first step on,
+            its groups then hold shards of the parameters in their place.
         config: the settings.
 
     Raises:
@@ -109,12 +115,16 @@ class DearState:
         self._arrangement = Arrangement(
             self._parameters, self._names, ddp.module, self._lanes.world_size, rule, atom_bytes, self._watches
         )
-        self._sharded = ShardedOptimizer(optimizer, self._parameters, self._names, self._lanes)
+        self._replicated = self._replicate(optimizer)
+        self._sharded = self._replicated or ShardedOptimizer(
+            optimizer, self._parameters, self._names, self._lanes, config.master_dtype
+        )
         self._checkpoint = OptimizerCheckpoint(
-            optimizer, self._sharded, self._parameters, self._names, group
+            optimizer, self._sharded, self._arrangement, self._parameters, self._names, group
         )
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
-        self._pipe = FeedPipe(ddp.module, self._parameters, self._names, self._recorder)
+        arrived = self._replicated.arrived if self._replicated is not None else None
+        self._pipe = FeedPipe(ddp.module, self._parameters, self._names, self._recorder, arrived)
         self._watch = GradientWatch(self._parameters, self._advance)
         self._arrival = GradientArrival(self._sharded, self._keeper, self._recorder)
 
@@ -122,7 +132,8 @@ class DearState:
         self._in_backward = False
         self._inspector = Inspector(self, group, self._sharded, self._names, config, self.device)
         self._inspects = config.max_grad_norm is not None or config.on_nonfinite is not None
-        known = type(optimizer) in checks.ELEMENTWISE
+        # Optimizers that look at one gradient after the other, and are seen to.
+        known = type(optimizer) in checks.ELEMENTWISE and self._replicated is None
         self._begins_early = known and self.device.type == "cpu" and not self._inspects
         self._withheld = False  # whether the step under way has no gradients, because some were not finite
         self._stats = DearStats()
@@ -201,6 +212,11 @@ class DearState:
         finally:
             self._keeper.withdraw()
 
+    @property
+    def other_parameters(self) -> list[Tensor]:
+        """What the optimizer holds beside the parameters that DDP reduces."""
+        return [slot for slots in self._sharded.slots.groups for slot in slots if isinstance(slot, Tensor)]
+
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's complete ``state_dict``, as plain DDP's optimizer would have it, on every rank; collective.
 
@@ -208,7 +224,8 @@ class DearState:
         plain DDP. To have it on one rank only, see :meth:`consolidate`.
         """
         self._refuse_closed()
-        full = self._checkpoint.gather(self._arrangement.layout, range(self._lanes.world_size))
+        self.synchronize()
+        full = self._checkpoint.gather(range(self._lanes.world_size))
         assert full is not None
         return full
 
@@ -231,7 +248,8 @@ class DearState:
         if not 0 <= to < self._lanes.world_size:
             raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._lanes.world_size - 1}, got {to}")
         self._refuse_closed()
-        self._checkpoint.consolidate(self._arrangement.layout, to)
+        self.synchronize()
+        self._checkpoint.consolidate(to)
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
         """This rank's part of the optimizer's state, flat and made of plain tensors.
@@ -240,7 +258,8 @@ class DearState:
         :meth:`load_sharded_optimizer`. Tensors are those that the optimizer uses, not copies.
         """
         self._refuse_closed()
-        return self._checkpoint.pieces(self._arrangement.layout)
+        self.synchronize()
+        return self._checkpoint.pieces()
 
     def load_sharded_optimizer(self, path: str | os.PathLike[str], prefix: str = "optimizer") -> None:
         """Restore the optimizer from a ``torch.distributed.checkpoint``; collective, with any number of ranks.
@@ -256,7 +275,8 @@ class DearState:
             ValueError: there is no such state.
         """
         self._refuse_closed()
-        self._checkpoint.load_pieces(self._arrangement.layout, path, prefix)
+        self.synchronize()
+        self._checkpoint.load_pieces(path, prefix)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the ranks, on :attr:`device`; collective."""
@@ -306,8 +326,9 @@ class DearState:
     def close(self) -> None:
         """Finish communication, let every rank do the same, remove all hooks and end the lanes.
 
-        The parameters are complete afterwards. DDP cannot remove a communication hook and the optimizer keeps its
-        shards, so both are spent: to train on, wrap ``ddp.module`` again and make a new optimizer.
+        The parameters are complete afterwards. DDP cannot remove a communication hook and an optimizer keeps its
+        shards, so both are spent: to train on, wrap ``ddp.module`` again and make a new optimizer. (With replicated
+        updates the optimizer stays as it is.)
         """
         if self._closed:
             return
@@ -323,7 +344,7 @@ class DearState:
             self._watch.close()
             for handle in self._handles:
                 handle.remove()
-            if self._arrangement.layout is not None or self._sharded.has_early_states:
+            if not self._sharded.is_whole:
                 self._optimizer.register_step_pre_hook(seams.refuse_step)
                 self._optimizer.register_state_dict_pre_hook(seams.refuse_state_dict)
                 self._optimizer.register_load_state_dict_pre_hook(seams.refuse_state_dict)
@@ -361,6 +382,7 @@ class DearState:
     def _begin_backward(self) -> None:
         self._pipe.finish()  # parameters that the forward did not touch may still be in flight
         arranged = self._arrangement
+        earlier = arranged.earlier_layout() if not self._lanes.native else None
         self._reduction = Reduction(
             self._lanes,
             arranged.schedule,
@@ -369,6 +391,7 @@ class DearState:
             arranged.label,
             self._watch.ready,
             self.config.reduce_dtype,
+            OrderedSums(earlier, self._lanes) if earlier is not None else None,
         )
         self._in_backward = True
 
@@ -422,8 +445,18 @@ class DearState:
     def _prepare_step(self) -> None:
         """Every shard gets its gradient, clipped or withheld as the settings ask."""
         self._attach_gradients(stepping=True)
+        if isinstance(self._sharded, ShardedOptimizer):
+            self._sharded.read_masters()
         if self._inspects:
             self._withheld = not self._inspector.approve()
+        if self._withheld:
+            self._keeper.clear()
+        elif self._replicated is not None and self._arrangement.layout is not None:
+            self._pipe.finish()  # two steps without a forward between them
+            self._replicated.open_step()
+            if not self._replicated.deferred:
+                self._launch_gathers(self._replicated.memory)
+                self._pipe.finish()
 
     def _attach_gradients(self, stepping: bool) -> None:
         """Give every shard its reduced gradient, as plain DDP would have left it.
@@ -442,6 +475,8 @@ class DearState:
         if self._arrangement.layout != layout:
             self._adopt(layout, reduction)
         self._arrival.attach(reduction)
+        if self._replicated is not None:
+            self._replicated.use_memory(reduction.gradients)
         self._reduction = None
         if not (self._begins_early and stepping):
             self._arrival.settle()
@@ -493,9 +528,15 @@ class DearState:
             return
         self._arrival.settle()
         self._checkpoint.outdate()
-        self._pipe.finish()  # two steps without a forward between them
         compat.increment_versions(self._parameters)
-        self._pipe.launch(self._lanes, self._arrangement.gathers, self._arrangement.gather_labels)
+        if isinstance(self._sharded, ShardedOptimizer):
+            self._pipe.finish()  # two steps without a forward between them
+            self._sharded.write_masters()
+            self._launch_gathers(self._arrangement.flats)
+        else:
+            self._sharded.close_step()
+            if self._sharded.deferred:
+                self._launch_gathers(self._sharded.memory)
         if not self.config.overlap_forward or self.config.check_replicas:
             self._pipe.finish()
         self._stats = self._next_stats()
@@ -503,6 +544,10 @@ class DearState:
             self._log.write(self._stats.step, self.stats)
         if self.config.check_replicas:
             refuse_parted_replicas(self._parameters, self._names, self._stats.step, self._lanes.group)
+
+    def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
+        arranged = self._arrangement
+        self._pipe.launch(self._lanes, arranged.gathers(memory), arranged.gather_labels)
 
     def _next_stats(self) -> DearStats:
         before = self._mark
@@ -540,6 +585,8 @@ class DearState:
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         self._pipe.end_trace(succeeded=output is not None)
+        if self._replicated is not None:
+            self._pipe.finish()  # into the memory that the coming backward will write
         if torch.is_grad_enabled():
             self._watch.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None
@@ -549,17 +596,38 @@ class DearState:
             if sys.version_info >= (3, 11):
                 error.add_note(explanation)
 
-    # -- seams ------------------------------------------------------------------------------------------------------
+    # -- set-up and seams --------------------------------------------------------------------------------------------
+
+    def _replicate(self, optimizer: torch.optim.Optimizer) -> ReplicatedOptimizer | None:
+        """The replicated optimizer, if the settings or the optimizer ask for one."""
+        config = self.config
+        if config.update == "sharded" or (config.update == "auto" and checks.updates_elements(optimizer, config)):
+            return None
+        deferred = checks.updates_parameters(optimizer, config)
+        if config.update == "auto" and self._lanes.rank == 0:
+            logger.info(
+                "%s looks at whole parameters, so updates are replicated%s",
+                type(optimizer).__name__,
+                "" if deferred else ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))",
+            )
+        return ReplicatedOptimizer(optimizer, self._parameters, self._names, self._lanes, deferred)
 
     def _install_hooks(self, ddp: DistributedDataParallel) -> list[Any]:
         optimizer = self._optimizer
-        wait = InertOnCopy(lambda *_: self._pipe.finish())
+
+        def finish(*_: Any) -> None:
+            self._pipe.finish()
+
+        wait = InertOnCopy(finish)
         handles: list[Any] = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(finish),
             optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict),
             optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(finish),
             optimizer.register_load_state_dict_pre_hook(self._checkpoint.before_load),
+            optimizer.register_load_state_dict_post_hook(self._checkpoint.after_load),
             ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
             ddp.module.register_forward_pre_hook(InertOnCopy(self._before_model)),
             ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),

@@ -38,6 +38,13 @@ def in_order_of(values: Tensor, like: Tensor) -> Tensor:
     return in_storage_order(values)
 
 
+def shaped_like(parameter: Tensor, flat: Tensor) -> Tensor:
+    """``flat``, a 1-D tensor in the storage order of ``parameter``, copied into its shape and strides."""
+    shaped = torch.empty_strided(parameter.shape, parameter.stride(), dtype=flat.dtype, device=flat.device)
+    in_storage_order(shaped).copy_(flat)
+    return shaped
+
+
 @torch.no_grad()
 def flatten(layout: Layout, parameters: Sequence[torch.nn.Parameter]) -> list[Tensor]:
     """Make the parameters of every atom neighbours in memory; returns one 1-D tensor per atom.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,8 +17,10 @@ from ddp_hooks.comm import (
     FabricError,
     Partition,
     Recv,
+    Segment,
     Send,
     aligned_bounds,
+    ordered_reduce_scatter,
     pairwise_exchange,
     ring_all_gather,
     ring_reduce_scatter,
@@ -100,6 +103,33 @@ def test_slices_cover_everything_once(world_size: int, numels: list[int], slice_
             run_on_fabric([rings[r][i].start(torch.empty(rings[r][i].scratch_numel)) for r in range(world_size)])
     for r in range(world_size):
         assert all(torch.equal(partitions[r][i].flat, expected[i]) for i in range(len(numels)))
+
+
+@given(sizes_of_chunks, st.randoms(use_true_random=False))
+@settings(max_examples=100)
+def test_sums_in_the_order_of_other_owners(sizes: list[int], random: Any) -> None:
+    """Whoever owns an element now, it is summed as a ring did when somebody else owned it: the same bits."""
+    world_size, numel = len(sizes), sum(sizes)
+    values = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
+    earlier = list(itertools.accumulate(sizes, initial=0))
+    by_ring = [value.clone() for value in values]
+    chunks = [[flat[a:b] for a, b in itertools.pairwise(earlier)] for flat in by_ring]
+    scratch = torch.empty(max(sizes))
+    run_on_fabric([ring_reduce_scatter(chunks[r], r, scratch.clone(), world_size) for r in range(world_size)])
+    expected = torch.cat([chunks[rank][rank] for rank in range(world_size)])
+
+    bounds = (0, *sorted(random.randint(0, numel) for _ in range(world_size - 1)), numel)
+    flats = [value.clone() for value in values]
+    algorithms = []
+    for rank in range(world_size):
+        low, high = bounds[rank], bounds[rank + 1]
+        cuts = [(max(a, low), min(b, high), owner) for owner, (a, b) in enumerate(itertools.pairwise(earlier))]
+        segments = [Segment(a - low, b - low, owner) for a, b, owner in cuts if a < b]
+        algorithms.append(ordered_reduce_scatter(Partition(flats[rank], bounds), rank, segments))
+    run_on_fabric(algorithms)
+    for rank in range(world_size):
+        own = slice(bounds[rank], bounds[rank + 1])
+        assert torch.equal(flats[rank][own], expected[own])
 
 
 @given(st.integers(0, 10_000), st.integers(1, 17), st.sampled_from([1, 2, 4, 8]))

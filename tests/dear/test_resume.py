@@ -1,7 +1,4 @@
-"""Killed with SIGKILL at any point and resumed from the last checkpoint, a run ends as one that was not.
-
-With two ranks in the very bits. With more, the first step after a start is rounded otherwise: DDP's buckets are not
-those of later steps yet, and with them the order in which a ring adds.
+"""Killed with SIGKILL at any point and resumed from the last checkpoint, a run ends in the bits of one that was not.
 
 Prevents: checkpoints that are torn, that miss what was in flight, or whose resumption counts a step twice.
 """
@@ -150,9 +147,7 @@ def kill_and_resume(workers: WorkerPools, folder: Path, world_size: int, victim:
     resumed = workers(world_size).run(train, str(folder), -1, None, timeout_s=60)
     expected = undisturbed(workers, folder, world_size)
     assert len(set(resumed)) == 1
-    ours, theirs = (torch.frombuffer(bytearray(run[0]), dtype=torch.float64) for run in (resumed, expected))
-    gap = (ours - theirs).abs().max()
-    assert gap < 1e-12 if world_size > 2 else resumed == expected
+    assert resumed == expected
 
 
 def undisturbed(workers: WorkerPools, folder: Path, world_size: int) -> list[bytes]:

@@ -1,4 +1,4 @@
-"""The first and the last bucket travel in parts, before DDP hands them over: really, and only when gradients are in place.
+"""The first and the last bucket travel in parts, before DDP hands them over: really, and only when all is in place.
 
 Prevents: sums of gradients that are not complete yet, or of memory that is not the bucket's.
 """

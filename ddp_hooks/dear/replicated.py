@@ -1,0 +1,216 @@
+"""The user's optimizer, stepping on whole parameters on every rank: DeAR as the paper has it.
+
+Reduced gradients are gathered, not parameters, and each parameter is updated when its gradient has arrived, in the next
+forward, just before it is read (zhang2023dear, section III-B, Algorithm 1: FeedPipe). For optimizers that look at whole
+tensors; state and work are as in plain DDP.
+
+Every gather starts at ``optimizer.step()``, on all ranks, and is only awaited later, so nothing communicates from one
+rank alone. Updates use the settings (learning rates and so on) of that moment, whatever schedulers do meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import Lanes, compat
+from ddp_hooks.dear.guard import GradientGuard
+from ddp_hooks.dear.layout import Interval, Layout
+from ddp_hooks.dear.moves import Placement, State, WholeOn, copied, is_elementwise, move_states
+from ddp_hooks.dear.shards import GRADIENT_KEY, ShardSet
+from ddp_hooks.dear.storage import shaped_like
+
+
+class ReplicatedOptimizer(ShardSet):
+    """Reduces gradients in shards and gathers them for an optimizer that keeps its parameters and their state.
+
+    Args:
+        optimizer, parameters, names, lanes: as for :class:`~ddp_hooks.dear.shards.ShardSet`.
+        deferred: update parameters one by one as their gradients arrive, which is right if no update looks at another
+            parameter. False: gather everything inside ``optimizer.step()``, and let it update everything at once.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        lanes: Lanes,
+        deferred: bool,
+    ) -> None:
+        super().__init__(optimizer, parameters, names, lanes)
+        self.deferred = deferred
+        self.memory: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
+        self._layout: Layout | None = None
+        self._places: dict[int, tuple[int, int]] = {}  # parameter -> the atom in which it begins, and where there
+        self._marks: dict[int, Tensor] = {}  # guards that make room for gradients while the optimizer's code runs
+        self._wanted: set[int] = set()  # parameters that still await their update
+        self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, at the step
+
+    # -- layouts ----------------------------------------------------------------------------------------------------
+
+    def take_states(self, layout: Layout | None, new_layout: Layout) -> dict[Interval, State]:
+        """What shards have kept, for this rank's intervals under ``new_layout``; collective if there was one."""
+        self.refuse_new_groups()
+        kept = {s.interval: {} if s.tensor.grad is None else {GRADIENT_KEY: s.tensor.grad} for s in self.shards}
+        self.shards, self.shards_of_atom, self.memory = [], [], []
+        if layout is None:
+            return {}
+        return move_states(kept, layout, new_layout, self._lanes, self._device, to=self._device)
+
+    def install(self, layout: Layout, flats: Sequence[Tensor], states: dict[Interval, State]) -> None:
+        """Make the shards of ``layout``; the optimizer's parameters stay as they are."""
+        super().install(layout, flats, states)
+        self._layout = layout
+        self._places = {
+            member.parameter: (index, member.offset)
+            for index, atom in enumerate(layout.atoms)
+            for member in atom.members
+            if member.start == 0
+        }
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def use_memory(self, gradients: Sequence[Tensor]) -> None:
+        """DDP's buckets hold the atoms' ``gradients``, of which this rank has reduced its ranges."""
+        self.memory = list(gradients)
+
+    def open_step(self) -> None:
+        """The optimizer is about to step: bring what shards hold into :attr:`memory`, to be gathered.
+
+        Guards make room: a deferred optimizer sees no gradients now.
+        """
+        assert self._layout is not None
+        self.memory = self.memory or _blank_buckets(self._layout, self._parameters)
+        for shard in self.shards:
+            gradient = shard.tensor.grad
+            if gradient is not None:  # kept from an earlier backward, or set by the user: bring it to where it travels
+                own = self.memory[shard.atom][shard.offset : shard.offset + gradient.numel()]
+                if own.data_ptr() != gradient.data_ptr():
+                    own.copy_(gradient)
+        self._marks = {i: p.grad for i, p in enumerate(self._parameters) if isinstance(p.grad, GradientGuard)}
+        self._wanted = set(self._marks)
+        self._settings = [
+            {key: copied(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+        for index in self._marks:
+            self._parameters[index].grad = None
+
+    def arrived(self, ready: Iterable[int]) -> None:
+        """The whole gradients of some parameters are there: update them, or show them to the optimizer."""
+        indices = [index for index in ready if index in self._wanted]
+        self._wanted.difference_update(indices)
+        if not self.deferred:
+            for index in indices:
+                self._parameters[index].grad = self._gradient_of(index)
+        elif indices:
+            self._update(indices)
+        if not self._wanted:
+            self.memory = []  # DDP may rebuild its buckets: keep no second set of them alive
+
+    def close_step(self) -> None:
+        """The optimizer's own code has run: put the guards back."""
+        for index, guard in self._marks.items():
+            self._parameters[index].grad = guard
+        self._marks = {}
+
+    def _update(self, indices: Sequence[int]) -> None:
+        """Run the optimizer's own code over these parameters, with the settings of the step."""
+        optimizer, chosen = self._optimizer, set(indices)
+        marks = {index: self._parameters[index].grad for index in indices}
+        for index in indices:
+            self._parameters[index].grad = self._gradient_of(index)
+        live = optimizer.param_groups
+        partial: list[tuple[int, dict[str, Any]]] = []
+        for position, (settings, slots) in enumerate(zip(self._settings, self.slots.groups, strict=True)):
+            members = [self._parameters[slot] for slot in slots if isinstance(slot, int) and slot in chosen]
+            if members:
+                own = {key: copied(value) for key, value in settings.items()}
+                partial.append((position, {**own, "params": members}))
+        optimizer.param_groups = [group for _, group in partial]
+        try:
+            with _outside_of_any_forward(self._device):
+                compat.unhooked_step(optimizer)(optimizer)
+        finally:
+            optimizer.param_groups = live
+            for index, mark in marks.items():
+                self._parameters[index].grad = mark
+        for position, group in partial:  # an optimizer may count steps in its groups
+            for key, value in group.items():
+                before = self._settings[position].get(key)
+                if key != "params" and not isinstance(value, Tensor) and value != before:
+                    live[position][key] = value
+
+    def _gradient_of(self, index: int) -> Tensor:
+        """The gradient of a parameter, in its shape, where it lies in the buckets."""
+        parameter = self._parameters[index]
+        if parameter.numel() == 0:
+            return torch.zeros_like(parameter)
+        atom, offset = self._places[index]
+        flat = self.memory[atom]
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+
+    # -- state, for whoever saves and loads it: see StateHolder -----------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """Always."""
+        return True
+
+    @property
+    def has_masters(self) -> bool:
+        """Never."""
+        return False
+
+    def adopt_loaded_masters(self) -> None:
+        """There are none."""
+
+    def placement(self, layout: Layout | None) -> Placement:
+        """Everything, on every rank."""
+        return WholeOn(tuple(range(self._lanes.world_size)), self.numels)
+
+    def held_states(self, layout: Layout | None) -> tuple[Placement, dict[Interval, State]]:
+        """Not asked for: the optimizer holds them."""
+        raise NotImplementedError
+
+    def gather_states(self, layout: Layout | None, ranks: Sequence[int]) -> dict[int, State]:
+        """Not asked for: every rank has them."""
+        raise NotImplementedError
+
+    def set_states(self, placement: Placement, states: Mapping[Interval, State]) -> None:
+        """Give every parameter its state, in its own shape."""
+        for index, parameter in enumerate(self._parameters):
+            interval = Interval(index, 0, parameter.numel())
+            self._optimizer.state.pop(parameter, None)
+            state = self._on_device(interval, states.get(interval, {}))
+            if state:
+                self._optimizer.state[parameter] = {
+                    key: shaped_like(parameter, value) if is_elementwise(value, interval) else value
+                    for key, value in state.items()
+                }
+
+    def drop_early_states(self) -> None:
+        """There are none."""
+
+
+@contextmanager
+def _outside_of_any_forward(device: torch.device) -> Iterator[None]:
+    """An update in the middle of a forward is none of its operations."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def _blank_buckets(layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Memory like that of DDP's buckets, per atom; parts of one bucket are neighbours."""
+    buckets = []
+    for members in layout.buckets:
+        first = parameters[members[0]]
+        numel = sum(parameters[index].numel() for index in members)
+        buckets.append(torch.zeros(numel, dtype=first.dtype, device=first.device))
+    return [buckets[atom.bucket][atom.start : atom.start + atom.numel] for atom in layout.atoms]
+
