@@ -204,6 +204,8 @@ class DearState:
         between ranks: reduce it before acting on it.
         """
         self._refuse_closed()
+        if self._replicated is not None:
+            self._pipe.finish()  # an update of the last step may still need the gradients as they are
         self._attach_gradients(stepping=False)
         self._keeper.release()
         self._keeper.forget_zeroing()
@@ -528,9 +530,9 @@ class DearState:
             return
         self._arrival.settle()
         self._checkpoint.outdate()
+        self._pipe.finish()  # two steps without a forward between them
         compat.increment_versions(self._parameters)
         if isinstance(self._sharded, ShardedOptimizer):
-            self._pipe.finish()  # two steps without a forward between them
             self._sharded.write_masters()
             self._launch_gathers(self._arrangement.flats)
         else:

@@ -22,7 +22,7 @@ from recipes.benchmarks.emulation import emulate
 from recipes.benchmarks.workloads import Workload
 
 DDP_BUCKETS_MB = (1, 5, 25, 64)
-DEFAULT_VARIANTS = (*(f"ddp-{mb}mb" for mb in DDP_BUCKETS_MB), "ddp-bf16", "fsdp2", "dear")
+DEFAULT_VARIANTS = (*(f"ddp-{mb}mb" for mb in DDP_BUCKETS_MB), "ddp-bf16", "fsdp2", "dear", "dear:update=replicated")
 FSDP_BLOCK_BYTES = 25 * 2**20  # DDP's default bucket size
 DEAR_BUCKET_MB = 5  # the smallest that keeps messages large; see docs/dear.md
 

@@ -9,6 +9,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -90,27 +91,30 @@ def play(script: list[list[Callable[[Trainee, int], None]]], twin: Trainee, step
         action(twin, step)
 
 
-def agrees(workers: WorkerPools, world_size: int, script: list[list[Callable[[Trainee, int], None]]]) -> None:
+def agrees(
+    workers: WorkerPools, world_size: int, script: list[list[Callable[[Trainee, int], None]]], update: Any
+) -> None:
     model, batches, optimizer = MODELS["encoder"]
-    run = partial(compare, config=replace(CONFIG, check_replicas=True))
+    run = partial(compare, config=replace(CONFIG, check_replicas=len(script) % 2 == 0, update=update))
     for outcome in workers(world_size).run(run, model, batches, optimizer, partial(play, script), len(script)):
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
 
 
+updates = st.sampled_from(["sharded", "replicated"])
 quiet = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
 @settings(quiet, max_examples=8, phases=[Phase.generate])
-@given(script=st.lists(steps, min_size=12, max_size=16))
-def test_two_ranks(workers: WorkerPools, script: list[list[Callable[[Trainee, int], None]]]) -> None:
-    agrees(workers, 2, script)
+@given(script=st.lists(steps, min_size=12, max_size=16), update=updates)
+def test_two_ranks(workers: WorkerPools, script: list[list[Callable[[Trainee, int], None]]], update: str) -> None:
+    agrees(workers, 2, script, update)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @settings(quiet, max_examples=40)
-@given(script=st.lists(steps, min_size=12, max_size=25), world_size=st.sampled_from([1, 2, 3, 4]))
+@given(script=st.lists(steps, min_size=12, max_size=25), world_size=st.sampled_from([1, 2, 3, 4]), update=updates)
 def test_five_hundred_steps(
-    workers: WorkerPools, world_size: int, script: list[list[Callable[[Trainee, int], None]]]
+    workers: WorkerPools, world_size: int, script: list[list[Callable[[Trainee, int], None]]], update: str
 ) -> None:
-    agrees(workers, world_size, script)
+    agrees(workers, world_size, script, update)

@@ -131,7 +131,7 @@ CONSTRUCTION = {
     "shared memory": "share memory",
     "mixed precision": "torch.autocast",
     "optimizer in backward": "plain optimizer.step()",
-    "lbfgs": "LBFGS is not known to update every element",
+    "lbfgs": "LBFGS evaluates its closure several times per step",
     "adafactor": "assume_elementwise=True",
     "missing": "not in the optimizer",
     "not DDP": "wrap the model first",

@@ -41,7 +41,7 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable
         assert outcome.order_held
 
 
-@pytest.mark.parametrize("find_unused", [False, True], ids=["", "find-unused"])
+@pytest.mark.parametrize("find_unused", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "find-unused"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], find_unused: bool) -> None:
     run = partial(compare, config=REPLICATED, ddp_options={"find_unused_parameters": find_unused})
@@ -125,7 +125,7 @@ def wide_rows(rank: int, world_size: int, step: int) -> tuple[Tensor]:
     return (torch.randn(4, 24, generator=generator, dtype=torch.float64),)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
 @pytest.mark.parametrize("update", ["replicated", "auto"])
 @pytest.mark.parametrize("optimizer", [adafactor, muon, coupled_lamb], ids=lambda f: f.__name__)
 def test_whole_tensors(workers: WorkerPools, world_size: int, update: Any, optimizer: Any) -> None:
@@ -143,13 +143,16 @@ def test_steps_that_are_counted_in_groups(workers: WorkerPools) -> None:
         assert outcome.parameter_gap < TOLERANCE, outcome
 
 
-@pytest.mark.parametrize("name", ["bert", "encoder", "backwards", "restless", "recomputed-reentrant", "frozen"])
+@pytest.mark.parametrize("name", [
+    "encoder", "backwards", "restless", "recomputed-reentrant", "frozen",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2", "resnet")),
+])  # fmt: skip
 @pytest.mark.parametrize(
     "loop", [twins.plain, twins.evaluate_on_one_rank, twins.save_and_load], ids=lambda loop: loop.__name__
 )
 def test_models(workers: WorkerPools, name: str, loop: Any) -> None:
     model, batches, optimizer = MODELS[name]
-    run = partial(settings(name), config=REPLICATED)
+    run = partial(settings(name), config=replace(settings(name).keywords["config"], update="replicated"))
     for outcome in workers(2).run(run, model, batches, optimizer, loop, 8):
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
 
@@ -168,6 +171,20 @@ def test_unused_parameters(workers: WorkerPools, world_size: int, loop: Any) -> 
 ], ids=["norm", "think-again", "accumulating", "value"])  # fmt: skip
 def test_clipping_comes_before_the_gather(workers: WorkerPools, loop: Any) -> None:
     test_clipping.check(workers, 3, "encoder", loop, update="replicated")
+
+
+def clip_after_the_step(twin: Trainee, step: int) -> None:
+    twins.plain(twin, step)
+    if twin.state is not None:
+        twin.state.clip_grad_norm_(1e-3)
+    else:
+        nn.utils.clip_grad_norm_(twin.ddp.parameters(), 1e-3)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_gradients_may_be_changed_after_the_step(workers: WorkerPools, world_size: int) -> None:
+    """Pending updates need them as they were."""
+    test_clipping.check(workers, world_size, "encoder", clip_after_the_step, update="replicated")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
