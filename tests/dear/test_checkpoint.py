@@ -155,6 +155,14 @@ def wrap(world_size: int, with_dear: bool) -> tuple[DistributedDataParallel, tor
     return ddp, optimizer, state
 
 
+def train_step(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: int, world_size: int, step: int
+) -> None:
+    optimizer.zero_grad()
+    ddp(*whole_batches(rank, world_size, step)).backward()
+    optimizer.step()
+
+
 def train_and_save(rank: int, world_size: int, with_dear: bool, steps: int, read: str | None, write: str) -> bytes:
     """Start, or go on from a file, for some steps; write a file; returns what the parameters are."""
     ddp, optimizer, state = wrap(world_size, with_dear)
@@ -163,9 +171,7 @@ def train_and_save(rank: int, world_size: int, with_dear: bool, steps: int, read
         ddp.module.load_state_dict(saved["model"])
         optimizer.load_state_dict(saved["optimizer"])
     for step in range(steps):
-        optimizer.zero_grad()
-        ddp(*whole_batches(rank, world_size, step)).backward()
-        optimizer.step()
+        train_step(ddp, optimizer, rank, world_size, step)
     if state is not None:
         state.consolidate(to=0)
     if rank == 0:
@@ -202,9 +208,7 @@ def trained_with_state(
     ddp, optimizer, state = wrap(world_size, with_dear=True)
     assert state is not None
     for step in range(3):
-        optimizer.zero_grad()
-        ddp(*whole_batches(rank, world_size, step)).backward()
-        optimizer.step()
+        train_step(ddp, optimizer, rank, world_size, step)
     return ddp, optimizer, state
 
 
@@ -274,9 +278,7 @@ def load_twice(rank: int, world_size: int, folder: str) -> bool:
     ddp, optimizer, state = wrap(world_size, with_dear=True)
     assert state is not None
     for step in range(2):
-        optimizer.zero_grad()
-        ddp(*whole_batches(rank, world_size, step)).backward()
-        optimizer.step()
+        train_step(ddp, optimizer, rank, world_size, step)
         if step == 0:
             dcp.save({"optimizer": state.sharded_optimizer_state_dict()}, checkpoint_id=folder)
     full = copy.deepcopy(state.full_optimizer_state_dict())

@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import DearState, dear_hook
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.pieces import Even, Piece, assemble, find_misfit, named_pieces, overlapping_pieces
-from tests.dear.test_checkpoint import wrap
+from tests.dear.test_checkpoint import train_step, wrap
 from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG, whole_batches
+from tests.dear.twins import CONFIG
 from tests.workers import WorkerPools
 
 
@@ -64,9 +64,7 @@ def train(rank: int, world_size: int, steps: int, read: str | None, read_after: 
             dcp.load(model, checkpoint_id=read)
             ddp.module.load_state_dict(model["model"])
             state.load_sharded_optimizer(read)
-        optimizer.zero_grad()
-        ddp(*whole_batches(rank, world_size, step)).backward()
-        optimizer.step()
+        train_step(ddp, optimizer, rank, world_size, step)
     if write is not None:
         content = {"model": ddp.module.state_dict(), "optimizer": state.sharded_optimizer_state_dict()}
         if "async" in write:
@@ -87,9 +85,7 @@ def train_from_full_state(rank: int, world_size: int, steps: int, read: str, rea
             saved = torch.load(read, weights_only=True)
             ddp.module.load_state_dict(saved["model"])
             optimizer.load_state_dict(saved["optimizer"])
-        optimizer.zero_grad()
-        ddp(*whole_batches(rank, world_size, step)).backward()
-        optimizer.step()
+        train_step(ddp, optimizer, rank, world_size, step)
     return b"".join(p.detach().numpy().tobytes() for p in ddp.module.parameters())
 
 
@@ -98,9 +94,7 @@ def begin(rank: int, world_size: int, folder: str, file: str) -> None:
     ddp, optimizer, state = wrap(world_size, with_dear=True)
     assert state is not None
     for step in range(3):
-        optimizer.zero_grad()
-        ddp(*whole_batches(rank, world_size, step)).backward()
-        optimizer.step()
+        train_step(ddp, optimizer, rank, world_size, step)
     dcp.save(
         {"model": ddp.module.state_dict(), "optimizer": state.sharded_optimizer_state_dict()}, checkpoint_id=folder
     )
