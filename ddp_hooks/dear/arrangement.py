@@ -53,6 +53,7 @@ class Arrangement:
         self._atom_bytes = atom_bytes
         self._cuts_tail = cuts_tail
         self._earlier: SumOrder | None = None  # of the run that is being resumed
+        self._num_layouts = 0
         self._addresses: list[int] = []  # per parameter, where its memory should be
 
     @property
@@ -62,8 +63,10 @@ class Arrangement:
 
     def sum_order(self) -> SumOrder | None:
         """The order in which gradients are added, for a checkpoint; None if there is none, or only one."""
+        if self._num_layouts < 2 and self._earlier is not None:
+            return self._earlier  # the buckets of a first backward are not yet those that last
         if self.layout is None or self._world_size < 3:
-            return self._earlier
+            return None
         return SumOrder(self._world_size, self._atom_bytes, self._cuts_tail, self.layout.buckets)
 
     def resume(self, order: SumOrder) -> None:
@@ -81,6 +84,7 @@ class Arrangement:
         if self.layout is not None:
             unflatten(self.layout, self._parameters, self.flats)
         self.flats = flatten(layout, self._parameters)
+        self._num_layouts += 1
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
 
     def plan(self, layout: Layout, order_of_need: Callable[[], Sequence[int]]) -> list[tuple[int, ...]]:

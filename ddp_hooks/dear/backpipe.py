@@ -67,7 +67,7 @@ class Reduction:
         self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
         self._launched = 0  # atoms that have been handed to a lane
         self._next_group = 0
-        self._ahead: dict[int, Tensor] = {}  # atoms that were launched before their bucket came
+        self._ahead: dict[int, tuple[Atom, Tensor]] = {}  # atoms that were launched before their bucket came
 
     def add_bucket(self, parameters: tuple[int, ...], buffer: Tensor, is_last: bool) -> None:
         """A bucket is ready: launch every group that is now complete."""
@@ -118,7 +118,7 @@ class Reduction:
             else:  # its bucket has not been handed over
                 assert self._schedule is not None
                 atom, gradient = self._schedule.layout.atoms[index], self._ready[index]
-                self._ahead[index] = gradient
+                self._ahead[index] = atom, gradient
             atoms.append(atom)
             partitions.append(Partition(self._in_reduce_dtype(index, gradient), atom.bounds))
         label = self._label(atoms)
@@ -141,8 +141,9 @@ class Reduction:
 
     def _refuse_moved_memory(self) -> None:
         for index in [index for index in self._ahead if index < len(self.gradients)]:
-            if self.gradients[index].data_ptr() != self._ahead.pop(index).data_ptr():
+            atom, gradient = self._ahead.pop(index)
+            if self.atoms[index] != atom or self.gradients[index].data_ptr() != gradient.data_ptr():
                 raise RuntimeError(
-                    "DDP handed over a bucket in other memory than its gradients were in, after their reduction "
-                    "had begun; please report this, with the versions of torch and ddp_hooks"
+                    "DDP handed over a bucket with other gradients, or in other memory, than those whose reduction had "
+                    "begun; please report this, with the versions of torch and ddp_hooks"
                 )

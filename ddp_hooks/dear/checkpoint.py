@@ -22,6 +22,7 @@ from ddp_hooks.dear.order import ORDER_KEY, SumOrder
 from ddp_hooks.dear.pieces import SETTINGS, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
 from ddp_hooks.dear.replicated import ReplicatedOptimizer
 from ddp_hooks.dear.sharded import ShardedOptimizer, cut_entry
+from ddp_hooks.dear.shards import MASTER_KEY
 from ddp_hooks.dear.storage import shaped_like
 
 
@@ -63,7 +64,7 @@ class OptimizerCheckpoint:
         if self._sharded.is_whole:
             return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
         states = self._sharded.gather_states(self._arrangement.layout, ranks)
-        return self._state_dict_of(states) if self._rank in ranks else None
+        return _on_cpu(self._state_dict_of(states)) if self._rank in ranks else None
 
     def consolidate(self, to: int) -> None:
         """Keep the full state on one rank, for ``optimizer.state_dict()`` to return; collective."""
@@ -97,11 +98,8 @@ class OptimizerCheckpoint:
 
     def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """Cut this rank's shards out of a full ``state_dict``; raises ValueError if it is not one of this model."""
-        self.outdate()
-        self._sharded.drop_early_states()
-        if ORDER_KEY in state_dict:
-            self._arrangement.resume(SumOrder.unpacked(state_dict[ORDER_KEY]))
-        if self._sharded.is_whole and not self._sharded.has_masters:
+        if self._sharded.is_whole and not self._sharded.has_masters:  # torch looks at it
+            self._begin_anew(state_dict)
             return None
         slots, groups = self._sharded.slots.groups, state_dict["param_groups"]
         expected, found = [len(slot) for slot in slots], [len(group["params"]) for group in groups]
@@ -120,11 +118,21 @@ class OptimizerCheckpoint:
         for slot, saved in saved_of.items():
             if isinstance(slot, int) and saved is not None:
                 self._refuse_other_shapes(saved, slot)
+        self._begin_anew(state_dict)
+        if self._sharded.is_whole and not self._sharded.has_masters:
+            return None
         if self._sharded.is_whole:
             self._keep_for_masters(saved_of)
             others = {i: saved_of[slot] for slot, i in pairs if isinstance(slot, Tensor) and saved_of[slot] is not None}
             return {**state_dict, "state": others}
         return self._cut(state_dict, saved_of)
+
+    def _begin_anew(self, state_dict: dict[str, Any]) -> None:
+        """Nothing that was saved or loaded before counts any more."""
+        self.outdate()
+        self._sharded.drop_early_states()
+        if ORDER_KEY in state_dict:
+            self._arrangement.resume(SumOrder.unpacked(state_dict[ORDER_KEY]))
 
     def after_load(self, _: torch.optim.Optimizer) -> None:
         """Put masters where they belong."""
@@ -215,7 +223,7 @@ class OptimizerCheckpoint:
             groups.append({**packed, "params": list(range(position, position + len(slots)))})
             for slot in slots:
                 state = self._optimizer.state.get(slot, {}) if isinstance(slot, Tensor) else self._shaped(slot, states)
-                if state:
+                if state and not _is_plain_copy(state, slot, self._parameters):
                     whole[position] = state
                 position += 1
         return self._with_order({"state": whole, "param_groups": groups})
@@ -273,6 +281,14 @@ class OptimizerCheckpoint:
                     f"{key} of {self._names[index]} is saved with shape {tuple(value.shape)}, but the parameter has "
                     f"{tuple(shape)}: load a state that was saved for this model"
                 )
+
+
+def _is_plain_copy(state: State, slot: int | Tensor, parameters: Sequence[Tensor]) -> bool:
+    """Whether there is nothing but a master that rounding has not changed: some optimizers expect all or nothing."""
+    if not isinstance(slot, int) or set(state) != {MASTER_KEY}:
+        return False
+    master: Tensor = state[MASTER_KEY]
+    return torch.equal(master, master.to(parameters[slot].dtype).to(master.dtype))
 
 
 def _on_cpu(value: Any) -> Any:

@@ -165,18 +165,17 @@ class GradientKeeper:
     def _keep_or_discard(self, kept: list[int], synchronised: bool) -> None:
         marks = {index: self._parameters[index].grad for index in kept}
         self._carried = [index for index, mark in marks.items() if isinstance(mark, GradientGuard)]
-        for shard in self._sharded.shards:
-            index = shard.interval.parameter
-            if index not in marks or shard.tensor.grad is None:
-                continue
-            mark = marks[index]
-            if not isinstance(mark, GradientGuard):
-                shard.tensor.grad = None
-            elif mark.zeroed:
-                shard.tensor.grad.zero_()
-            elif not synchronised:
+        for index, mark in marks.items():
+            if isinstance(mark, GradientGuard) and not mark.zeroed and not synchronised:
                 raise RuntimeError(
                     f"a backward under no_sync() follows a synchronised one without optimizer.step() or zero_grad() "
                     f"between them ({self._names[index]}): accumulate under no_sync() first, and synchronise last"
                 )
+        for shard in self._sharded.shards:
+            if shard.interval.parameter in marks and shard.tensor.grad is not None:
+                mark = marks[shard.interval.parameter]
+                if not isinstance(mark, GradientGuard):
+                    shard.tensor.grad = None
+                elif mark.zeroed:
+                    shard.tensor.grad.zero_()
         self.clear()

@@ -21,7 +21,7 @@ from ddp_hooks.comm import Lanes, compat
 from ddp_hooks.dear.guard import GradientGuard
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, copied, is_elementwise, move_states
-from ddp_hooks.dear.shards import GRADIENT_KEY, ShardSet
+from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, ShardSet
 from ddp_hooks.dear.storage import shaped_like
 
 
@@ -49,6 +49,7 @@ class ReplicatedOptimizer(ShardSet):
         self._places: dict[int, tuple[int, int]] = {}  # parameter -> the atom in which it begins, and where there
         self._marks: dict[int, Tensor] = {}  # guards that make room for gradients while the optimizer's code runs
         self._wanted: set[int] = set()  # parameters that still await their update
+        self.updating = False  # the optimizer's code runs for some parameters
         self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, at the step
 
     # -- layouts ----------------------------------------------------------------------------------------------------
@@ -85,13 +86,15 @@ class ReplicatedOptimizer(ShardSet):
         Guards make room: a deferred optimizer sees no gradients now.
         """
         assert self._layout is not None
+        self.refuse_new_groups()
         self.memory = self.memory or _blank_buckets(self._layout, self._parameters)
         for shard in self.shards:
             gradient = shard.tensor.grad
-            if gradient is not None:  # kept from an earlier backward, or set by the user: bring it to where it travels
-                own = self.memory[shard.atom][shard.offset : shard.offset + gradient.numel()]
-                if own.data_ptr() != gradient.data_ptr():
-                    own.copy_(gradient)
+            own = self.memory[shard.atom][shard.offset : shard.offset + shard.tensor.numel()]
+            if gradient is None:  # taken away by the user, on this rank as far as we know
+                own.zero_()
+            elif own.data_ptr() != gradient.data_ptr():  # kept from an earlier backward, or set by the user
+                own.copy_(gradient)
         self._marks = {i: p.grad for i, p in enumerate(self._parameters) if isinstance(p.grad, GradientGuard)}
         self._wanted = set(self._marks)
         self._settings = [
@@ -114,10 +117,22 @@ class ReplicatedOptimizer(ShardSet):
             self.memory = []  # DDP may rebuild its buckets: keep no second set of them alive
 
     def close_step(self) -> None:
-        """The optimizer's own code has run: put the guards back."""
+        """The optimizer's own code has run: put the guards back, unless it has taken the gradients away."""
         for index, guard in self._marks.items():
-            self._parameters[index].grad = guard
+            if self.deferred or self._parameters[index].grad is not None or index in self._wanted:
+                self._parameters[index].grad = guard
         self._marks = {}
+
+    def zero_marks(self, set_to_none: bool) -> None:
+        """``zero_grad()`` inside of a step, from another hook of the optimizer, means what guards stand for."""
+        if set_to_none:
+            self._marks = {}
+        for guard in self._marks.values():
+            guard.zero_()
+
+    def leave_buckets(self) -> None:
+        """A forward begins with nothing on its way: its backward will write the buckets, so gather elsewhere."""
+        self.memory = []
 
     def _update(self, indices: Sequence[int]) -> None:
         """Run the optimizer's own code over these parameters, with the settings of the step."""
@@ -133,10 +148,12 @@ class ReplicatedOptimizer(ShardSet):
                 own = {key: copied(value) for key, value in settings.items()}
                 partial.append((position, {**own, "params": members}))
         optimizer.param_groups = [group for _, group in partial]
+        self.updating = True
         try:
             with _outside_of_any_forward(self._device):
                 compat.unhooked_step(optimizer)(optimizer)
         finally:
+            self.updating = False
             optimizer.param_groups = live
             for index, mark in marks.items():
                 self._parameters[index].grad = mark
@@ -155,7 +172,7 @@ class ReplicatedOptimizer(ShardSet):
         flat = self.memory[atom]
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
 
-    # -- state, for whoever saves and loads it: see StateHolder -----------------------------------------------------
+    # -- state, for whoever saves and loads it ----------------------------------------------------------------------
 
     @property
     def is_whole(self) -> bool:
@@ -168,7 +185,10 @@ class ReplicatedOptimizer(ShardSet):
         return False
 
     def adopt_loaded_masters(self) -> None:
-        """There are none."""
+        """There are none here; drop those of a run that had some."""
+        for parameter in self._parameters:
+            if parameter in self._optimizer.state:
+                self._optimizer.state[parameter].pop(MASTER_KEY, None)
 
     def placement(self, layout: Layout | None) -> Placement:
         """Everything, on every rank."""
@@ -193,6 +213,7 @@ class ReplicatedOptimizer(ShardSet):
                     key: shaped_like(parameter, value) if is_elementwise(value, interval) else value
                     for key, value in state.items()
                 }
+        self.adopt_loaded_masters()
 
     def drop_early_states(self) -> None:
         """There are none."""

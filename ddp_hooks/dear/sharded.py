@@ -17,10 +17,8 @@ from ddp_hooks.comm import Lanes
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, copied, is_elementwise, move_states
 from ddp_hooks.dear.pieces import Even
-from ddp_hooks.dear.shards import GRADIENT_KEY, Shard, ShardSet
+from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, Shard, ShardSet
 from ddp_hooks.dear.storage import in_order_of
-
-MASTER_KEY = "ddp_hooks.master"  # in a saved state: the parameter as the optimizer has it, before rounding
 
 
 class ShardedOptimizer(ShardSet):
@@ -84,12 +82,18 @@ class ShardedOptimizer(ShardSet):
 
     def _tensor_for(self, view: Tensor, state: State) -> Tensor:
         kept: Tensor | None = state.pop(MASTER_KEY, None)  # also where it came from a run with masters, to one without
-        if self._master_dtype in (None, view.dtype):
+        precise = self._dtype_of(view)
+        if precise == view.dtype:
             return view
-        master = view.to(self._master_dtype)
+        master = view.to(precise)
         if kept is not None:
             _keep_where_it_rounds_to(view, kept.to(master), master)
         return master
+
+    def _dtype_of(self, parameter: Tensor) -> torch.dtype:
+        if self._master_dtype is None:
+            return parameter.dtype
+        return torch.promote_types(parameter.dtype, self._master_dtype)
 
     @torch.no_grad()
     def read_masters(self) -> None:
@@ -193,7 +197,7 @@ class ShardedOptimizer(ShardSet):
 
     @property
     def is_whole(self) -> bool:
-        """See :class:`~ddp_hooks.dear.shards.StateHolder`: until the first step, unless state came in pieces."""
+        """Until the first step, unless state came in pieces."""
         return not self.shards_of_atom and self._early is None
 
     def placement(self, layout: Layout | None) -> Placement:
@@ -202,7 +206,8 @@ class ShardedOptimizer(ShardSet):
 
 
 def _as_precise_as(shard: Shard, value: Any) -> Any:
-    return value.to(shard.tensor.dtype) if is_elementwise(value, shard.interval) else value
+    convert = is_elementwise(value, shard.interval) and value.is_floating_point()
+    return value.to(shard.tensor.dtype) if convert else value
 
 
 def _keep_where_it_rounds_to(rounded: Tensor, master: Tensor, values: Tensor) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -12,10 +11,11 @@ from torch import Tensor
 from ddp_hooks.comm import Lanes
 from ddp_hooks.dear.guard import GradientGuard
 from ddp_hooks.dear.layout import Interval, Layout
-from ddp_hooks.dear.moves import Placement, State, is_elementwise
+from ddp_hooks.dear.moves import State, is_elementwise
 from ddp_hooks.dear.pending import PendingGradient
 
 GRADIENT_KEY = "ddp_hooks.gradient"  # a gradient kept from an earlier backward travels like optimizer state
+MASTER_KEY = "ddp_hooks.master"  # in a saved state: the parameter as the optimizer has it, before rounding
 
 
 @dataclass
@@ -123,42 +123,17 @@ class ShardSet:
         slots = zip(self._optimizer.param_groups, self.slots.groups, strict=True)
         group = next(group for group, slot in slots if interval.parameter in [s for s in slot if isinstance(s, int)])
         counts_on_device = bool(group.get("capturable") or group.get("fused"))
-        return {
-            key: value.to(self._device)
-            if is_elementwise(value, interval) or (isinstance(value, Tensor) and counts_on_device)
-            else value
-            for key, value in state.items()
-        }
+        dtype = self._dtype_of(self._parameters[interval.parameter])
+        placed = {}
+        for key, value in state.items():
+            if is_elementwise(value, interval):
+                rounds = value.is_floating_point() and key not in ("step", MASTER_KEY)
+                value = value.to(device=self._device, dtype=dtype if rounds else value.dtype)
+            elif isinstance(value, Tensor) and counts_on_device:
+                value = value.to(self._device)
+            placed[key] = value
+        return placed
 
-
-class StateHolder(Protocol):
-    """Where the optimizer's state is, for whoever saves and loads it."""
-
-    slots: OptimizerSlots
-    numels: tuple[int, ...]
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether this rank's optimizer holds the whole state of every parameter."""
-
-    @property
-    def has_masters(self) -> bool:
-        """Whether the optimizer steps on copies of parameters in a more precise type."""
-
-    def placement(self, layout: Layout | None) -> Placement:
-        """Which state this rank takes when some is loaded in pieces."""
-
-    def held_states(self, layout: Layout | None) -> tuple[Placement, dict[Interval, State]]:
-        """What this rank holds, and how state is spread over the ranks."""
-
-    def gather_states(self, layout: Layout | None, ranks: Sequence[int]) -> dict[int, State]:
-        """The whole state of every parameter, on the CPU of the ranks in ``ranks``; collective."""
-
-    def set_states(self, placement: Placement, states: dict[Interval, State]) -> None:
-        """Take this rank's states under ``placement``."""
-
-    def drop_early_states(self) -> None:
-        """Something else was loaded."""
-
-    def adopt_loaded_masters(self) -> None:
-        """Masters that came with the optimizer's state go where they belong."""
+    def _dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """The type in which the optimizer has a parameter."""
+        return parameter.dtype

@@ -217,7 +217,9 @@ class DearState:
     @property
     def other_parameters(self) -> list[Tensor]:
         """What the optimizer holds beside the parameters that DDP reduces."""
-        return [slot for slots in self._sharded.slots.groups for slot in slots if isinstance(slot, Tensor)]
+        ours = {id(shard.tensor) for shard in self._sharded.shards}.union(self._index_of)
+        held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        return [parameter for parameter in held if id(parameter) not in ours]
 
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's complete ``state_dict``, as plain DDP's optimizer would have it, on every rank; collective.
@@ -418,6 +420,8 @@ class DearState:
     # -- 3. the optimizer is about to step --------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._replicated is not None and self._replicated.updating:
+            return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is None:
             self._prepare_step()
@@ -446,6 +450,9 @@ class DearState:
 
     def _prepare_step(self) -> None:
         """Every shard gets its gradient, clipped or withheld as the settings ask."""
+        if self._replicated is not None:
+            self._replicated.close_step()  # one that did not end
+            self._pipe.finish()  # two steps without a forward between them
         self._attach_gradients(stepping=True)
         if isinstance(self._sharded, ShardedOptimizer):
             self._sharded.read_masters()
@@ -454,7 +461,6 @@ class DearState:
         if self._withheld:
             self._keeper.clear()
         elif self._replicated is not None and self._arrangement.layout is not None:
-            self._pipe.finish()  # two steps without a forward between them
             self._replicated.open_step()
             if not self._replicated.deferred:
                 self._launch_gathers(self._replicated.memory)
@@ -523,7 +529,7 @@ class DearState:
     # -- 5. the optimizer has stepped -------------------------------------------------------------------------------
 
     def _after_step(self, *_: Any) -> None:
-        if self._arrangement.layout is None:
+        if self._arrangement.layout is None or (self._replicated is not None and self._replicated.updating):
             return
         if self._withheld:
             self._withheld = False
@@ -574,8 +580,12 @@ class DearState:
     def _before_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
             return
+        if self._replicated is not None:
+            self._replicated.close_step()  # one that did not end
         if self._reduction is not None:
             self._attach_gradients(stepping=False)
+        if self._replicated is not None and not self._pipe.in_flight:
+            self._replicated.leave_buckets()
         self._arrival.settle()  # of a step that did not end
         self._keeper.release()
         self._keeper.make_room()
@@ -646,6 +656,8 @@ class DearState:
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._arrangement.layout is not None:  # until then the optimizer holds the parameters themselves
             self._keeper.zero_grad(set_to_none)
+            if self._replicated is not None:
+                self._replicated.zero_marks(set_to_none)
 
     def __deepcopy__(self, memo: Any) -> DearState:
         raise TypeError(

@@ -36,7 +36,8 @@ class GradientWatch:
         self._advance = weakref.WeakMethod(advance)  # the collector does not see through a parameter's hooks
         self._atoms: tuple[Atom, ...] = ()
         self._atoms_of: dict[int, list[int]] = {}  # watched parameter -> atoms that it lies in
-        self._addresses: list[int] = []  # of every atom in the buckets, as far as one backward has shown them
+        self._addresses: list[int] = []  # of every atom in the buckets, as the latest backward has shown them
+        self._confirmed = False  # by a whole backward: DDP rebuilds its buckets once, and may use old addresses again
         self._armed = False
         self._in_place: set[int] = set()
         self._latest: int | None = None
@@ -45,6 +46,7 @@ class GradientWatch:
     def watch(self, layout: Layout) -> None:
         """Watch the first and the last bucket of a layout in the place of what was watched so far."""
         self.close()
+        self._confirmed = False
         self._atoms = layout.atoms
         self._atoms_of = {}
         ends = (0, len(layout.buckets) - 1)
@@ -58,12 +60,13 @@ class GradientWatch:
         ]
 
     def remember(self, gradients: Sequence[Tensor]) -> None:
-        """A backward has ended: DDP's buckets have the atoms' ``gradients``, and keep their memory as a rule."""
+        """A backward has ended: DDP's buckets have the atoms' ``gradients``, and keep them unless a new layout follows."""
         self._addresses = [gradient.data_ptr() for gradient in gradients]
+        self._confirmed = True
 
     def arm(self, armed: bool) -> None:
         """Begin anew: the coming backward is one that DDP reduces, or not."""
-        self._armed = armed
+        self._armed = armed and self._confirmed
         self._in_place.clear()
         self.ready.clear()
         self._latest = None
