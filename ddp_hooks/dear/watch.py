@@ -60,7 +60,7 @@ class GradientWatch:
         ]
 
     def remember(self, gradients: Sequence[Tensor]) -> None:
-        """A backward has ended, with the atoms' ``gradients`` in DDP's buckets: they stay, unless a new layout follows."""
+        """A backward has ended, with the atoms' ``gradients`` in the buckets; they stay unless a layout follows."""
         self._addresses = [gradient.data_ptr() for gradient in gradients]
         self._confirmed = True
 
