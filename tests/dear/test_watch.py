@@ -135,7 +135,7 @@ def compare_and_count(rank: int, world_size: int, loop: Any, find_unused: bool) 
     try:
         model = Wholes if find_unused else EveryWhole
         options = {"bucket_cap_mb": 0.04, "find_unused_parameters": find_unused}
-        outcome = compare(rank, world_size, model, whole_batches, _momentum_sgd, loop, 12, ddp_options=options)
+        outcome = compare(rank, world_size, model, whole_batches, _momentum_sgd, loop, 15, ddp_options=options)
     finally:
         setattr(Reduction, "_refuse_moved_memory", check)  # noqa: B010
     return outcome, num_ahead
