@@ -57,20 +57,29 @@ class OptimizerCheckpoint:
         self._consolidated: dict[int, State] | None = None  # every parameter's whole state
         self._consolidated_on: int | None = None
 
+    @property
+    def _spread(self) -> ShardedOptimizer | None:
+        """Who holds this rank's part of the state, if it is spread over the ranks."""
+        if isinstance(self._sharded, ReplicatedOptimizer) or self._sharded.is_whole:
+            return None
+        return self._sharded
+
     # -- in plain DDP's format ----------------------------------------------------------------------------------------
 
     def gather(self, ranks: Sequence[int]) -> dict[str, Any] | None:
         """The full ``state_dict`` on the ranks in ``ranks``, None on the others; collective."""
-        if self._sharded.is_whole:
+        spread = self._spread
+        if spread is None:
             return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
-        states = self._sharded.gather_states(self._arrangement.layout, ranks)
+        states = spread.gather_states(self._arrangement.layout, ranks)
         return _on_cpu(self._state_dict_of(states)) if self._rank in ranks else None
 
     def consolidate(self, to: int) -> None:
         """Keep the full state on one rank, for ``optimizer.state_dict()`` to return; collective."""
         self.outdate()
-        if not self._sharded.is_whole:
-            states = self._sharded.gather_states(self._arrangement.layout, [to])
+        spread = self._spread
+        if spread is not None:
+            states = spread.gather_states(self._arrangement.layout, [to])
             self._consolidated = states if self._rank == to else None
             self._consolidated_on = to
 
@@ -149,11 +158,12 @@ class OptimizerCheckpoint:
                         f"the optimizer also holds a parameter of shape {tuple(slot.shape)} that DDP does not reduce, "
                         f"whose state has no place in a sharded checkpoint: use state.full_optimizer_state_dict()"
                     )
-        if self._sharded.is_whole:
+        spread = self._spread
+        if spread is None:
             intervals = [Interval(index, 0, numel) for index, numel in enumerate(self._sharded.numels)]
             states = {interval: self._whole_state(interval) for interval in intervals}
         else:
-            _, states = self._sharded.held_states(self._arrangement.layout)
+            _, states = spread.held_states(self._arrangement.layout)
         return {**named_pieces(states, self._names), SETTINGS: self._settings().packed()}
 
     def load_pieces(self, path: str | os.PathLike[str], prefix: str) -> None:

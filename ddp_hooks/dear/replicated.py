@@ -194,14 +194,6 @@ class ReplicatedOptimizer(ShardSet):
         """Everything, on every rank."""
         return WholeOn(tuple(range(self._lanes.world_size)), self.numels)
 
-    def held_states(self, layout: Layout | None) -> tuple[Placement, dict[Interval, State]]:
-        """Not asked for: the optimizer holds them."""
-        raise NotImplementedError
-
-    def gather_states(self, layout: Layout | None, ranks: Sequence[int]) -> dict[int, State]:
-        """Not asked for: every rank has them."""
-        raise NotImplementedError
-
     def set_states(self, placement: Placement, states: Mapping[Interval, State]) -> None:
         """Give every parameter its state, in its own shape."""
         for index, parameter in enumerate(self._parameters):
