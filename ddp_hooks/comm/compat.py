@@ -6,7 +6,10 @@ Anything here may move with a torch release; nothing outside this module imports
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterable
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, nullcontext
+from types import FrameType
 from typing import Any
 
 import torch
@@ -18,6 +21,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+
+_COMPILED_CALLS = ("compile_wrapper", "_fn")
 
 NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
 
@@ -107,6 +113,55 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Any:
 def places_gradients_one_by_one(ddp: DistributedDataParallel) -> bool:
     """Whether a gradient lies in its bucket as soon as DDP's hook for it has run."""
     return not (ddp.static_graph or getattr(ddp, "batched_grad_copy", False))
+
+
+def inside_compiled_region() -> bool:
+    """Whether what runs was called, at any depth, through something that ``torch.compile`` returned."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch._dynamo.eval_frame" and frame.f_code.co_name in _COMPILED_CALLS:
+            owner = frame.f_locals.get("self")
+            if type(owner).__name__ != "DisableContext":
+                return True
+        frame = frame.f_back
+    return False
+
+
+def let_graphs_know_of_hooks() -> None:
+    """Keep graphs that were made of modules without hooks from being used for modules that have some.
+
+    By default they are, also where the hooks came later or the other module is of the same class only. What has been
+    compiled so far does not check, so it will be compiled again.
+    """
+    config = torch._dynamo.config
+    if config.skip_nnmodule_hook_guards:
+        config.skip_nnmodule_hook_guards = False
+        torch._dynamo.reset()
+
+
+def compiler_looks() -> bool:
+    """Whether it is the compiler that asks, which describes everything that it meets, also gradients."""
+    return torch._guards.TracingContext.try_get() is not None
+
+
+@contextmanager
+def without_compiled_graphs() -> Iterator[None]:
+    """Run what was compiled as if it had not been, and compile nothing."""
+    if "torch._dynamo" not in sys.modules:  # nothing was
+        yield
+        return
+    # The stance does not reach functions that are called from compiled code which is running already. Where a dispatch
+    # mode is active nothing is compiled, however.
+    mode = _NoDispatch() if inside_compiled_region() else nullcontext()
+    with torch.compiler.set_stance("force_eager"), mode:
+        yield
+
+
+class _NoDispatch(TorchDispatchMode):
+    """Changes nothing."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
 
 
 def optimizes_in_backward(parameter: Tensor) -> bool:

@@ -4,20 +4,25 @@ Every module has a forward pre-hook that waits for the parameters it is about to
 traced forward saw being read after that hook and before the next (``MultiheadAttention.out_proj``, whose own forward
 never runs; tied and functional uses). Waiting never communicates. A forward whose modules run in another order than
 the traced one waits for everything at once, and is traced again; so does any forward without gradients, where torch
-may take fused paths that read whole subtrees.
+may take fused paths that read whole subtrees. In compiled code one module waits for many
+(:mod:`~ddp_hooks.dear.regions`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 from ddp_hooks.comm import Lanes, Partition, Recorder, Stall, Work, compat
 from ddp_hooks.dear.inert import InertOnCopy
+from ddp_hooks.dear.regions import Clearance, Passable, stand_ins
+from ddp_hooks.dear.trace import ForwardTrace
+
+logger = logging.getLogger("ddp_hooks")
+
+_MAX_COMPILED_TRACES = 3  # each one runs, or even compiles, what is compiled in another way
 
 
 class FeedPipe:
@@ -28,6 +33,7 @@ class FeedPipe:
         parameters: the parameters that are gathered, in a fixed order.
         names: their names, for messages.
         recorder: for the timeline.
+        graph_bytes: what one module of a compiled graph may wait for, in bytes of parameters.
         arrived: called with the parameters of which everything has been gathered, before anybody reads them.
     """
 
@@ -37,6 +43,7 @@ class FeedPipe:
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         recorder: Recorder,
+        graph_bytes: int,
         arrived: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.stall = Stall()
@@ -46,7 +53,8 @@ class FeedPipe:
         self._names = names
         self._recorder = recorder
         self._arrived = arrived
-        modules = list(root.named_modules())
+        self._graph_bytes = graph_bytes
+        modules = self._modules = list(root.named_modules())
         self._paths = [path for path, _ in modules]
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._own = [
@@ -55,7 +63,11 @@ class FeedPipe:
         self._sequence: list[int] | None = None  # modules in the order of the traced forward
         self._needs: list[list[int]] = [list(own) for own in self._own]  # module -> parameters it waits for
         self._position = 0
-        self._trace: _ReadTrace | None = None
+        self._trace: ForwardTrace | None = None
+        self._num_traces = 0
+        self._first_reader: dict[int, int] = {}  # parameter -> module, as far as any trace has seen
+        self._stand_ins: dict[int, int] = {}  # modules that compiled code passes by -> who waits in their place
+        self._clearances: dict[int, Clearance] = {}  # of those who do
         self._groups: list[tuple[int, ...]] = []  # group -> parameters in it
         self._groups_of_parameter: list[list[int]] = [[] for _ in parameters]
         self._groups_of_module: list[tuple[int, ...]] = [() for _ in modules]
@@ -64,6 +76,7 @@ class FeedPipe:
         self._missing: list[int] = []  # per parameter, groups in flight that have a part of it
         self._versions: list[int] = []  # per parameter, when its gather was launched
         self._addresses: list[int] = []  # likewise
+        compat.let_graphs_know_of_hooks()
         self._handles = [
             module.register_forward_pre_hook(InertOnCopy(_entering(self, index)), prepend=True)
             for index, (_, module) in enumerate(modules)
@@ -78,21 +91,34 @@ class FeedPipe:
 
     def begin_trace(self) -> None:
         """Watch the coming forward, unless one was traced before."""
-        if self._sequence is None and self._trace is None:
-            self.finish()  # what happens on arrival is not the forward's
-            self._trace = _ReadTrace({id(parameter): i for i, parameter in enumerate(self._parameters)})
-            self._trace.__enter__()
+        if self._sequence is not None or self._trace is not None:
+            return
+        if self._stand_ins and self._num_traces >= _MAX_COMPILED_TRACES:
+            if self._num_traces == _MAX_COMPILED_TRACES:
+                self._num_traces += 1
+                logger.warning("compiled modules run in changing orders, so every forward waits for all parameters")
+            return
+        self.finish()  # what happens on arrival is not the forward's
+        self._num_traces += 1
+        self._trace = ForwardTrace(self._parameters)
+        self._trace.start()
 
     def end_trace(self, succeeded: bool) -> None:
         """Stop watching; a forward that succeeded defines from now on which module waits for what."""
         if self._trace is None:
             return
         trace, self._trace = self._trace, None
-        trace.__exit__(None, None, None)
-        if succeeded and trace.sequence:
-            self._needs = self._needs_from(trace)
-            self._sequence = trace.sequence
-            self._assign_groups_to_modules()
+        trace.stop()
+        if not (succeeded and trace.sequence):
+            return
+        self._first_reader.update(trace.first_reader)
+        self._needs = self._needs_from(trace.sequence)
+        if not self._stand_ins:  # graphs know them: they stay as they are
+            self._appoint_stand_ins(trace)
+        for module, other in self._stand_ins.items():
+            self._needs[other] = list(dict.fromkeys(self._needs[other] + self._needs[module]))
+        self._sequence = [module for module in trace.sequence if module not in self._stand_ins]
+        self._assign_groups_to_modules()
 
     def order_of_need(self) -> list[int]:
         """For every parameter, when the traced forward first needs it: a position in the order of modules."""
@@ -103,11 +129,11 @@ class FeedPipe:
                 position[parameter] = min(position[parameter], place)
         return position
 
-    def _needs_from(self, trace: _ReadTrace) -> list[list[int]]:
+    def _needs_from(self, sequence: Sequence[int]) -> list[list[int]]:
         needs = [list(own) for own in self._own]
-        executed = set(trace.sequence)
+        executed = set(sequence)
         reachable = {parameter for module in executed for parameter in self._own[module]}
-        for parameter, module in trace.first_reader.items():
+        for parameter, module in self._first_reader.items():
             if parameter not in needs[module]:
                 needs[module].append(parameter)
             reachable.add(parameter)
@@ -116,6 +142,23 @@ class FeedPipe:
                 if parameter not in reachable:
                     needs[self._executed_ancestor(module, executed)].append(parameter)
         return needs
+
+    def _appoint_stand_ins(self, trace: ForwardTrace) -> None:
+        if not trace.compiled:
+            return
+        nbytes_of = {id(parameter): parameter.nbytes for parameter in self._parameters}
+        self._stand_ins = stand_ins(
+            self._modules,
+            trace.sequence,
+            trace.compiled,
+            lambda module: sum(nbytes_of.get(id(p), 0) for p in self._modules[module][1].parameters()),
+            self._graph_bytes,
+        )
+        self._clearances = {module: Clearance() for module in set(self._stand_ins.values())}
+        for module, other in self._stand_ins.items():
+            hook = Passable(_entering(self, module), self._clearances[other])
+            self._handles[module].remove()
+            self._handles[module] = self._modules[module][1].register_forward_pre_hook(hook, prepend=True)
 
     def _executed_ancestor(self, module: int, executed: set[int]) -> int:
         path = self._paths[module]
@@ -144,6 +187,8 @@ class FeedPipe:
         self._missing = [len(groups) for groups in self._groups_of_parameter]
         self.in_flight = bool(self._works)
         self._position = 0
+        for clearance in self._clearances.values():
+            clearance.given = not self.in_flight
 
     def finish(self) -> None:
         """Wait for every gather that is in flight."""
@@ -153,11 +198,14 @@ class FeedPipe:
     def enter(self, module: int) -> None:
         """A module's forward begins; return when the parameters it reads are there."""
         if self._trace is not None:
-            self._trace.sequence.append(module)
+            self._trace.enter(module)
         if not self.in_flight:
             return
         if self._sequence is None or not torch.is_grad_enabled() or not self._root.training:
             self.finish()
+            return
+        if module in self._stand_ins:  # it runs on its own, or outside of its graph
+            self._wait(self._groups_of_module[module])
             return
         if module == 0:
             self._position = 0
@@ -170,6 +218,8 @@ class FeedPipe:
         groups = self._groups_of_module[module]
         if groups:
             self._wait(groups)
+        if module in self._clearances:
+            self._clearances[module].given = True
 
     def _wait(self, groups: Sequence[int]) -> None:
         complete = []
@@ -193,6 +243,12 @@ class FeedPipe:
         self.in_flight = self._num_in_flight > 0
         if complete and self._arrived is not None:
             self._arrived(complete)
+        if not self.in_flight:
+            self._clear_all()
+
+    def _clear_all(self) -> None:
+        for clearance in self._clearances.values():
+            clearance.given = True
 
     def _refuse_write(self, parameter: int, what: str) -> None:
         for work in self._works:
@@ -217,36 +273,8 @@ class FeedPipe:
 
 
 def _entering(pipe: FeedPipe, module: int) -> Callable[..., None]:
-    def await_parameters(*_: Any) -> None:
+    def await_parameters(*_: object) -> None:
         if pipe.in_flight or pipe._trace is not None:
             pipe.enter(module)
 
     return await_parameters
-
-
-class _ReadTrace(TorchFunctionMode):
-    """Notes which module's pre-hook ran last when a parameter was first read."""
-
-    def __init__(self, index_of: dict[int, int]) -> None:
-        super().__init__()
-        self.sequence: list[int] = []
-        self.first_reader: dict[int, int] = {}
-        self._index_of = index_of
-
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if self.sequence:
-            self._note(args)
-            self._note(tuple(kwargs.values()))
-        return func(*args, **kwargs)
-
-    def _note(self, values: Sequence[Any]) -> None:
-        for value in values:
-            if isinstance(value, Tensor):
-                parameter = self._index_of.get(id(value))
-                if parameter is not None:
-                    self.first_reader.setdefault(parameter, self.sequence[-1])
-            elif isinstance(value, list | tuple):
-                self._note(value)

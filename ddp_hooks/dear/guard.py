@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_hooks.comm import compat
+
 # What may be asked of a gradient without touching its values.
 METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "is_sparse", "grad_fn")]
@@ -45,7 +47,7 @@ class GradientGuard(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in METADATA:
+        if func in METADATA or compat.compiler_looks():
             return super().__torch_function__(func, types, args, kwargs or {})
         guards = list(_guards_in(args)) + list(_guards_in((kwargs or {}).values()))
         if func in _ZEROING:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+_REASON = "DearState waits for parameters between graphs: compile with fullgraph=False"
+
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:
     """What is left of a hook in a copy of its module."""
@@ -20,8 +22,10 @@ class InertOnCopy:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
         # A traced hook would act as it did when it was traced. Not a decorator: that would import the compiler here.
-        self._function = torch.compiler.disable(function)
+        if not getattr(InertOnCopy.__call__, "_torchdynamo_disable", False):
+            InertOnCopy.__call__ = torch.compiler.disable(InertOnCopy.__call__, reason=_REASON)  # type: ignore[method-assign]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)

@@ -124,7 +124,9 @@ class DearState:
         )
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         arrived = self._replicated.arrived if self._replicated is not None else None
-        self._pipe = FeedPipe(ddp.module, self._parameters, self._names, self._recorder, arrived)
+        self._pipe = FeedPipe(
+            ddp.module, self._parameters, self._names, self._recorder, ddp.bucket_bytes_cap, arrived
+        )
         self._watch = GradientWatch(self._parameters, self._advance)
         self._arrival = GradientArrival(self._sharded, self._keeper, self._recorder)
 

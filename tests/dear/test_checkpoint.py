@@ -121,7 +121,7 @@ def save_between_backward_and_step(twin: Trainee, step: int) -> None:
     twin.optimizer.step()
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("loop", [resume_after_a_detour, save_between_backward_and_step], ids=lambda f: f.__name__)
 def test_loading(workers: WorkerPools, world_size: int, optimizer: Any, loop: Any) -> None:

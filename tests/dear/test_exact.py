@@ -180,7 +180,7 @@ def test_settings_change_nothing(workers: WorkerPools, config: DearConfig) -> No
         assert outcome.bitwise, outcome
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loop", [twins.two_backwards, twins.accumulate, twins.skipped_step], ids=lambda f: f.__name__)
 def test_sums_in_bfloat16(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, int], None]) -> None:
     """The test's whole numbers are exact in bfloat16 too, and half as many bytes of gradients travel."""

@@ -39,7 +39,7 @@ def train_until_somebody_dies(rank: int, world_size: int, victim: int, phase: st
 
 
 @pytest.mark.parametrize("phase", ["before backward", "in backward", "before step", "while gathering"])
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), (4, 3)])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), pytest.param(4, 3, marks=pytest.mark.slow)])
 def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int, phase: str) -> None:
     pool = workers(world_size)
     outcomes = pool.outcomes(train_until_somebody_dies, victim, phase, timeout_s=40)

@@ -219,7 +219,7 @@ def settings(name: str) -> Any:
 
 def cases() -> list[Any]:
     """Every model on every number of ranks; what takes long on many of them is marked slow."""
-    long = {("resnet", 3), ("resnet", 4), ("bert", 4), ("gpt2", 4)}
+    long = {(name, size) for name in ("resnet", "bert", "gpt2") for size in (1, 3, 4)}
     return [
         pytest.param(world_size, name, marks=[pytest.mark.slow] if (name, world_size) in long else [])
         for world_size in (1, 2, 3, 4)
@@ -237,7 +237,7 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, name: str) -> None:
         assert outcome.loss_drop > 0, "the model does not learn, so equality would mean little"
 
 
-@pytest.mark.parametrize("name", ["bert", "encoder", "backwards", "resnet"])
+@pytest.mark.parametrize("name", ["bert", "encoder", "backwards", pytest.param("resnet", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "loop", [twins.evaluate_between, twins.evaluate_on_one_rank, twins.save_and_load], ids=lambda loop: loop.__name__
 )

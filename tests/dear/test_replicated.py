@@ -125,7 +125,7 @@ def wide_rows(rank: int, world_size: int, step: int) -> tuple[Tensor]:
     return (torch.randn(4, 24, generator=generator, dtype=torch.float64),)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 @pytest.mark.parametrize("update", ["replicated", "auto"])
 @pytest.mark.parametrize("optimizer", [adafactor, muon, coupled_lamb], ids=lambda f: f.__name__)
 def test_whole_tensors(workers: WorkerPools, world_size: int, update: Any, optimizer: Any) -> None:

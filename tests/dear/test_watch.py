@@ -107,7 +107,8 @@ class Wholes(nn.Module):
         return total
 
 
-@pytest.mark.parametrize("world_size", [2, 4])  # of accumulated gradients DDP's own sums are exact for these
+# Of accumulated gradients DDP's own sums are exact for these.
+@pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize(
     "loop",
