@@ -65,6 +65,7 @@ class FeedPipe:
         self._position = 0
         self._trace: ForwardTrace | None = None
         self._num_traces = 0
+        self._ddp_is_compiled = False
         self._first_reader: dict[int, int] = {}  # parameter -> module, as far as any trace has seen
         self._stand_ins: dict[int, int] = {}  # modules that compiled code passes by -> who waits in their place
         self._clearances: dict[int, Clearance] = {}  # of those who do
@@ -91,6 +92,9 @@ class FeedPipe:
 
     def begin_trace(self) -> None:
         """Watch the coming forward, unless one was traced before."""
+        if not self._ddp_is_compiled and compat.inside_compiled_region():
+            self._ddp_is_compiled = True
+            self._sequence = None  # it may be new
         if self._sequence is not None or self._trace is not None:
             return
         if self._stand_ins and self._num_traces >= _MAX_COMPILED_TRACES:

@@ -63,7 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         ]
     except RuntimeError as error:  # also ClusterUnavailable, which says what is missing
         sys.exit(f"error: {error}")
-    report = Report(_command(arguments), _now(), environment(), results)
+    report = Report(command("dear_table2", arguments), now(), environment(), results)
     save(report, options.output)
     if options.markdown:
         write_markdown([report], options.markdown)
@@ -208,12 +208,13 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
-def _command(arguments: Sequence[str] | None) -> str:
+def command(benchmark: str, arguments: Sequence[str] | None) -> str:
+    """How the benchmark was called."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    return shlex.join(["python", "-m", "recipes.benchmarks.dear_table2", *given])
+    return shlex.join(["python", "-m", f"recipes.benchmarks.{benchmark}", *given])
 
 
-def _now() -> str:
+def now() -> str:
     return datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 

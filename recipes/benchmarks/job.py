@@ -29,6 +29,10 @@ class Job:
     memory: bool = False
     rendezvous: str = "env://"
 
+    @property
+    def name(self) -> str:
+        return self.workload.name
+
     def save(self, path: Path) -> None:
         path.write_text(json.dumps({**asdict(self), "workload": self.workload.to_json()}))
 

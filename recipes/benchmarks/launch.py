@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from recipes.benchmarks.compiled_job import CompiledJob
 from recipes.benchmarks.job import Job
 from recipes.cluster import Cluster
 from recipes.cluster.launch import run_workers
@@ -19,8 +20,12 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE_S = 5.0  # for the other workers, once one has failed
 
 
-def run_job(job: Job, workers: int, rate: str | None) -> dict[str, Any]:
+def run_job(
+    job: Job | CompiledJob, workers: int, rate: str | None, worker: str = "recipes.benchmarks.worker"
+) -> dict[str, Any]:
     """Runs `job` on `workers` workers behind links of `rate` ("1gbit"), or on loopback if that is None.
+
+    `worker` is the module that reads the job's file in every worker.
 
     Returns what rank 0 wrote.
 
@@ -33,7 +38,7 @@ def run_job(job: Job, workers: int, rate: str | None) -> dict[str, Any]:
         job_file = Path(folder, "job.json")
         rendezvous = "env://" if rate else f"file://{folder}/rendezvous"
         replace(job, result_path=str(result), rendezvous=rendezvous).save(job_file)
-        command = [sys.executable, "-m", "recipes.benchmarks.worker", str(job_file)]
+        command = [sys.executable, "-m", worker, str(job_file)]
         # One thread per rank: workers share the machine's cores with each other.
         environment = {"PYTHONPATH": _python_path(), "OMP_NUM_THREADS": "1"}
         if rate:
@@ -42,7 +47,7 @@ def run_job(job: Job, workers: int, rate: str | None) -> dict[str, Any]:
         else:
             code = _run_on_loopback(command, workers, environment)
         if code != 0:
-            where = f"{job.workload.name} {f'at {rate}' if rate else 'on loopback'}"
+            where = f"{job.name} {f'at {rate}' if rate else 'on loopback'}"
             raise RuntimeError(f"a worker of {where} ended with exit code {code}; see its message above")
         data: dict[str, Any] = json.loads(result.read_text())
         return data

@@ -36,6 +36,7 @@ class Trainee:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     begin_step: Callable[[], None] = lambda: None
+    inputs: tuple[Tensor, ...] = (torch.ones(1),)
     # Waits for whatever is in flight, gives resources back and returns statistics of the last step.
     finish: Callable[[], dict[str, float]] = field(default=dict)
 

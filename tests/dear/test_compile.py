@@ -105,7 +105,10 @@ CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Trainee, int], None
 }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, pytest.param(3, marks=pytest.mark.slow)])
+SLOW = pytest.mark.slow  # compiling takes its time
+
+
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=SLOW), 2, pytest.param(3, marks=SLOW)])
 @pytest.mark.parametrize("case", CASES)
 def test_compiled_models(workers: WorkerPools, world_size: int, case: str) -> None:
     model, loop = CASES[case]
@@ -116,7 +119,9 @@ def test_compiled_models(workers: WorkerPools, world_size: int, case: str) -> No
         assert outcome.stats.forward_stall_s >= 0
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case == "after wrapping" else pytest.param(case, marks=SLOW) for case in CASES]
+)
 def test_updates_that_happen_between_graphs(workers: WorkerPools, case: str) -> None:
     """Replicated updates change parameters in the middle of a forward."""
     model, loop = CASES[case]
@@ -188,7 +193,7 @@ def compiled_parts(twin: Trainee, step: int) -> None:
 
 
 @pytest.mark.parametrize(("model", "loop"), [(shared_whole, plain), (shared, compiled_parts)], ids=["whole", "parts"])
-@pytest.mark.parametrize("graph_bytes", [0, 2000, 1 << 20])
+@pytest.mark.parametrize("graph_bytes", [2000, *(pytest.param(size, marks=SLOW) for size in (0, 1 << 20))])
 def test_shared_layers(workers: WorkerPools, model: Any, loop: Any, graph_bytes: int) -> None:
     run = partial(compare, ddp_options={"bucket_cap_mb": 1}, config=replace(CONFIG, atom_mb=0.0005, fusion="none"))
     loop = partial(with_graphs_of, graph_bytes, loop)
@@ -223,7 +228,9 @@ def compile_somehow(how: str, graph_bytes: int) -> tuple[Any, torch.optim.Optimi
     elif how == "before wrapping":
         model = torch.compile(model, backend=BACKEND)
     ddp, optimizer, state = wrap(model, graph_bytes)
-    return torch.compile(ddp, backend=BACKEND) if how == "after wrapping" else ddp, optimizer, state
+    if how == "after some steps":
+        train(ddp, optimizer, 3)
+    return torch.compile(ddp, backend=BACKEND) if how.startswith("after") else ddp, optimizer, state
 
 
 def train(forward: Any, optimizer: torch.optim.Optimizer, steps: int, values: Tensor | None = None) -> None:
@@ -253,7 +260,10 @@ def waits_of_a_forward(rank: int, world_size: int, how: str, graph_bytes: int) -
 EVERYWHERE = ["", *(f"blocks.{i}{part}" for i in range(4) for part in ("", ".0", ".2", ".3"))]
 
 
-@pytest.mark.parametrize("how", ["blocks", "before wrapping", "after wrapping"])
+@pytest.mark.parametrize(
+    "how",
+    ["after wrapping", *(pytest.param(how, marks=SLOW) for how in ("blocks", "before wrapping", "after some steps"))],
+)
 def test_compiled_code_waits_as_often_as_ddp_cuts(workers: WorkerPools, how: str) -> None:
     run = workers(2).run
     whole = ["", "blocks.0", "blocks.1", "blocks.2", "blocks.3"]

@@ -112,7 +112,8 @@ MATRIX = {
     ),
     "any optimizer: Adam": whole(twins.plain, foreach_adam),
     "torch.compile": Line(
-        test_compile.blocks, partial(rows, 12), adamw, test_compile.compiled_blocks, num_steps=10
+        test_compile.blocks, partial(rows, 12), adamw, test_compile.compiled_blocks, num_steps=10,
+        ddp_options={"bucket_cap_mb": 1},
     ),
     "D1: an update applied twice": on("encoder", twins.double_forward),
     "D1: evaluation that trains": on("encoder", evaluate_with_gradients),
