@@ -110,6 +110,21 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Any:
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
 
 
+def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step hook of ``optimizer`` runs for a ``super().step()`` inside of its ``step()``.
+
+    torch wraps the ``step`` of every class of which there was an instance, so hooks may run for each level.
+    """
+    calls = 0
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        args = frame.f_locals.get("args") if frame.f_globals.get("__name__") == "torch.optim.optimizer" else None
+        if args and args[0] is optimizer and frame.f_code.co_name == "wrapper":
+            calls += 1
+        frame = frame.f_back
+    return calls > 1
+
+
 def places_gradients_one_by_one(ddp: DistributedDataParallel) -> bool:
     """Whether a gradient lies in its bucket as soon as DDP's hook for it has run."""
     return not (ddp.static_graph or getattr(ddp, "batched_grad_copy", False))

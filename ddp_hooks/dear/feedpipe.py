@@ -226,7 +226,7 @@ class FeedPipe:
             self._clearances[module].given = True
 
     def _wait(self, groups: Sequence[int]) -> None:
-        complete = []
+        complete, changed = [], None
         for group in groups:
             work = self._works[group]
             if work is None:
@@ -238,9 +238,10 @@ class FeedPipe:
             self._num_in_flight -= 1
             for index in self._groups[group]:
                 parameter = self._parameters[index]
-                written = parameter._version != self._versions[index]
-                if written or parameter.data_ptr() != self._addresses[index]:
-                    self._refuse_write(index, "written" if written else "given other memory")
+                if parameter._version != self._versions[index]:
+                    changed = index, "written"
+                elif parameter.data_ptr() != self._addresses[index]:
+                    changed = index, "given other memory"
                 self._missing[index] -= 1
                 if self._missing[index] == 0:
                     complete.append(index)
@@ -249,16 +250,17 @@ class FeedPipe:
             self._arrived(complete)
         if not self.in_flight:
             self._clear_all()
+        if changed is not None:
+            self._refuse_write(*changed)
 
     def _clear_all(self) -> None:
         for clearance in self._clearances.values():
             clearance.given = True
 
     def _refuse_write(self, parameter: int, what: str) -> None:
-        for work in self._works:
-            if work is not None:
-                work.wait()
-        self.in_flight = False
+        self._versions = [p._version for p in self._parameters]  # one complaint is enough
+        self._addresses = [p.data_ptr() for p in self._parameters]
+        self.finish()
         raise RuntimeError(
             f"{self._names[parameter]} was {what} while its gather was under way, so its value is undefined: call "
             f"state.synchronize() before writing or converting parameters after optimizer.step(), or use "

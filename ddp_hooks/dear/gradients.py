@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddp_hooks.comm import compat
 from ddp_hooks.dear.guard import GradientGuard
 from ddp_hooks.dear.shards import Shard, ShardSet
 
@@ -130,9 +131,18 @@ class GradientKeeper:
             if self._watch:
                 self._unwatch()
                 self._keep_or_discard(kept, synchronised)
+                if not synchronised and self._carried:
+                    compat.queue_engine_callback(self._carry_on)
 
         # Any parameter may be the first; a gradient must not be added to a guard.
         self._watch = [p.register_hook(backward_begins) for p in self._parameters if p.requires_grad]
+
+    def _carry_on(self) -> None:
+        """A backward without synchronisation has ended: what it has not touched is as zero as it was."""
+        for index in self._carried:
+            if self._parameters[index].grad is None:
+                self._place(index)
+                self._guards[index].zeroed = True
 
     def clear(self) -> None:
         """Remove the model's guards."""

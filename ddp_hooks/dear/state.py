@@ -422,7 +422,7 @@ class DearState:
     # -- 3. the optimizer is about to step --------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._replicated is not None and self._replicated.updating:
+        if compat.is_inner_step(optimizer) or (self._replicated is not None and self._replicated.updating):
             return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is None:
@@ -531,7 +531,9 @@ class DearState:
     # -- 5. the optimizer has stepped -------------------------------------------------------------------------------
 
     def _after_step(self, *_: Any) -> None:
-        if self._arrangement.layout is None or (self._replicated is not None and self._replicated.updating):
+        if compat.is_inner_step(self._optimizer) or (self._replicated is not None and self._replicated.updating):
+            return
+        if self._arrangement.layout is None:
             return
         if self._withheld:
             self._withheld = False

@@ -190,3 +190,23 @@ def test_sums_in_bfloat16(workers: WorkerPools, world_size: int, loop: Callable[
     usual, fewer = (run(config)[0].stats.sent_bytes for config in (plain, halved))
     if loop is twins.accumulate:  # the others send more gradients than parameters
         assert fewer == pytest.approx(0.75 * usual, rel=0.01)
+
+
+class Derived(torch.optim.SGD):
+    """An optimizer of somebody's own, on top of another: torch runs step hooks for both."""
+
+    def step(self, closure: Any = None) -> Any:
+        return super().step(closure)
+
+
+def built_on_another(model: nn.Module) -> torch.optim.Optimizer:
+    torch.optim.SGD([nn.Parameter(torch.ones(1))])  # from now on SGD.step has hooks of its own
+    return Derived(model.parameters(), lr=0.125, momentum=0.5)
+
+
+@pytest.mark.parametrize("loop", [twins.plain, twins.closure], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_optimizers_on_top_of_others(workers: WorkerPools, loop: Any, update: Any) -> None:
+    config = replace(twins.CONFIG, update=update, assume_elementwise=True)
+    for outcome in workers(2).run(twins.compare, WholeNumbers, whole_batches, built_on_another, loop, 6, config):
+        assert outcome.bitwise and outcome.stats.step == 6, outcome

@@ -290,7 +290,11 @@ def choices(rank: int, world_size: int, step: int) -> tuple[Tensor, int]:
     return *rows(8, rank, world_size, step), (rank + step // 2) % 3 if step < 6 else 3
 
 
-@pytest.mark.parametrize("loop", [twins.plain, twins.zero_grad_to_zeros, twins.two_backwards], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loop",
+    [twins.plain, twins.zero_grad_to_zeros, twins.two_backwards, twins.accumulate_on_zeros],
+    ids=lambda loop: loop.__name__,
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_unused_parameters(workers: WorkerPools, world_size: int, loop: Any) -> None:
     """Momentum, decay and step counts of parameters that nobody used stay as plain DDP leaves them."""

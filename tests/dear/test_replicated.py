@@ -157,7 +157,11 @@ def test_models(workers: WorkerPools, name: str, loop: Any) -> None:
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
 
 
-@pytest.mark.parametrize("loop", [twins.plain, twins.zero_grad_to_zeros, twins.two_backwards], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "loop",
+    [twins.plain, twins.zero_grad_to_zeros, twins.two_backwards, twins.accumulate_on_zeros],
+    ids=lambda loop: loop.__name__,
+)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_unused_parameters(workers: WorkerPools, world_size: int, loop: Any) -> None:
     run = partial(compare, config=REPLICATED, ddp_options={"find_unused_parameters": True})
@@ -381,3 +385,29 @@ def test_choices(workers: WorkerPools, optimizer: Any, update: Any, expected: st
 def test_update_must_be_one_of_three() -> None:
     with pytest.raises(ValueError, match="update must be one of"):
         DearConfig(update="both")  # type: ignore[arg-type]
+
+
+def write_while_updates_are_pending(rank: int, world_size: int) -> tuple[str, bool, bool]:
+    """The one that was written is refused; the others have had their update all the same, and training can go on."""
+    ddp, optimizer, state = wrapped()
+    values = wide_rows(rank, world_size, 0)[0].float()
+    for _ in range(3):
+        optimizer.zero_grad()
+        ddp(values).backward()
+        optimizer.step()
+    parameters = list(ddp.parameters())
+    before = [parameter.detach().clone() for parameter in parameters]
+    with torch.no_grad():
+        parameters[2].mul_(1.0)
+    message = message_of(lambda: ddp(values))
+    moved = all(not torch.equal(old, p) for i, (old, p) in enumerate(zip(before, parameters, strict=True)) if i != 2)
+    optimizer.zero_grad()
+    ddp(values).backward()
+    optimizer.step()
+    state.close()
+    return message, moved, not state._pipe.in_flight
+
+
+def test_no_update_is_lost_when_a_write_is_refused(workers: WorkerPools) -> None:
+    for message, moved, done in workers(2).run(write_while_updates_are_pending):
+        assert "written while its gather was under way" in message and moved and done, message

@@ -267,6 +267,16 @@ def accumulate(twin: Trainee, step: int) -> None:
     twin.optimizer.step()
 
 
+def accumulate_on_zeros(twin: Trainee, step: int) -> None:
+    """What no micro-batch has used keeps the zeros that zero_grad has left, and is updated with them."""
+    twin.optimizer.zero_grad(set_to_none=False)
+    for micro in range(step % 3):
+        with twin.ddp.no_sync():
+            twin.loss(step + micro).backward()
+    twin.loss(step).backward()
+    twin.optimizer.step()
+
+
 def accumulate_then_discard(twin: Trainee, step: int) -> None:
     with twin.ddp.no_sync():
         twin.loss(2 * step).backward()
