@@ -1,0 +1,426 @@
+"""One training step under DeAR: ties DDP's buckets, the user's optimizer and the model's forwards together.
+
+In the order of DESIGN.md's "public hooks and nothing else":
+
+1. DDP hands over a bucket; its reduce-scatters start (:meth:`StepCycle.reduce_bucket`), on CPUs those of parts that
+   are there even before (:class:`~ddp_hooks.dear.watch.GradientWatch`).
+2. Backward ends; guards take the place of gradients that mean nothing now (:meth:`StepCycle._end_backward`).
+3. The optimizer is about to step; every shard gets its reduced gradient (:meth:`StepCycle._before_step`).
+4. The user's optimizer steps on this rank's shards.
+5. It has stepped; the gathers of the updated parameters start (:meth:`StepCycle._after_step`).
+6. The next forward waits for each module's parameters (:class:`~ddp_hooks.dear.feedpipe.FeedPipe`).
+
+With replicated updates the gathers of step 5 are those of gradients, and the optimizer's code runs in step 6
+(:class:`~ddp_hooks.dear.replicated.ReplicatedOptimizer`).
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks.comm import (
+    Lanes,
+    LaneSettings,
+    Recorder,
+    Traffic,
+    compat,
+    profile_link,
+)
+from ddp_hooks.dear import checks
+from ddp_hooks.dear.arrangement import Arrangement
+from ddp_hooks.dear.arrival import GradientArrival
+from ddp_hooks.dear.backpipe import Reduction
+from ddp_hooks.dear.checkpoint import OptimizerCheckpoint
+from ddp_hooks.dear.config import DearConfig, mebibytes
+from ddp_hooks.dear.feedpipe import FeedPipe
+from ddp_hooks.dear.gradients import GradientKeeper
+from ddp_hooks.dear.inspection import Inspector
+from ddp_hooks.dear.layout import FusionRule, Layout
+from ddp_hooks.dear.order import OrderedSums
+from ddp_hooks.dear.replicas import refuse_parted_replicas
+from ddp_hooks.dear.replicated import ReplicatedOptimizer
+from ddp_hooks.dear.sharded import ShardedOptimizer
+from ddp_hooks.dear.stats import DearStats, StatsLog
+from ddp_hooks.dear.watch import GradientWatch
+
+logger = logging.getLogger("ddp_hooks")
+
+
+class StepCycle:
+    """What happens in a training step, as functions that hooks call: the inner half of ``DearState``.
+
+    Args:
+        ddp, optimizer, config: as for :class:`~ddp_hooks.DearState`, found to be right.
+        group: of DDP.
+    """
+
+    _inspector: Inspector  # made by DearState, of which it asks for sums over ranks
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        config: DearConfig,
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.config = config
+        # Weakly: DDP's reducer holds the hook's state out of the garbage collector's sight, and DDP the reducer.
+        self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
+        self._root = ddp.module
+        self._optimizer = optimizer
+        managed = checks.managed_parameters(ddp)
+        self._names = list(managed)
+        self._parameters = list(managed.values())
+        self.device = self._parameters[0].device
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._recorder = Recorder(config.trace)
+        self._lanes, atom_bytes = _open_lanes(config, group, self.device, self._recorder)
+        fusion_mb = config.fusion_mb if config.fusion_mb is not None else atom_bytes / mebibytes(1)
+        rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
+        self._watches = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
+        self._arrangement = Arrangement(
+            self._parameters, self._names, ddp.module, self._lanes.world_size, rule, atom_bytes, self._watches
+        )
+        self._replicated = self._replicate(optimizer)
+        self._sharded = self._replicated or ShardedOptimizer(
+            optimizer, self._parameters, self._names, self._lanes, config.master_dtype
+        )
+        self._checkpoint = OptimizerCheckpoint(
+            optimizer, self._sharded, self._arrangement, self._parameters, self._names, group
+        )
+        self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
+        arrived = self._replicated.arrived if self._replicated is not None else None
+        self._pipe = FeedPipe(
+            ddp.module, self._parameters, self._names, self._recorder, ddp.bucket_bytes_cap, arrived
+        )
+        self._watch = GradientWatch(self._parameters, self._advance)
+        self._arrival = GradientArrival(self._sharded, self._keeper, self._recorder)
+
+        self._reduction: Reduction | None = None  # from the first bucket of a backward until it is attached
+        self._in_backward = False
+        self._inspects = config.max_grad_norm is not None or config.on_nonfinite is not None
+        # Optimizers that look at one gradient after the other, and are seen to.
+        known = type(optimizer) in checks.ELEMENTWISE and self._replicated is None
+        self._begins_early = known and self.device.type == "cpu" and not self._inspects
+        self._withheld = False  # whether the step under way has no gradients, because some were not finite
+        self._stats = DearStats()
+        self._log: StatsLog | None = None
+        self._mark = _Mark(Traffic(), 0.0, 0.0, time.perf_counter())
+        self._closed = False
+
+    # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
+
+    def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Launch the reduce-scatters of a bucket; called by DDP, through the hook, during backward."""
+        self._refuse_closed()
+        if not self._in_backward:
+            self._begin_backward()
+        assert self._reduction is not None
+        buffer = bucket.buffer()
+        parameters = tuple(self._index_of[id(p)] for p in bucket.parameters())
+        self._reduction.add_bucket(parameters, buffer, bucket.is_last())
+        if self._reduction.num_parameters == len(self._parameters):
+            # Only now, as DDP does: earlier buckets may come inside of a recomputation's own backward. DDP queues its
+            # end-of-backward callback after ours; a callback queued from a callback runs after both.
+            compat.queue_engine_callback(lambda: compat.queue_engine_callback(self._end_backward))
+        devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        future.set_result(buffer)
+        return future
+
+    def _begin_backward(self) -> None:
+        self._pipe.finish()  # parameters that the forward did not touch may still be in flight
+        arranged = self._arrangement
+        earlier = arranged.earlier_layout() if not self._lanes.native else None
+        self._reduction = Reduction(
+            self._lanes,
+            arranged.schedule,
+            arranged.cut,
+            arranged.fuse_in_order,
+            arranged.label,
+            self._watch.ready,
+            self.config.reduce_dtype,
+            OrderedSums(earlier, self._lanes) if earlier is not None else None,
+        )
+        self._in_backward = True
+
+    def _advance(self) -> None:
+        if not self._in_backward:
+            self._begin_backward()
+        assert self._reduction is not None
+        self._reduction.advance()
+
+    # -- 2. backward has ended --------------------------------------------------------------------------------------
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        self._watch.arm(False)
+        reduction = self._reduction
+        assert reduction is not None
+        reduction.flush()
+        self._watch.remember(reduction.gradients)
+        reduction.used = self._keeper.guard_model()
+        self._keeper.guard_shards(reduction.used)
+
+    # -- 3. the optimizer is about to step --------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if compat.is_inner_step(optimizer) or (self._replicated is not None and self._replicated.updating):
+            return None
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._prepare_step()
+            return None
+        wrapped = self._attaching(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _attaching(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        evaluations = 0
+
+        def evaluate_and_attach() -> Any:
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations > 1:
+                raise RuntimeError(
+                    "the optimizer evaluated its closure more than once in one step; DeAR supports one evaluation: "
+                    "use an optimizer that needs one, such as SGD or AdamW"
+                )
+            loss = closure()
+            self._prepare_step()
+            return loss
+
+        return evaluate_and_attach
+
+    def _prepare_step(self) -> None:
+        """Every shard gets its gradient, clipped or withheld as the settings ask."""
+        if self._replicated is not None:
+            self._replicated.close_step()  # one that did not end
+            self._pipe.finish()  # two steps without a forward between them
+        self._attach_gradients(stepping=True)
+        if isinstance(self._sharded, ShardedOptimizer):
+            self._sharded.read_masters()
+        if self._inspects:
+            self._withheld = not self._inspector.approve()
+        if self._withheld:
+            self._keeper.clear()
+        elif self._replicated is not None and self._arrangement.layout is not None:
+            self._replicated.open_step()
+            if not self._replicated.deferred:
+                self._launch_gathers(self._replicated.memory)
+                self._pipe.finish()
+
+    def _attach_gradients(self, stepping: bool) -> None:
+        """Give every shard its reduced gradient, as plain DDP would have left it.
+
+        A known optimizer that is about to step gets gradients that it waits for one by one, so that it begins while
+        the last ones travel.
+        """
+        self._refuse_unfinished_backward()
+        self._keeper.refuse_unreduced()
+        reduction = self._reduction
+        if reduction is None:
+            self._keeper.release()
+            return
+        self._arrangement.refuse_replaced_storage()
+        layout = reduction.layout()
+        if self._arrangement.layout != layout:
+            self._adopt(layout, reduction)
+        self._arrival.attach(reduction)
+        if self._replicated is not None:
+            self._replicated.use_memory(reduction.gradients)
+        self._reduction = None
+        if not (self._begins_early and stepping):
+            self._arrival.settle()
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("DearState was closed: wrap the model in a new DistributedDataParallel to train on")
+
+    def _refuse_unfinished_backward(self) -> None:
+        if self._in_backward and self._reduction is not None:
+            seen = {parameter for bucket in self._reduction.buckets for parameter in bucket}
+            raise RuntimeError(
+                f"the last backward ended without gradients for {checks.missing_names(self._names, seen)} or "
+                f"parameters of the same bucket, so they were not reduced: pass find_unused_parameters=True to "
+                f"DistributedDataParallel; if it ended with an exception, wrap the model again"
+            )
+
+    # -- layouts ----------------------------------------------------------------------------------------------------
+
+    def _adopt(self, layout: Layout, reduction: Reduction) -> None:
+        """Make ``layout`` the one in force: move parameters, optimizer state and kept gradients to where it says."""
+        reduction.wait()
+        old = self._arrangement.layout
+        for shard in self._sharded.shards:  # what was kept from earlier backwards travels with the state
+            shard.tensor.grad = self._keeper.unless_discarded(shard, shard.base)
+        states = self._sharded.take_states(old, layout)
+        self._arrangement.move_parameters(layout)
+        self._sharded.install(layout, self._arrangement.flats, states)
+        self._plan_groups(layout)
+        self._keeper.guard_shards(reduction.used)
+
+    def _plan_groups(self, layout: Layout) -> None:
+        self._pipe.plan(self._arrangement.plan(layout, self._common_order_of_need))
+        if self._watches:
+            self._watch.watch(layout)
+
+    def _common_order_of_need(self) -> list[int]:
+        order: list[list[int]] = [self._pipe.order_of_need()]
+        dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)
+        return order[0]
+
+    # -- 5. the optimizer has stepped -------------------------------------------------------------------------------
+
+    def _after_step(self, *_: Any) -> None:
+        if compat.is_inner_step(self._optimizer) or (self._replicated is not None and self._replicated.updating):
+            return
+        if self._arrangement.layout is None:
+            return
+        if self._withheld:
+            self._withheld = False
+            return
+        self._arrival.settle()
+        self._checkpoint.outdate()
+        self._pipe.finish()  # two steps without a forward between them
+        compat.increment_versions(self._parameters)
+        if isinstance(self._sharded, ShardedOptimizer):
+            self._sharded.write_masters()
+            self._launch_gathers(self._arrangement.flats)
+        else:
+            self._sharded.close_step()
+            if self._sharded.deferred:
+                self._launch_gathers(self._sharded.memory)
+        if not self.config.overlap_forward or self.config.check_replicas:
+            self._pipe.finish()
+        self._stats = self._next_stats()
+        if self._log is not None:
+            self._log.write(self._stats.step, self._latest_stats)
+        if self.config.check_replicas:
+            refuse_parted_replicas(self._parameters, self._names, self._stats.step, self._lanes.group)
+
+    def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
+        arranged = self._arrangement
+        self._pipe.launch(self._lanes, arranged.gathers(memory), arranged.gather_labels)
+
+    def _latest_stats(self) -> DearStats:
+        norm = self._inspector.grad_norm
+        return replace(
+            self._stats,
+            grad_norm=norm.item() if norm is not None else None,
+            skipped_steps=self._inspector.skipped_steps,
+        )
+
+    def _next_stats(self) -> DearStats:
+        before = self._mark
+        self._mark = _Mark(
+            self._lanes.traffic, self._arrival.stall.seconds, self._pipe.stall.seconds, time.perf_counter()
+        )
+        traffic = self._mark.traffic - before.traffic
+        return DearStats(
+            step=self._stats.step + 1,
+            num_groups=len(self._arrangement.schedule.groups) if self._arrangement.schedule is not None else 0,
+            num_lanes=len(self._lanes),
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            comm_s=traffic.busy_s,
+            step_stall_s=self._mark.step_stall_s - before.step_stall_s,
+            forward_stall_s=self._mark.forward_stall_s - before.forward_stall_s,
+            wall_s=self._mark.time_s - before.time_s,
+        )
+
+    # -- 6. a forward through DDP -----------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        if self._replicated is not None:
+            self._replicated.close_step()  # one that did not end
+        if self._reduction is not None:
+            self._attach_gradients(stepping=False)
+        if self._replicated is not None and not self._pipe.in_flight:
+            self._replicated.leave_buckets()
+        self._arrival.settle()  # of a step that did not end
+        self._keeper.release()
+        self._keeper.make_room()
+        if self._ddp.training:
+            self._pipe.begin_trace()
+
+    def _before_model(self, *_: Any) -> None:
+        self._keeper.guard_kept(self._ddp.require_backward_grad_sync)
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        self._pipe.end_trace(succeeded=output is not None)
+        if self._replicated is not None:
+            self._pipe.finish()  # into the memory that the coming backward will write
+        if torch.is_grad_enabled():
+            self._watch.arm(output is not None and self._ddp.require_backward_grad_sync)
+        error = sys.exc_info()[1] if output is None else None
+        explanation = self._lanes.explain(error) if error is not None else None
+        if error is not None and explanation is not None:  # DDP's own broadcast of buffers names nobody
+            logger.error("forward lost a connection: %s", explanation)
+            if sys.version_info >= (3, 11):
+                error.add_note(explanation)
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    def _replicate(self, optimizer: torch.optim.Optimizer) -> ReplicatedOptimizer | None:
+        """The replicated optimizer, if the settings or the optimizer ask for one."""
+        config = self.config
+        if config.update == "sharded" or (config.update == "auto" and checks.updates_elements(optimizer, config)):
+            return None
+        deferred = checks.updates_parameters(optimizer, config)
+        if config.update == "auto" and self._lanes.rank == 0:
+            logger.info(
+                "%s looks at whole parameters, so updates are replicated%s",
+                type(optimizer).__name__,
+                "" if deferred else ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))",
+            )
+        return ReplicatedOptimizer(optimizer, self._parameters, self._names, self._lanes, deferred)
+
+    def _zero_grad(self, set_to_none: bool) -> None:
+        if self._arrangement.layout is not None:  # until then the optimizer holds the parameters themselves
+            self._keeper.zero_grad(set_to_none)
+            if self._replicated is not None:
+                self._replicated.zero_marks(set_to_none)
+
+
+class _Mark:
+    """Running totals at the end of a step."""
+
+    def __init__(self, traffic: Traffic, step_stall_s: float, forward_stall_s: float, time_s: float) -> None:
+        self.traffic = traffic
+        self.step_stall_s = step_stall_s
+        self.forward_stall_s = forward_stall_s
+        self.time_s = time_s
+
+
+def _open_lanes(
+    config: DearConfig, group: dist.ProcessGroup, device: torch.device, recorder: Recorder
+) -> tuple[Lanes, int]:
+    """The lanes, and the size of an atom in bytes: as configured, or as the link suggests."""
+    settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
+    lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
+    if config.slice_mb is not None:
+        settings.slice_bytes = mebibytes(config.slice_mb)
+    if config.lanes is None or config.slice_mb is None:
+        link = profile_link(lanes)
+        if config.lanes is None:
+            lanes.grow(link.num_lanes)
+        if config.slice_mb is None:
+            settings.slice_bytes = link.message_bytes
+        logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
+    atom_bytes = mebibytes(config.atom_mb) if config.atom_mb is not None else 4 * settings.slice_bytes
+    return lanes, atom_bytes
