@@ -90,6 +90,7 @@ def test_loops(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, i
         assert outcome.bitwise if exact else outcome.parameter_gap < 1e-5, outcome
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops_when_ddp_never_rebuilds(workers: WorkerPools, loop: Callable[[Trainee, int], None]) -> None:
     compare = partial(twins.compare, ddp_options={"find_unused_parameters": True})

@@ -73,7 +73,10 @@ def train_with_buffers_until_somebody_dies(rank: int, world_size: int, victim: i
 
 
 @pytest.mark.parametrize("phase", ["before forward", "before backward"])
-@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), (4, 2), (5, 3)])
+@pytest.mark.parametrize(
+    ("world_size", "victim"),
+    [(2, 0), (3, 1), pytest.param(4, 2, marks=pytest.mark.slow), pytest.param(5, 3, marks=pytest.mark.slow)],
+)
 def test_survivors_name_the_dead_when_ddp_notices_first(
     workers: WorkerPools, world_size: int, victim: int, phase: str
 ) -> None:

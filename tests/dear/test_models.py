@@ -219,7 +219,7 @@ def settings(name: str) -> Any:
 
 def cases() -> list[Any]:
     """Every model on every number of ranks; what takes long on many of them is marked slow."""
-    long = {(name, size) for name in ("resnet", "bert", "gpt2") for size in (1, 3, 4)}
+    long = {(name, size) for name in ("resnet", "bert", "gpt2") for size in (1, 3)} | {(name, 4) for name in MODELS}
     return [
         pytest.param(world_size, name, marks=[pytest.mark.slow] if (name, world_size) in long else [])
         for world_size in (1, 2, 3, 4)

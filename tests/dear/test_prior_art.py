@@ -136,10 +136,14 @@ MATRIX = {
 def lines() -> list[Any]:
     """Every line for every number of ranks, 3 among them, which is no power of two; all on gloo."""
     return [
-        pytest.param(world_size, name, marks=[pytest.mark.slow] if name == "torch.compile" and world_size > 2 else [])
+        pytest.param(world_size, name, marks=[pytest.mark.slow] if _is_long(world_size, name) else [])
         for world_size in (1, 2, 3, 4)
         for name in MATRIX
     ]
+
+
+def _is_long(world_size: int, name: str) -> bool:
+    return world_size == 4 or (name == "torch.compile" and world_size != 2)
 
 
 @pytest.mark.parametrize(("world_size", "name"), lines())
