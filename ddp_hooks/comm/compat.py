@@ -159,12 +159,22 @@ def compiler_looks() -> bool:
     return torch._guards.TracingContext.try_get() is not None
 
 
+def add_note(error: BaseException, note: str) -> None:
+    """``error.add_note(note)`` from Python 3.11 on."""
+    if sys.version_info >= (3, 11):
+        error.add_note(note)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calling the module runs graphs, as far as the module itself shows it."""
+    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+
+
 @contextmanager
 def without_compiled_graphs() -> Iterator[None]:
     """Run what was compiled as if it had not been, and compile nothing."""
-    if "torch._dynamo" not in sys.modules:  # nothing was
-        yield
-        return
     # The stance does not reach functions that are called from compiled code which is running already. Where a dispatch
     # mode is active nothing is compiled, however.
     mode = _NoDispatch() if inside_compiled_region() else nullcontext()
@@ -174,6 +184,8 @@ def without_compiled_graphs() -> Iterator[None]:
 
 class _NoDispatch(TorchDispatchMode):
     """Changes nothing."""
+
+    supports_higher_order_operators = True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))

@@ -56,6 +56,11 @@ from ddp_hooks.dear.watch import GradientWatch
 
 logger = logging.getLogger("ddp_hooks")
 
+_TRACED_NOTE = (
+    "This forward ran without compiled graphs, because DearState notes in which order modules run. If it works only "
+    "with them, use DearConfig(overlap_forward=False)."
+)
+
 
 class StepCycle:
     """What happens in a training step, as functions that hooks call: the inner half of ``DearState``.
@@ -178,6 +183,11 @@ class StepCycle:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if compat.is_inner_step(optimizer) or (self._replicated is not None and self._replicated.updating):
             return None
+        if compat.inside_compiled_region():
+            raise RuntimeError(
+                "optimizer.step() was called from compiled code, which cannot wait for gradients: compile the model "
+                "alone, and call optimizer.step() outside"
+            )
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is None:
             self._prepare_step()
@@ -355,24 +365,26 @@ class StepCycle:
         self._arrival.settle()  # of a step that did not end
         self._keeper.release()
         self._keeper.make_room()
-        if self._ddp.training:
+        if self._ddp.training and self.config.overlap_forward:
             self._pipe.begin_trace()
 
     def _before_model(self, *_: Any) -> None:
         self._keeper.guard_kept(self._ddp.require_backward_grad_sync)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        without_graphs = self._pipe.traces_without_graphs
         self._pipe.end_trace(succeeded=output is not None)
         if self._replicated is not None:
             self._pipe.finish()  # into the memory that the coming backward will write
         if torch.is_grad_enabled():
             self._watch.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None
+        if error is not None and without_graphs:
+            compat.add_note(error, _TRACED_NOTE)
         explanation = self._lanes.explain(error) if error is not None else None
         if error is not None and explanation is not None:  # DDP's own broadcast of buffers names nobody
             logger.error("forward lost a connection: %s", explanation)
-            if sys.version_info >= (3, 11):
-                error.add_note(explanation)
+            compat.add_note(error, explanation)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,12 @@ import torch
 
 from ddp_hooks.comm import Lanes, Partition, Recorder, Stall, Work, compat
 from ddp_hooks.dear.inert import InertOnCopy
-from ddp_hooks.dear.regions import Clearance, Passable, stand_ins
+from ddp_hooks.dear.regions import START, Clearance, Passable, order_below, stand_ins
 from ddp_hooks.dear.trace import ForwardTrace
 
 logger = logging.getLogger("ddp_hooks")
 
-_MAX_COMPILED_TRACES = 3  # each one runs, or even compiles, what is compiled in another way
+_MAX_COMPILED_TRACES = 8  # each one runs, or even compiles, what is compiled in another way
 
 
 class FeedPipe:
@@ -64,11 +64,13 @@ class FeedPipe:
         self._needs: list[list[int]] = [list(own) for own in self._own]  # module -> parameters it waits for
         self._position = 0
         self._trace: ForwardTrace | None = None
-        self._num_traces = 0
+        self._num_traces = 0  # of compiled modules
         self._ddp_is_compiled = False
         self._first_reader: dict[int, int] = {}  # parameter -> module, as far as any trace has seen
         self._stand_ins: dict[int, int] = {}  # modules that compiled code passes by -> who waits in their place
         self._clearances: dict[int, Clearance] = {}  # of those who do
+        self._moves: dict[int, dict[str, str]] = {}  # of those whom they stand in for
+        self._latest: int | None = None  # of those who stand in, the one that was entered last
         self._groups: list[tuple[int, ...]] = []  # group -> parameters in it
         self._groups_of_parameter: list[list[int]] = [[] for _ in parameters]
         self._groups_of_module: list[tuple[int, ...]] = [() for _ in modules]
@@ -85,6 +87,7 @@ class FeedPipe:
 
     def close(self) -> None:
         """Remove the pre-hooks."""
+        self.end_trace(succeeded=False)
         for handle in self._handles:
             handle.remove()
 
@@ -92,20 +95,26 @@ class FeedPipe:
 
     def begin_trace(self) -> None:
         """Watch the coming forward, unless one was traced before."""
+        self.end_trace(succeeded=False)  # of a forward that was interrupted
         if not self._ddp_is_compiled and compat.inside_compiled_region():
             self._ddp_is_compiled = True
-            self._sequence = None  # it may be new
-        if self._sequence is not None or self._trace is not None:
+            self._sequence = None  # that DDP is compiled may be news
+        if self._sequence is not None or self._num_traces > _MAX_COMPILED_TRACES:
             return
-        if self._stand_ins and self._num_traces >= _MAX_COMPILED_TRACES:
-            if self._num_traces == _MAX_COMPILED_TRACES:
-                self._num_traces += 1
-                logger.warning("compiled modules run in changing orders, so every forward waits for all parameters")
+        if self._num_traces == _MAX_COMPILED_TRACES:
+            logger.warning("compiled modules run in changing orders, so every forward waits for all parameters")
+            self._num_traces += 1
             return
         self.finish()  # what happens on arrival is not the forward's
-        self._num_traces += 1
-        self._trace = ForwardTrace(self._parameters)
+        has_graphs = self._ddp_is_compiled or any(compat.is_compiled(module) for _, module in self._modules)
+        self._num_traces += has_graphs
+        self._trace = ForwardTrace(self._parameters, has_graphs)
         self._trace.start()
+
+    @property
+    def traces_without_graphs(self) -> bool:
+        """Whether a forward is being watched for which compiled graphs are switched off."""
+        return self._trace is not None and self._trace.has_graphs
 
     def end_trace(self, succeeded: bool) -> None:
         """Stop watching; a forward that succeeded defines from now on which module waits for what."""
@@ -117,8 +126,13 @@ class FeedPipe:
             return
         self._first_reader.update(trace.first_reader)
         self._needs = self._needs_from(trace.sequence)
-        if not self._stand_ins:  # graphs know them: they stay as they are
+        if trace.compiled and not self._stand_ins:  # who stands in for whom stays as it is: graphs know it
             self._appoint_stand_ins(trace)
+        moves, ends = order_below(trace.sequence, self._stand_ins)
+        for module in self._stand_ins:
+            self._moves[module].update(moves[module])
+        for module, clearance in self._clearances.items():
+            clearance.ends |= ends[module]
         for module, other in self._stand_ins.items():
             self._needs[other] = list(dict.fromkeys(self._needs[other] + self._needs[module]))
         self._sequence = [module for module in trace.sequence if module not in self._stand_ins]
@@ -148,8 +162,6 @@ class FeedPipe:
         return needs
 
     def _appoint_stand_ins(self, trace: ForwardTrace) -> None:
-        if not trace.compiled:
-            return
         nbytes_of = {id(parameter): parameter.nbytes for parameter in self._parameters}
         self._stand_ins = stand_ins(
             self._modules,
@@ -159,8 +171,9 @@ class FeedPipe:
             self._graph_bytes,
         )
         self._clearances = {module: Clearance() for module in set(self._stand_ins.values())}
+        self._moves = {module: {} for module in self._stand_ins}
         for module, other in self._stand_ins.items():
-            hook = Passable(_entering(self, module), self._clearances[other])
+            hook = Passable(_entering(self, module), self._clearances[other], self._moves[module])
             self._handles[module].remove()
             self._handles[module] = self._modules[module][1].register_forward_pre_hook(hook, prepend=True)
 
@@ -191,6 +204,7 @@ class FeedPipe:
         self._missing = [len(groups) for groups in self._groups_of_parameter]
         self.in_flight = bool(self._works)
         self._position = 0
+        self._latest = None
         for clearance in self._clearances.values():
             clearance.given = not self.in_flight
 
@@ -208,22 +222,39 @@ class FeedPipe:
         if self._sequence is None or not torch.is_grad_enabled() or not self._root.training:
             self.finish()
             return
-        if module in self._stand_ins:  # it runs on its own, or outside of its graph
-            self._wait(self._groups_of_module[module])
-            return
         if module == 0:
             self._position = 0
-        if self._position >= len(self._sequence) or self._sequence[self._position] != module:
+        if not self._comes_in_order(module):
             self.finish()
             if not compat.in_backward():  # recomputed activations are no new order
                 self._sequence = None  # the next forward is traced
             return
-        self._position += 1
         groups = self._groups_of_module[module]
         if groups:
             self._wait(groups)
         if module in self._clearances:
             self._clearances[module].given = True
+
+    def _comes_in_order(self, module: int) -> bool:
+        """Whether a module begins where the traced forward had it; takes note that it has begun."""
+        assert self._sequence is not None
+        if module in self._stand_ins:  # it runs outside of its graph
+            clearance = self._clearances[self._stand_ins[module]]
+            following = self._moves[module].get(clearance.place)
+            clearance.place = following or clearance.place
+            return following is not None
+        if self._position >= len(self._sequence) or self._sequence[self._position] != module:
+            return False
+        self._position += 1
+        left, self._latest = self._latest, module if module in self._clearances else None
+        if left is None or not self._paths[left] or self._paths[module].startswith(self._paths[left] + "."):
+            return True
+        return self._clearances[left].place in self._clearances[left].ends
+
+    def start_below(self, module: int) -> None:
+        """A module begins, so nothing below it has."""
+        if module in self._clearances:
+            self._clearances[module].place = START
 
     def _wait(self, groups: Sequence[int]) -> None:
         complete, changed = [], None
@@ -249,11 +280,11 @@ class FeedPipe:
         if complete and self._arrived is not None:
             self._arrived(complete)
         if not self.in_flight:
-            self._clear_all()
+            self._give_clearances()
         if changed is not None:
             self._refuse_write(*changed)
 
-    def _clear_all(self) -> None:
+    def _give_clearances(self) -> None:
         for clearance in self._clearances.values():
             clearance.given = True
 
@@ -280,6 +311,7 @@ class FeedPipe:
 
 def _entering(pipe: FeedPipe, module: int) -> Callable[..., None]:
     def await_parameters(*_: object) -> None:
+        pipe.start_below(module)
         if pipe.in_flight or pipe._trace is not None:
             pipe.enter(module)
 

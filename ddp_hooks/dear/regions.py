@@ -2,7 +2,8 @@
 
 A pre-hook that waits cannot be part of a graph, so it ends one. A module that is compiled, and small, therefore waits
 for everything below it, and the pre-hooks below are left out of the graph (:class:`Passable`). They are left out only
-while that wait is known to have happened: whoever calls such a module past the one that waits gets other code.
+while that wait is known to have happened, and where modules come in the order of the traced forward: graphs depend on
+both, and other paths get graphs of their own, in which the hooks do run.
 """
 
 from __future__ import annotations
@@ -14,32 +15,70 @@ import torch
 
 from ddp_hooks.dear.inert import InertOnCopy
 
+START = "0"
+
 
 class Clearance:
-    """Whether everything that a module waits for is there."""
+    """Whether everything that a module waits for is there, and how far those for which it waits have come."""
 
     def __init__(self) -> None:
         self.given = True
+        # How many of them have begun. A string, because the compiler may take a number that changes for a size.
+        self.place = START
+        self.ends: set[str] = set()  # places at which a traced forward has left the module
 
 
 class Passable(InertOnCopy):
     """A pre-hook that compiled code passes by where somebody above has waited for its module.
 
-    A graph is used only while the clearance is as it was when the graph was made.
+    The compiler follows this code once per graph, and has the graph used only while the clearance is as it was then.
 
     Args:
         function: the hook.
         clearance: of the module that waits in its place.
+        moves: the places at which its module comes in the order of the traced forward -> the next place.
     """
 
-    def __init__(self, function: Callable[..., Any], clearance: Clearance) -> None:
+    def __init__(self, function: Callable[..., Any], clearance: Clearance, moves: dict[str, str]) -> None:
         super().__init__(function)
         self._clearance = clearance
+        self._moves = moves
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling() and self._clearance.given:
+        if torch.compiler.is_compiling() and self._clearance.given and self._clearance.place in self._moves:
+            self._clearance.place = self._moves[self._clearance.place]
             return None
         return super().__call__(*args, **kwargs)
+
+
+def order_below(
+    sequence: Sequence[int], stands_in: dict[int, int]
+) -> tuple[dict[int, dict[str, str]], dict[int, set[str]]]:
+    """How a traced forward went through the modules that others stand in for.
+
+    Args:
+        sequence: the modules that ran, in order.
+        stands_in: see :func:`stand_ins`.
+
+    Returns:
+        For every module that has a stand-in its moves (see :class:`Passable`), and for every stand-in the places at
+        which the forward left it.
+    """
+    moves: dict[int, dict[str, str]] = {module: {} for module in stands_in}
+    ends: dict[int, set[str]] = {module: set() for module in stands_in.values()}
+    place: dict[int, str] = {}
+    for module in sequence:
+        if module in ends:
+            if module in place:
+                ends[module].add(place[module])
+            place[module] = START
+        if module in stands_in:
+            other = stands_in[module]
+            here = place.get(other, START)
+            place[other] = moves[module][here] = str(int(here) + 1)
+    for module, last in place.items():
+        ends[module].add(last)
+    return moves, ends
 
 
 def stand_ins(

@@ -281,8 +281,8 @@ class DearState(StepCycle):
 
         wait = InertOnCopy(finish)
         handles: list[Any] = [
-            optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_pre_hook(InertOnCopy(self._before_step)),
+            optimizer.register_step_post_hook(InertOnCopy(self._after_step)),
             optimizer.register_state_dict_pre_hook(finish),
             optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict),
             optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict),

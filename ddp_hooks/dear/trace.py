@@ -19,19 +19,22 @@ class ForwardTrace(TorchFunctionMode):
 
     Args:
         parameters: what may be read.
+        has_graphs: whether anything was compiled.
     """
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    def __init__(self, parameters: Sequence[Tensor], has_graphs: bool) -> None:
         super().__init__()
         self.sequence: list[int] = []  # modules, in the order in which they were entered
         self.compiled: set[int] = set()  # modules that are part of somebody's graph
         self.first_reader: dict[int, int] = {}  # parameter -> the module that was entered last
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self.has_graphs = has_graphs
         self._scope = ExitStack()
 
     def start(self) -> None:
         """Begin to watch."""
-        self._scope.enter_context(compat.without_compiled_graphs())
+        if self.has_graphs:
+            self._scope.enter_context(compat.without_compiled_graphs())
         self._scope.enter_context(self)
 
     def stop(self) -> None:
@@ -41,7 +44,7 @@ class ForwardTrace(TorchFunctionMode):
     def enter(self, module: int) -> None:
         """A module's pre-hook runs."""
         self.sequence.append(module)
-        if compat.inside_compiled_region():
+        if self.has_graphs and compat.inside_compiled_region():
             self.compiled.add(module)
 
     def __torch_function__(

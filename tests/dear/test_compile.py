@@ -7,17 +7,20 @@ recompilation in every step.
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearState, dear_hook
+from ddp_hooks import DearConfig, DearState, dear_hook
+from ddp_hooks.comm.lanes import ThreadLane
 from tests.dear.test_models import MODELS, TOLERANCE, Restless, rows, rows_in_any_order
 from tests.dear.test_refusals import message_of
 from tests.dear.twins import CONFIG, Trainee, compare
@@ -208,10 +211,12 @@ def with_graphs_of(graph_bytes: int, loop: Callable[[Trainee, int], None], twin:
     loop(twin, step)
 
 
-def wrap(model: nn.Module, graph_bytes: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState]:
-    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+def wrap(
+    model: nn.Module, graph_bytes: int, config: DearConfig | None = None, **options: Any
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState]:
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    state = DearState(ddp, optimizer, replace(CONFIG, atom_mb=0.0005, fusion="none"))
+    state = DearState(ddp, optimizer, config or replace(CONFIG, atom_mb=0.0005, fusion="none"))
     state._pipe._graph_bytes = graph_bytes
     ddp.register_comm_hook(state, dear_hook)
     return ddp, optimizer, state
@@ -341,3 +346,148 @@ def change_order(rank: int, world_size: int) -> tuple[float, int, bool]:
 def test_orders_that_change(workers: WorkerPools) -> None:
     for gap, traces, _ in workers(2).run(change_order):
         assert gap < TOLERANCE and traces > 1
+
+
+class Part(nn.Module):
+    """Takes another way now and then, on which it reads the weight of a layer that comes later."""
+
+    def __init__(self, late: nn.Linear) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(12, 12), nn.Linear(12, 12)
+        self.elsewhere = [late]
+
+    def forward(self, values: Tensor, second_way: bool) -> Tensor:
+        if not second_way:
+            values = self.first(values)
+        values = self.second(values)
+        if second_way:
+            values = nn.functional.linear(values, self.elsewhere[0].weight)
+        return values
+
+
+class TwoWays(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        late = nn.Linear(12, 12)
+        self.part = Part(late)
+        self.middle = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.late = late
+
+    def forward(self, values: Tensor, second_way: bool) -> Tensor:
+        values = self.part(values, second_way)
+        for layer in self.middle:
+            values = layer(values)
+        output: Tensor = self.late(values)
+        return output.square().mean()
+
+
+def take_another_way(rank: int, world_size: int, how: str) -> float:
+    """Gathers are slow, so that reading too early shows; the twin is compiled by nobody."""
+    torch._dynamo.reset()
+    torch.manual_seed(3)
+    model: Any = TwoWays()
+    twin = copy.deepcopy(model)
+    if how == "part":
+        model.part.compile(backend=BACKEND)
+    ddp, optimizer, state = wrap(model, 1 << 20 if how == "part" else 1500, find_unused_parameters=True)
+    forward = torch.compile(ddp, backend=BACKEND) if how == "whole" else ddp
+    other = DistributedDataParallel(twin, gradient_as_bucket_view=True, find_unused_parameters=True)
+    others = torch.optim.SGD(other.parameters(), lr=0.1)
+    gaps = []
+    run_slices = ThreadLane._run_slices
+
+    def slowly(lane: ThreadLane, submission: Any) -> None:
+        if submission.phase == "all-gather":
+            time.sleep(0.004)
+        run_slices(lane, submission)
+
+    with mock.patch.object(ThreadLane, "_run_slices", slowly):
+        for step in range(15):
+            values = torch.randn(5, 12, generator=torch.Generator().manual_seed(step + 100 * rank))
+            losses = []
+            for call, its in ((forward, optimizer), (other, others)):
+                its.zero_grad()
+                loss = call(values, step % 3 == 2)
+                loss.backward()
+                its.step()
+                losses.append(float(loss.detach()))
+            gaps.append(abs(losses[0] - losses[1]))
+        state.synchronize()
+    state.close()
+    return max(gaps)
+
+
+@pytest.mark.parametrize("how", ["part", "whole"])
+def test_another_way_through_compiled_code(workers: WorkerPools, how: str) -> None:
+    assert max(workers(2).run(take_another_way, how)) < 1e-6
+
+
+def interrupt_a_traced_forward(rank: int, world_size: int) -> bool:
+    """KeyboardInterrupt reaches no forward hook; what the trace has switched must not stay."""
+    model = Blocks()
+    for block in model.blocks:
+        block.compile(backend=BACKEND)
+    ddp, _, state = wrap(model, 1 << 20)
+    before = torch._dynamo.eval_frame._stance.stance, torch._C._len_torch_function_stack()
+
+    def interrupt(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    handle = model.blocks[2].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        ddp(torch.randn(2, 12))
+    handle.remove()
+    ddp(torch.randn(2, 12))
+    restored = (torch._dynamo.eval_frame._stance.stance, torch._C._len_torch_function_stack()) == before
+    state.close()
+    return restored
+
+
+def test_an_interrupted_trace_ends(workers: WorkerPools) -> None:
+    assert workers(2).run(interrupt_a_traced_forward) == [True, True]
+
+
+def compile_the_step(rank: int, world_size: int) -> str:
+    ddp, optimizer, state = wrap(Blocks(), 1 << 20)
+    train(ddp, optimizer, 2)
+    ddp(torch.randn(5, 12)).backward()
+    message = message_of(torch.compile(lambda: optimizer.step(), backend=BACKEND))
+    optimizer.step()
+    state.close()
+    return message
+
+
+def test_a_compiled_step_is_refused(workers: WorkerPools) -> None:
+    for message in workers(2).run(compile_the_step):
+        assert "optimizer.step() was called from compiled code" in message, message
+
+
+class Choosing(nn.Module):
+    """An operator that takes functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(12, 12)
+
+    def forward(self, values: Tensor) -> Tensor:
+        values = self.layer(values)
+        values = torch.cond(values.sum() > 0, torch.sin, torch.cos, (values,))
+        return values.square().mean()
+
+
+def choose(rank: int, world_size: int, compiled: bool, overlap_forward: bool) -> str:
+    ddp, optimizer, state = wrap(Choosing(), 1 << 20, DearConfig(overlap_forward=overlap_forward))
+    forward: Any = torch.compile(ddp, backend=BACKEND) if compiled else ddp
+    try:
+        train(forward, optimizer, 4)
+    except TypeError as error:
+        return "\n".join(getattr(error, "__notes__", ["Python 3.10 has no notes"]))
+    finally:
+        state.close()
+    return "fine"
+
+
+def test_operators_that_take_functions(workers: WorkerPools) -> None:
+    run = workers(2).run
+    assert run(choose, False, True) == run(choose, True, False) == ["fine", "fine"]
+    assert all("without compiled graphs" in notes or "3.10" in notes for notes in run(choose, True, True))
