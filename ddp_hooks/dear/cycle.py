@@ -56,6 +56,9 @@ from ddp_hooks.dear.watch import GradientWatch
 
 logger = logging.getLogger("ddp_hooks")
 
+_LARGE_ATOM_BYTES = 16 << 20
+_MIN_ATOMS = 8  # of a model, where atoms are larger than that
+
 _TRACED_NOTE = (
     "This forward ran without compiled graphs, because DearState notes in which order modules run. If it works only "
     "with them, use DearConfig(overlap_forward=False)."
@@ -90,7 +93,8 @@ class StepCycle:
         self.device = self._parameters[0].device
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._recorder = Recorder(config.trace)
-        self._lanes, atom_bytes = _open_lanes(config, group, self.device, self._recorder)
+        model_bytes = sum(parameter.nbytes for parameter in self._parameters)
+        self._lanes, atom_bytes = _open_lanes(config, group, self.device, self._recorder, model_bytes)
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else atom_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
         self._watches = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
@@ -420,9 +424,9 @@ class _Mark:
 
 
 def _open_lanes(
-    config: DearConfig, group: dist.ProcessGroup, device: torch.device, recorder: Recorder
+    config: DearConfig, group: dist.ProcessGroup, device: torch.device, recorder: Recorder, model_bytes: int
 ) -> tuple[Lanes, int]:
-    """The lanes, and the size of an atom in bytes: as configured, or as the link suggests."""
+    """The lanes, and the size of an atom in bytes: as configured, or as the link and the model's size suggest."""
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
     if config.slice_mb is not None:
@@ -434,5 +438,7 @@ def _open_lanes(
         if config.slice_mb is None:
             settings.slice_bytes = link.message_bytes
         logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
-    atom_bytes = mebibytes(config.atom_mb) if config.atom_mb is not None else 4 * settings.slice_bytes
-    return lanes, atom_bytes
+    if config.atom_mb is not None:
+        return lanes, mebibytes(config.atom_mb)
+    # Where messages are large, still enough atoms for something to overlap with.
+    return lanes, min(4 * settings.slice_bytes, max(_LARGE_ATOM_BYTES, model_bytes // _MIN_ATOMS))
