@@ -94,7 +94,7 @@ def check(workers: WorkerPools, world_size: int, name: str, loop: Any, **changes
         assert outcome.loss_drop != 0
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 0.05), (1.0, 0.5), (math.inf, 0.001), (3.0, 100.0)])
 def test_clip_grad_norm(workers: WorkerPools, world_size: int, norm_type: float, max_norm: float) -> None:
     check(workers, world_size, "encoder", partial(clip_norm, norm_type, max_norm))

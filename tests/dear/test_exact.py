@@ -81,7 +81,7 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable
 
 
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_loops(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, int], None]) -> None:
     # Plain DDP adds a new local gradient to an old mean and divides again, which is exact for powers of two only.
     exact = world_size != 3 or loop not in (twins.never_zero_grad, twins.two_backwards, twins.idle_forwards)

@@ -32,7 +32,7 @@ from tests.workers import WorkerPools
 REPLICATED = replace(CONFIG, update="replicated")
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+@pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", [momentum_sgd, adamw_two_groups])
 def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     run = partial(compare, config=REPLICATED)

@@ -105,7 +105,7 @@ def begin(rank: int, world_size: int, folder: str, file: str) -> None:
 
 
 @pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 3), (3, 1), (1, 4), (4, 2)])
-@pytest.mark.parametrize("read_after", [0, 1, 3])
+@pytest.mark.parametrize("read_after", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_goes_on(
     workers: WorkerPools, tmp_path: Path, first: int, then: int, read_after: int
 ) -> None:

@@ -457,6 +457,7 @@ def test_report_is_saved_shown_and_rendered(tmp_path: Path) -> None:
     assert "…" not in shown.replace("… one optimizer step", "")  # nothing was cut off
 
 
+@pytest.mark.slow
 def test_quick_run_on_loopback(tmp_path: Path) -> None:
     """Real workers, every kind of variant: exits well and writes what it promises."""
     variants = ["ddp-25mb", "ddp-bf16", "fsdp2", "dear:lanes=2"]

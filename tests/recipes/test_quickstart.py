@@ -238,6 +238,7 @@ def test_report_says_when_weights_differ() -> None:
 # -- the whole thing --------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)  # about 20 s on two idle cores
 def test_run_on_two_local_workers(tmp_path: Path) -> None:
     script = Path(quickstart.__file__)
