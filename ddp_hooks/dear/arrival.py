@@ -70,6 +70,7 @@ class GradientArrival:
         settled = False
 
         def settle() -> None:
+            """Wait, and add what earlier backwards have left; may be called again."""
             nonlocal settled
             if settled:
                 return

@@ -205,6 +205,7 @@ class StepCycle:
         evaluations = 0
 
         def evaluate_and_attach() -> Any:
+            """The user's closure, once; gradients are attached when it has made them."""
             nonlocal evaluations
             evaluations += 1
             if evaluations > 1:

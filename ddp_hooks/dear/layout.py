@@ -103,6 +103,7 @@ def cut_bucket(
     atom_start = position = 0
 
     def close_atom() -> None:
+        """What has been put together so far is one atom."""
         nonlocal members, atom_start
         if members:
             element_size = shapes[members[0].parameter].element_size

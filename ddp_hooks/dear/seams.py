@@ -57,6 +57,7 @@ def at_exit(
     references = weakref.WeakMethod(close), weakref.WeakMethod(abandon), weakref.WeakMethod(is_stuck)
 
     def finish() -> None:
+        """What happens at the interpreter's end."""
         close, abandon, is_stuck = references[0](), references[1](), references[2]()
         error = getattr(sys, "last_value", None)
         if close is None or abandon is None or is_stuck is None:

@@ -2,8 +2,6 @@
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
 import gc
-import json
-import os
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
@@ -19,7 +17,7 @@ from transformers import BertConfig, BertForMaskedLM
 from ddp_hooks import DearState, dear_hook
 from recipes.benchmarks.compiled_job import CompiledJob, parse
 from recipes.benchmarks.variants import Trainee
-from recipes.benchmarks.worker import COLLECTIVE_TIMEOUT, report, timed_window
+from recipes.benchmarks.worker import report, run, timed_window
 
 VOCABULARY = 8192
 SEQUENCE = 64
@@ -42,19 +40,7 @@ class LanguageModel(nn.Module):
 
 def main() -> None:
     job = CompiledJob.load(Path(sys.argv[1]))
-    torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=job.rendezvous,
-        rank=int(os.environ["RANK"]),
-        world_size=int(os.environ["WORLD_SIZE"]),
-        timeout=COLLECTIVE_TIMEOUT,
-    )
-    result = compare(job)
-    if dist.get_rank() == 0:
-        Path(job.result_path).write_text(json.dumps(result))
-    dist.barrier()
-    dist.destroy_process_group()
+    run(job, lambda: compare(job))
 
 
 def compare(job: CompiledJob) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from recipes.benchmarks.compiled_job import CompiledJob
 from recipes.benchmarks.job import Job
 from recipes.benchmarks.variants import OptimizerFactory, Trainee, build, parse_variant
 
@@ -49,6 +50,11 @@ class StepTimes:
 
 def main() -> None:
     job = Job.load(Path(sys.argv[1]))
+    run(job, lambda: peak_memory(job) if job.memory else compare(job))
+
+
+def run(job: Job | CompiledJob, measure: Callable[[], dict[str, Any]]) -> None:
+    """Meets the other workers, measures, and writes rank 0's result where the job says."""
     torch.set_num_threads(1)
     dist.init_process_group(
         "gloo",
@@ -57,7 +63,7 @@ def main() -> None:
         world_size=int(os.environ["WORLD_SIZE"]),
         timeout=COLLECTIVE_TIMEOUT,
     )
-    result = peak_memory(job) if job.memory else compare(job)
+    result = measure()
     if dist.get_rank() == 0:
         Path(job.result_path).write_text(json.dumps(result))
     dist.barrier()
