@@ -1,6 +1,7 @@
 """The vocabulary of communication algorithms: rounds of sends and receives.
 
-An algorithm is a generator. It yields one round after another and is resumed when the round is complete.
+An algorithm is a generator. It yields one round after another and is resumed when everything that the round receives
+is there. What it sends may travel until the algorithm ends, which spares a wait per round.
 It knows ranks and tensors, never process groups, so that one piece of code is tested in one process
 (:mod:`~ddp_hooks.comm.fabric`), predicted (the same module, with a clock) and run (:mod:`~ddp_hooks.comm.lanes`).
 """
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 class Send(NamedTuple):
-    """Send the contiguous ``tensor`` to ``peer``; it must not change until the round is complete."""
+    """Send the contiguous ``tensor`` to ``peer``; it must not change before the algorithm has ended."""
 
     peer: int
     tensor: Tensor

@@ -18,7 +18,8 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ from ddp_hooks.comm.collectives import (
     reduce_scatter_slices,
     ring_all_gather,
 )
-from ddp_hooks.comm.exchange import Algorithm, Recv, Round
+from ddp_hooks.comm.exchange import Algorithm, Recv, Send
 from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness, is_lost_connection
 from ddp_hooks.comm.work import StreamWork, ThreadWork, Work
 
@@ -69,8 +70,13 @@ class Lane(Protocol):
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """Sum every partition over the ranks and divide, in place: of rank r's range; the rest is undefined."""
 
-    def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
-        """Copy rank r's range of every partition from rank r to all ranks, in place."""
+    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
+        """Copy rank r's range of every partition from rank r to all ranks, in place.
+
+        Args:
+            partitions, label: what travels, and its name for messages.
+            after: work of these lanes, submitted before, that this one is to follow.
+        """
 
     def run(self, algorithm: Algorithm, label: str) -> Work:
         """Run any algorithm."""
@@ -85,19 +91,19 @@ class Lane(Protocol):
 @dataclass
 class _Submission:
     work: ThreadWork
-    phase: str
     slices: Iterable[SliceRing]
+    after: Collection[Work]
 
 
 class _Running:
-    """One slice under way: its generator, the round that it is in, and the backend's handles for that round."""
+    """One slice under way: its generator, the round that it is in, and the backend's handles."""
 
     def __init__(self, algorithm: Algorithm, tag: int) -> None:
         self.algorithm = algorithm
         self.tag = tag
         self.round_index = -1
-        self.round: Round = []
-        self.handles: list[Any] = []
+        self.receiving: list[tuple[Recv, Any]] = []  # in this round
+        self.sending: list[tuple[Send, Any]] = []  # in all rounds so far
 
 
 class ThreadLane:
@@ -129,10 +135,10 @@ class ThreadLane:
         slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes, divisor)
         return self._submit("reduce-scatter", slices, label)
 
-    def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
         """A ring all-gather, slice by slice; see :class:`Lane`."""
         slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes)
-        return self._submit("all-gather", slices, label)
+        return self._submit("all-gather", slices, label, after)
 
     def run(self, algorithm: Algorithm, label: str, tag: int | None = None) -> ThreadWork:
         """Run ``algorithm`` as one slice; see :class:`Lane`. With a ``tag`` of its own it meets no other messages."""
@@ -148,11 +154,13 @@ class ThreadLane:
         """Where this lane is, for messages."""
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
-    def _submit(self, phase: str, slices: Iterable[SliceRing], label: str) -> ThreadWork:
+    def _submit(
+        self, phase: str, slices: Iterable[SliceRing], label: str, after: Collection[Work] = ()
+    ) -> ThreadWork:
         settings = self._settings
         name = f"{phase} of {label}"
         work = ThreadWork(name, settings.timeout_s, settings.stall_warning_s, self.describe, self._witness)
-        self._submissions.put(_Submission(work, phase, slices))
+        self._submissions.put(_Submission(work, slices, after))
         return work
 
     @torch.no_grad()
@@ -161,21 +169,36 @@ class ThreadLane:
             if self._error is None and self._stopping:
                 self._error = LaneError(f"{self.describe()}: this rank ends, {submission.work.label} was not done")
             if self._error is None:
-                start_s = time.perf_counter()
                 try:
-                    with torch.profiler.record_function(f"ddp_hooks lane {self._index}: {submission.work.label}"):
+                    self._wait_for(submission.after, submission.work.label)
+                    with self._counting(submission.work.label):
                         self._run_slices(submission)
                 except LaneError as error:
                     self._error = error
                 except Exception as error:  # anything else is ours; it must reach the training thread too
                     self._error = LaneError(f"{self.describe()} failed: {type(error).__name__}: {error}")
                     self._error.__cause__ = error
-                end_s = time.perf_counter()
-                self.traffic.busy_s += end_s - start_s
-                self._recorder.add(f"lane {self._index}", submission.work.label, start_s, end_s)
             self._doing = "idle"
             submission.work.finish(self._error)
         self._scratch.clear()
+
+    def _wait_for(self, others: Collection[Work], label: str) -> None:
+        # What was submitted before never waits for what was submitted after it, so lanes cannot wait in a circle.
+        for other in others:
+            if not other.done:
+                self._doing = f"{label}, which is to follow {other.label}"
+                other.wait()
+
+    @contextmanager
+    def _counting(self, label: str) -> Iterator[None]:
+        start_s = time.perf_counter()
+        try:
+            with torch.profiler.record_function(f"ddp_hooks lane {self._index}: {label}"):
+                yield
+        finally:
+            end_s = time.perf_counter()
+            self.traffic.busy_s += end_s - start_s
+            self._recorder.add(f"lane {self._index}", label, start_s, end_s)
 
     def _run_slices(self, submission: _Submission) -> None:
         slices = iter(submission.slices)
@@ -189,6 +212,7 @@ class ThreadLane:
             if self._advance(running):
                 window.append(running)
             else:
+                self._wait_for_sends(running, submission)
                 self._begin_next(slices, window, submission, running.tag % WINDOW)
 
     def _begin_next(
@@ -212,32 +236,41 @@ class ThreadLane:
         if next_round is None:
             return False
         running.round_index += 1
-        running.round = next_round
-        running.handles = []
+        running.receiving = []
         for exchange in next_round:
-            post = self._group.recv if isinstance(exchange, Recv) else self._group.send
             try:
-                running.handles.append(post([exchange.tensor], exchange.peer, running.tag))
+                if isinstance(exchange, Recv):
+                    handle = self._group.recv([exchange.tensor], exchange.peer, running.tag)
+                    running.receiving.append((exchange, handle))
+                else:
+                    handle = self._group.send([exchange.tensor], exchange.peer, running.tag)
+                    running.sending.append((exchange, handle))
             except RuntimeError as error:
                 raise self._failure(error, exchange.peer) from error
         return True
 
     def _wait(self, running: _Running, submission: _Submission) -> None:
+        """Return when the slice's round is complete."""
         self.traffic.rounds += 1
-        for exchange, handle in zip(running.round, running.handles, strict=True):
-            received = isinstance(exchange, Recv)
-            peer = self._global_ranks[exchange.peer]
-            way = f"{'from' if received else 'to'} rank {peer}"
-            self._doing = f"{submission.work.label}, round {running.round_index}, {way}"
-            try:
-                handle.wait()
-            except RuntimeError as error:
-                raise self._failure(error, exchange.peer) from error
-            nbytes = exchange.tensor.numel() * exchange.tensor.element_size()
-            if received:
-                self.traffic.received_bytes += nbytes
-            else:
-                self.traffic.sent_bytes += nbytes
+        place = f"{submission.work.label}, round {running.round_index}"
+        for exchange, handle in running.receiving:
+            self._doing = f"{place}, from rank {self._global_ranks[exchange.peer]}"
+            self._complete(handle, exchange.peer)
+            self.traffic.received_bytes += exchange.tensor.nbytes
+
+    def _wait_for_sends(self, running: _Running, submission: _Submission) -> None:
+        """Return when the memory of a slice that is complete may be used again."""
+        place = f"{submission.work.label}, after round {running.round_index}"
+        for exchange, handle in running.sending:
+            self._doing = f"{place}, to rank {self._global_ranks[exchange.peer]}"
+            self._complete(handle, exchange.peer)
+            self.traffic.sent_bytes += exchange.tensor.nbytes
+
+    def _complete(self, handle: Any, peer: int) -> None:
+        try:
+            handle.wait()
+        except RuntimeError as error:
+            raise self._failure(error, peer) from error
 
     def _failure(self, error: RuntimeError, peer: int) -> LaneError:
         peer = self._global_ranks[peer]
@@ -288,9 +321,11 @@ class StreamLane:
         self._count(partitions)
         return StreamWork(f"reduce-scatter of {label}", order.event, self._device)
 
-    def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
         """Native all-gathers, and one broadcast of what does not divide evenly; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:  # parameters were written on the current stream
+            for work in after:
+                work.wait()
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
                 if own.numel():
@@ -431,9 +466,9 @@ class Lanes:
         """:meth:`Lane.reduce_scatter` on the next lane."""
         return self._next().reduce_scatter(partitions, label, divisor)
 
-    def all_gather(self, partitions: Sequence[Partition], label: str) -> Work:
+    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
         """:meth:`Lane.all_gather` on the next lane."""
-        return self._next().all_gather(partitions, label)
+        return self._next().all_gather(partitions, label, after)
 
     def run(self, algorithm: Algorithm, label: str) -> Work:
         """:meth:`Lane.run` on the next lane."""

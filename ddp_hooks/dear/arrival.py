@@ -29,40 +29,59 @@ class GradientArrival:
 
     def __init__(self, sharded: ShardSet, keeper: GradientKeeper, recorder: Recorder) -> None:
         self.stall = Stall()  # of waits for reduce-scatters
+        self.in_place = False  # what was attached last lies where it was reduced, just as it will be used
         self._sharded = sharded
         self._keeper = keeper
         self._recorder = recorder
-        self._settlements: list[Callable[[], None]] = []  # of gradients that are attached, but may still travel
+        self._settlements: list[tuple[tuple[int, ...], Callable[[], None]]] = []  # of atoms that may still travel
+        self._work_of: dict[int, Work] = {}  # per atom that may still travel
 
     def attach(self, reduction: Reduction) -> None:
-        """Give every shard its gradient, which may still travel: until :meth:`settle`, using one waits for it."""
+        """Give every shard its gradient, which may still travel: read none before :meth:`settle`."""
+        self.in_place = True
         for work, atoms in reduction.works:
             arrivals = [arrival for atom in atoms for arrival in self._attach_atom(atom, reduction)]
-            settlement = self._settlement(work, arrivals)
-            self._settlements.append(settlement)
+            self._settlements.append((atoms, self._settlement(work, arrivals)))
+            self._work_of.update(dict.fromkeys(atoms, work))
+
+    def defer(self) -> None:
+        """Let every gradient wait for itself, when it is read."""
+        for atoms, settlement in self._settlements:
             for atom in atoms:
                 self._sharded.defer_gradients(atom, settlement)
 
     def settle(self) -> None:
         """Wait for every gradient that was attached; shards hold plain tensors then."""
+        if not self._settlements:
+            return
         while self._settlements:
-            self._settlements[0]()
+            self._settlements[0][1]()
             self._settlements.pop(0)
+        self._work_of.clear()
         self._sharded.resolve_gradients()
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether something was attached and has not been waited for."""
+        return bool(self._settlements)
+
+    def under_way(self, atoms: Sequence[int]) -> set[Work]:
+        """What reduces these atoms, as far as it has not been waited for."""
+        return {self._work_of[atom] for atom in atoms if atom in self._work_of}
 
     def _attach_atom(self, atom: int, reduction: Reduction) -> list[_Arrival]:
         """Give the atom's shards memory for their gradients; returns what is to be done when the atom is reduced."""
         means, home = reduction.means_of(atom), reduction.gradients[atom]
         arrivals = []
         for shard in self._sharded.shards_of_atom[atom]:
-            used = shard.interval.parameter in reduction.used
-            gradient = shard.base
-            if used:
-                part = slice(shard.offset, shard.offset + shard.interval.end - shard.interval.start)
-                arrivals.append(_Arrival.of(means[part], home[part], shard))
-                gradient = arrivals[-1].gradient
-            shard.tensor.grad = self._keeper.unless_discarded(shard, gradient)
+            arrival, gradient = None, shard.base
+            if shard.interval.parameter in reduction.used:
+                arrival = _Arrival.of(means, home, shard)
+                arrivals.append(arrival)
+                gradient = arrival.gradient
+            shard.tensor.grad = attached = self._keeper.unless_discarded(shard, gradient)
             shard.base = None
+            self.in_place &= arrival is not None and means is home and arrival.is_complete and attached is gradient
         return arrivals
 
     def _settlement(self, work: Work, arrivals: Sequence[_Arrival]) -> Callable[[], None]:
@@ -93,10 +112,24 @@ class _Arrival(NamedTuple):
     base: Tensor | None
 
     @staticmethod
-    def of(mean: Tensor, home: Tensor, shard: Shard) -> _Arrival:
-        """In the memory of the mean, or of the bucket, if one has the right type; else in memory of its own."""
-        fitting = [memory for memory in (mean, home) if memory.dtype == shard.tensor.dtype]
-        return _Arrival(fitting[0] if fitting else torch.empty_like(shard.tensor), mean, shard.base)
+    def of(means: Tensor, home: Tensor, shard: Shard) -> _Arrival:
+        """In the memory of the mean, or of the bucket, if one has the right type; else in memory of its own.
+
+        Args:
+            means, home: of the shard's atom, (numel,): where it is reduced, and its part of the bucket.
+        """
+        part = slice(shard.offset, shard.offset + shard.interval.end - shard.interval.start)
+        mean = means[part]
+        if means.dtype == shard.tensor.dtype:
+            gradient = mean
+        else:
+            gradient = home[part] if home.dtype == shard.tensor.dtype else torch.empty_like(shard.tensor)
+        return _Arrival(gradient, mean, shard.base)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is to be done when the mean is there."""
+        return self.gradient is self.mean and self.base is None
 
     def complete(self) -> None:
         """The mean is there."""

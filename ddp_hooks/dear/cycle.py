@@ -119,9 +119,9 @@ class StepCycle:
         self._reduction: Reduction | None = None  # from the first bucket of a backward until it is attached
         self._in_backward = False
         self._inspects = config.max_grad_norm is not None or config.on_nonfinite is not None
-        # Optimizers that look at one gradient after the other, and are seen to.
-        known = type(optimizer) in checks.ELEMENTWISE and self._replicated is None
-        self._begins_early = known and self.device.type == "cpu" and not self._inspects
+        # Optimizers that look at one gradient after the other, and are seen to; or at none before the next forward.
+        early = type(optimizer) in checks.ELEMENTWISE if self._replicated is None else self._replicated.deferred
+        self._begins_early = early and self.device.type == "cpu" and not self._inspects
         self._withheld = False  # whether the step under way has no gradients, because some were not finite
         self._stats = DearStats()
         self._log: StatsLog | None = None
@@ -149,7 +149,7 @@ class StepCycle:
         return future
 
     def _begin_backward(self) -> None:
-        self._pipe.finish()  # parameters that the forward did not touch may still be in flight
+        self._finish_gathers()  # parameters that the forward did not touch may still be in flight
         arranged = self._arrangement
         earlier = arranged.earlier_layout() if not self._lanes.native else None
         self._reduction = Reduction(
@@ -223,7 +223,7 @@ class StepCycle:
         """Every shard gets its gradient, clipped or withheld as the settings ask."""
         if self._replicated is not None:
             self._replicated.close_step()  # one that did not end
-            self._pipe.finish()  # two steps without a forward between them
+            self._finish_gathers()  # two steps without a forward between them
         self._attach_gradients(stepping=True)
         if isinstance(self._sharded, ShardedOptimizer):
             self._sharded.read_masters()
@@ -232,7 +232,7 @@ class StepCycle:
         if self._withheld:
             self._keeper.clear()
         elif self._replicated is not None and self._arrangement.layout is not None:
-            self._replicated.open_step()
+            self._replicated.open_step(self._arrival.is_under_way)
             if not self._replicated.deferred:
                 self._launch_gathers(self._replicated.memory)
                 self._pipe.finish()
@@ -241,7 +241,7 @@ class StepCycle:
         """Give every shard its reduced gradient, as plain DDP would have left it.
 
         A known optimizer that is about to step gets gradients that it waits for one by one, so that it begins while
-        the last ones travel.
+        the last ones travel. With replicated updates gathers wait for them, where nothing else is to be done.
         """
         self._refuse_unfinished_backward()
         self._keeper.refuse_unreduced()
@@ -258,6 +258,10 @@ class StepCycle:
             self._replicated.use_memory(reduction.gradients)
         self._reduction = None
         if not (self._begins_early and stepping):
+            self._arrival.settle()
+        elif self._replicated is None:
+            self._arrival.defer()
+        elif not self._arrival.in_place:
             self._arrival.settle()
 
     def _refuse_closed(self) -> None:
@@ -307,7 +311,8 @@ class StepCycle:
         if self._withheld:
             self._withheld = False
             return
-        self._arrival.settle()
+        if self._replicated is None:
+            self._arrival.settle()
         self._checkpoint.outdate()
         self._pipe.finish()  # two steps without a forward between them
         compat.increment_versions(self._parameters)
@@ -328,7 +333,12 @@ class StepCycle:
 
     def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
         arranged = self._arrangement
-        self._pipe.launch(self._lanes, arranged.gathers(memory), arranged.gather_labels)
+        after = [self._arrival.under_way(group) for group in arranged.gather_groups]
+        self._pipe.launch(self._lanes, arranged.gathers(memory), arranged.gather_labels, after)
+
+    def _finish_gathers(self) -> None:
+        self._pipe.finish()
+        self._arrival.settle()  # what gathers have followed
 
     def _latest_stats(self) -> DearStats:
         norm = self._inspector.grad_norm
@@ -365,11 +375,12 @@ class StepCycle:
             self._replicated.close_step()  # one that did not end
         if self._reduction is not None:
             self._attach_gradients(stepping=False)
-        if self._replicated is not None and not self._pipe.in_flight:
-            self._replicated.leave_buckets()
-        self._arrival.settle()  # of a step that did not end
+        if not self._pipe.in_flight:
+            if self._replicated is not None:
+                self._replicated.leave_buckets()
+            self._arrival.settle()  # of a step that did not end
         self._keeper.release()
-        self._keeper.make_room()
+        self._keeper.make_room(self._arrival.settle)
         if self._ddp.training and self.config.overlap_forward:
             self._pipe.begin_trace()
 
@@ -380,7 +391,7 @@ class StepCycle:
         without_graphs = self._pipe.traces_without_graphs
         self._pipe.end_trace(succeeded=output is not None)
         if self._replicated is not None:
-            self._pipe.finish()  # into the memory that the coming backward will write
+            self._finish_gathers()  # into the memory that the coming backward will write
         if torch.is_grad_enabled():
             self._watch.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None

@@ -11,7 +11,7 @@ may take fused paths that read whole subtrees. In compiled code one module waits
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
@@ -73,7 +73,7 @@ class FeedPipe:
         self._latest: int | None = None  # of those who stand in, the one that was entered last
         self._groups: list[tuple[int, ...]] = []  # group -> parameters in it
         self._groups_of_parameter: list[list[int]] = [[] for _ in parameters]
-        self._groups_of_module: list[tuple[int, ...]] = [() for _ in modules]
+        self._groups_of_module: list[tuple[int, ...]] = [() for _ in modules]  # which nobody before it waits for
         self._works: list[Work | None] = []
         self._num_in_flight = 0
         self._missing: list[int] = []  # per parameter, groups in flight that have a part of it
@@ -195,11 +195,17 @@ class FeedPipe:
         self._works = [None] * len(self._groups)
         self._assign_groups_to_modules()
 
-    def launch(self, lanes: Lanes, partitions: Sequence[list[Partition]], labels: Sequence[str]) -> None:
-        """Start all gathers, one per group, in order."""
+    def launch(
+        self,
+        lanes: Lanes,
+        partitions: Sequence[list[Partition]],
+        labels: Sequence[str],
+        after: Sequence[Collection[Work]],
+    ) -> None:
+        """Start all gathers, one per group, in order, each one when what it is to come ``after`` is complete."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._works = [lanes.all_gather(p, label) for p, label in zip(partitions, labels, strict=True)]
+        self._works = [lanes.all_gather(*group) for group in zip(partitions, labels, after, strict=True)]
         self._num_in_flight = len(self._works)
         self._missing = [len(groups) for groups in self._groups_of_parameter]
         self.in_flight = bool(self._works)
@@ -307,6 +313,11 @@ class FeedPipe:
             tuple(sorted({group for parameter in needs for group in self._groups_of_parameter[parameter]}))
             for needs in self._needs
         ]
+        awaited: set[int] = set()  # by those that come before, which are in order
+        for module in dict.fromkeys(self._sequence or []):
+            groups = self._groups_of_module[module]
+            self._groups_of_module[module] = tuple(group for group in groups if group not in awaited)
+            awaited.update(groups)
 
 
 def _entering(pipe: FeedPipe, module: int) -> Callable[..., None]:

@@ -7,7 +7,7 @@ gradient behind it is wanted; one that was removed or zeroed says what the user 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -103,12 +103,18 @@ class GradientKeeper:
 
     # -- from one backward to the next ------------------------------------------------------------------------------
 
-    def make_room(self) -> None:
-        """The coming backward writes DDP's buckets and the model's ``.grad``: save shards' gradients, clear guards."""
+    def make_room(self, settle: Callable[[], None]) -> None:
+        """The coming backward writes DDP's buckets and the model's ``.grad``: save shards' gradients, clear guards.
+
+        Args:
+            settle: waits for gradients that may still travel; called before any is read.
+        """
         self._unwatch()
         self._kept = [i for i, p in enumerate(self._parameters) if isinstance(p.grad, GradientGuard)]
         self._carried = []
         kept = set(self._kept)
+        if kept:
+            settle()
         for shard in self._sharded.shards:
             gradient = shard.tensor.grad
             if gradient is not None:  # without a guard, model.zero_grad() took it away

@@ -10,6 +10,7 @@ rank alone. Updates use the settings (learning rates and so on) of that moment, 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -51,6 +52,15 @@ class ReplicatedOptimizer(ShardSet):
         self._wanted: set[int] = set()  # parameters that still await their update
         self.updating = False  # the optimizer's code runs for some parameters
         self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, at the step
+        self._slot_of = {
+            slot: (group, position)
+            for group, slots in enumerate(self.slots.groups)
+            for position, slot in enumerate(slots)
+            if isinstance(slot, int)
+        }
+        self._addresses: list[int] = []  # per atom, of the memory at the last step
+        self._lasting = False  # this is the memory of the step before, too
+        self._views: dict[int, Tensor] = {}  # parameters' gradients in it, as far as they were used
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
@@ -77,25 +87,35 @@ class ReplicatedOptimizer(ShardSet):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def use_memory(self, gradients: Sequence[Tensor]) -> None:
-        """DDP's buckets hold the atoms' ``gradients``, of which this rank has reduced its ranges."""
+        """The atoms' ``gradients``, of which this rank has reduced its ranges, are there: in DDP's buckets, mostly."""
         self.memory = list(gradients)
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        self._lasting = addresses == self._addresses  # DDP rebuilds its buckets once: keep no old ones alive
+        if not self._lasting:
+            self._views = {}
+        self._addresses = addresses
 
-    def open_step(self) -> None:
+    def open_step(self, in_place: bool) -> None:
         """The optimizer is about to step: bring what shards hold into :attr:`memory`, to be gathered.
 
         Guards make room: a deferred optimizer sees no gradients now.
+
+        Args:
+            in_place: it is there, or will be before any gather.
         """
         assert self._layout is not None
         self.refuse_new_groups()
-        self.memory = self.memory or _blank_buckets(self._layout, self._parameters)
-        for shard in self.shards:
+        if not self.memory:
+            self.use_memory(_blank_buckets(self._layout, self._parameters))
+        for shard in [] if in_place else self.shards:
             gradient = shard.tensor.grad
             own = self.memory[shard.atom][shard.offset : shard.offset + shard.tensor.numel()]
             if gradient is None:  # taken away by the user, on this rank as far as we know
                 own.zero_()
             elif own.data_ptr() != gradient.data_ptr():  # kept from an earlier backward, or set by the user
                 own.copy_(gradient)
-        self._marks = {i: p.grad for i, p in enumerate(self._parameters) if isinstance(p.grad, GradientGuard)}
+        gradients = [parameter.grad for parameter in self._parameters]
+        self._marks = {i: mark for i, mark in enumerate(gradients) if isinstance(mark, GradientGuard)}
         self._wanted = set(self._marks)
         self._settings = [
             {key: copied(value) for key, value in group.items() if key != "params"}
@@ -136,17 +156,17 @@ class ReplicatedOptimizer(ShardSet):
 
     def _update(self, indices: Sequence[int]) -> None:
         """Run the optimizer's own code over these parameters, with the settings of the step."""
-        optimizer, chosen = self._optimizer, set(indices)
-        marks = {index: self._parameters[index].grad for index in indices}
-        for index in indices:
-            self._parameters[index].grad = self._gradient_of(index)
+        optimizer = self._optimizer
+        indices = sorted(indices, key=self._slot_of.__getitem__)  # as the optimizer has them
+        parameters = [self._parameters[index] for index in indices]
+        marks = [parameter.grad for parameter in parameters]
+        for index, parameter in zip(indices, parameters, strict=True):
+            parameter.grad = self._gradient_of(index)
         live = optimizer.param_groups
         partial: list[tuple[int, dict[str, Any]]] = []
-        for position, (settings, slots) in enumerate(zip(self._settings, self.slots.groups, strict=True)):
-            members = [self._parameters[slot] for slot in slots if isinstance(slot, int) and slot in chosen]
-            if members:
-                own = {key: copied(value) for key, value in settings.items()}
-                partial.append((position, {**own, "params": members}))
+        for position, members in itertools.groupby(indices, lambda index: self._slot_of[index][0]):
+            own = {key: copied(value) for key, value in self._settings[position].items()}
+            partial.append((position, {**own, "params": [self._parameters[index] for index in members]}))
         optimizer.param_groups = [group for _, group in partial]
         self.updating = True
         try:
@@ -155,8 +175,8 @@ class ReplicatedOptimizer(ShardSet):
         finally:
             self.updating = False
             optimizer.param_groups = live
-            for index, mark in marks.items():
-                self._parameters[index].grad = mark
+            for parameter, mark in zip(parameters, marks, strict=True):
+                parameter.grad = mark
         for position, group in partial:  # an optimizer may count steps in its groups
             for key, value in group.items():
                 before = self._settings[position].get(key)
@@ -165,12 +185,18 @@ class ReplicatedOptimizer(ShardSet):
 
     def _gradient_of(self, index: int) -> Tensor:
         """The gradient of a parameter, in its shape, where it lies in the buckets."""
+        view = self._views.get(index)
+        if view is not None:
+            return view
         parameter = self._parameters[index]
         if parameter.numel() == 0:
             return torch.zeros_like(parameter)
         atom, offset = self._places[index]
         flat = self.memory[atom]
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+        view = flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+        if self._lasting:
+            self._views[index] = view
+        return view
 
     # -- state, for whoever saves and loads it ----------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class DearState(StepCycle):
         """
         self._refuse_closed()
         if self._replicated is not None:
-            self._pipe.finish()  # an update of the last step may still need the gradients as they are
+            self._finish_gathers()  # an update of the last step may still need the gradients as they are
         self._attach_gradients(stepping=False)
         self._keeper.release()
         self._keeper.forget_zeroing()
@@ -254,8 +254,7 @@ class DearState(StepCycle):
         try:
             if self._reduction is not None and not self._in_backward:
                 self._reduction.wait()
-            self._arrival.settle()
-            self._pipe.finish()
+            self._finish_gathers()
         finally:
             self._reduction = None
             self._pipe.close()

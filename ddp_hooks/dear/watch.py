@@ -36,10 +36,12 @@ class GradientWatch:
         self._advance = weakref.WeakMethod(advance)  # the collector does not see through a parameter's hooks
         self._atoms: tuple[Atom, ...] = ()
         self._atoms_of: dict[int, list[int]] = {}  # watched parameter -> atoms that it lies in
+        self._num_members: dict[int, int] = {}  # per watched atom
         self._addresses: list[int] = []  # of every atom in the buckets, as the latest backward has shown them
         self._confirmed = False  # by a whole backward: DDP rebuilds its buckets once, and may use old addresses again
         self._armed = False
         self._in_place: set[int] = set()
+        self._missing: dict[int, int] = {}  # per watched atom, its members that are not in their place
         self._latest: int | None = None
         self._handles: list[Any] = []
 
@@ -50,8 +52,10 @@ class GradientWatch:
         self._atoms = layout.atoms
         self._atoms_of = {}
         ends = (0, len(layout.buckets) - 1)
-        for index, atom in enumerate(self._atoms):
-            for member in atom.members if atom.bucket in ends else ():
+        watched = {index: atom for index, atom in enumerate(self._atoms) if atom.bucket in ends}
+        self._num_members = {index: len(atom.members) for index, atom in watched.items()}
+        for index, atom in watched.items():
+            for member in atom.members:
                 self._atoms_of.setdefault(member.parameter, []).append(index)
         self._handles = [
             self._parameters[index].register_post_accumulate_grad_hook(_noting(weakref.ref(self), index))
@@ -68,6 +72,7 @@ class GradientWatch:
         """Begin anew: the coming backward is one that DDP reduces, or not."""
         self._armed = armed and self._confirmed
         self._in_place.clear()
+        self._missing = dict(self._num_members)
         self.ready.clear()
         self._latest = None
 
@@ -85,20 +90,22 @@ class GradientWatch:
         latest, self._latest = self._latest, index
         if latest is None:
             return
-        self._in_place.add(latest)
+        if latest not in self._in_place:
+            self._in_place.add(latest)
+            self._note(self._atoms_of[latest])
+
+    def _note(self, atoms: Sequence[int]) -> None:
+        """One more member of each of these atoms is in its place."""
         before = len(self.ready)
-        for atom in self._atoms_of[latest]:
-            self._note_if_ready(atom)
+        for index in atoms:
+            self._missing[index] -= 1
+            if self._missing[index] == 0:
+                flat = self._memory_of(self._atoms[index])
+                if flat is not None and flat.data_ptr() == self._addresses[index]:
+                    self.ready[index] = flat
         advance = self._advance()
         if len(self.ready) > before and advance is not None:
             advance()
-
-    def _note_if_ready(self, index: int) -> None:
-        atom = self._atoms[index]
-        if all(member.parameter in self._in_place for member in atom.members):
-            flat = self._memory_of(atom)
-            if flat is not None and flat.data_ptr() == self._addresses[index]:
-                self.ready[index] = flat
 
     def _memory_of(self, atom: Atom) -> Tensor | None:
         """The atom's part of the bucket, or None if its gradients do not lie there as neighbours."""

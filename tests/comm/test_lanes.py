@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import threading
 import time
 from typing import Any
 
@@ -18,7 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import LaneError, Lanes, LaneSettings, LaneTimeout, Partition, Recorder, aligned_bounds
+from ddp_hooks.comm.exchange import Algorithm
 from ddp_hooks.comm.lanes import WINDOW, StreamLane
+from tests.dear.test_refusals import message_of
 from tests.workers import WorkerFailed, WorkerPools
 
 CPU = torch.device("cpu")
@@ -107,6 +110,40 @@ def native_lane(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_native_collectives(workers: WorkerPools, world_size: int) -> None:
     workers(world_size).run(native_lane)
+
+
+def gather_after_another(rank: int, world_size: int, fails: bool) -> tuple[bool, str, bool]:
+    """Whether a gather has begun before what it is to follow; and what it says and brings in the end."""
+    lanes = lanes_of(3)
+    bounds = aligned_bounds(500, world_size, 4)
+    flat = torch.full((500,), -1.0)
+    gate = threading.Event()
+
+    def write_own_range() -> Algorithm:
+        gate.wait(10)
+        if fails:
+            raise ValueError("on purpose")
+        flat[bounds[rank] : bounds[rank + 1]] = rank
+        yield from ()
+
+    first = lanes.run(write_own_range(), "the first")
+    other = lanes.run(iter(()), "another")  # type: ignore[arg-type]
+    gather = lanes.all_gather([Partition(flat, bounds)], "the second", after=[other, first])
+    other.wait()
+    too_early = gather.error_within(0.2) is not None or gather.done  # type: ignore[attr-defined]
+    gate.set()
+    message = message_of(gather.wait)
+    right = all(bool((flat[bounds[r] : bounds[r + 1]] == r).all()) for r in range(world_size))
+    lanes.close()
+    return too_early, message, right
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_gather_follows_other_work(workers: WorkerPools, world_size: int, fails: bool) -> None:
+    for too_early, message, right in workers(world_size).run(gather_after_another, fails):
+        assert not too_early
+        assert ("on purpose" in message) if fails else (right and message == "nothing was raised")
 
 
 def spans(rank: int, world_size: int) -> list[Any]:

@@ -6,8 +6,10 @@ that are shown a part of a tensor, or a part of the model, when they need the wh
 
 from __future__ import annotations
 
+import copy
 import io
 import logging
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -21,6 +23,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
+from ddp_hooks.comm.exchange import Algorithm
 from tests.dear import test_clipping, twins
 from tests.dear.test_checkpoint import differences, save_every_step
 from tests.dear.test_exact import LOOPS, adamw_two_groups, momentum_sgd
@@ -211,7 +214,7 @@ def wrapped(update: Any = "replicated", **changes: Any) -> tuple[DistributedData
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Matrices(), bucket_cap_mb=0.005, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    config = replace(CONFIG, update=update, atom_mb=0.002, fusion="none", **changes)
+    config = replace(CONFIG, **{"update": update, "atom_mb": 0.002, "fusion": "none", **changes})
     state = DearState(ddp, optimizer, config)
     ddp.register_comm_hook(state, dear_hook)
     return ddp, optimizer, state
@@ -250,6 +253,59 @@ def test_each_layer_is_updated_as_it_is_reached(workers: WorkerPools) -> None:
         assert unchanged, "updated inside step(): nothing was deferred"
         assert seen == [1, 2, 3, 4, 5, 6, 7], "not updated one after the other, just before use"
         assert complete
+
+
+def held(gate: threading.Event) -> Algorithm:
+    """Work that keeps a lane busy."""
+    gate.wait(10)
+    yield from ()
+
+
+def step_behind_busy_lanes(rank: int, world_size: int, changes: dict[str, Any], twice: bool) -> tuple[bool, float]:
+    """Whether step() returns although nothing can be reduced yet; and how far the model is from plain DDP's."""
+    ddp, optimizer, state = wrapped(**changes)
+    twin = DistributedDataParallel(copy.deepcopy(ddp.module), gradient_as_bucket_view=True)
+    twins_optimizer = torch.optim.SGD(twin.parameters(), lr=0.1)
+    gate = threading.Event()
+    returned = False
+    for step in range(6):
+        values = torch.randn(2, 24, generator=torch.Generator().manual_seed(10 * rank + step))
+        for model, its in ((ddp, optimizer), (twin, twins_optimizer)):
+            its.zero_grad()
+            if twice:
+                model(values).backward()
+            output = model(values)
+            if model is ddp and step == 4:
+                for _ in range(len(state._lanes)):
+                    state._lanes.run(held(gate), "a gate")
+                threading.Timer(2.0, gate.set).start()
+            output.backward()
+            its.step()
+            if model is ddp and step == 4:
+                returned = not gate.is_set()
+    state.synchronize()
+    gap = max(float((a - b).abs().max()) for a, b in zip(ddp.parameters(), twin.parameters(), strict=True))
+    state.close()
+    return returned, gap
+
+
+@pytest.mark.parametrize(
+    ("changes", "twice", "expected"),
+    [
+        ({}, False, True),
+        ({"fusion": "size", "fusion_mb": 1, "lanes": 3}, False, True),
+        ({}, True, False),
+        ({"reduce_dtype": torch.float64}, False, False),
+        ({"max_grad_norm": 1e9}, False, False),
+    ],
+    ids=["plain", "fused", "two backwards", "sums in another type", "clipped"],
+)
+def test_gathers_wait_for_gradients_and_step_does_not(
+    workers: WorkerPools, changes: dict[str, Any], twice: bool, expected: bool
+) -> None:
+    for returned, gap in workers(3).run(step_behind_busy_lanes, changes, twice):
+        assert returned == expected, "gathers may follow reduce-scatters only where nothing is to be done in between"
+        assert gap < 1e-5
 
 
 def nothing_on_the_way(rank: int, world_size: int) -> bool:

@@ -81,7 +81,7 @@ class Loop:
 
             def wait_or_die(running: Any, submission: Any, wait: Callable[..., Any] = wait) -> None:
                 wait(running, submission)
-                if submission.phase == phase:
+                if submission.work.label.startswith(phase):
                     die()
 
             lane._wait = wait_or_die  # type: ignore[attr-defined]
