@@ -11,7 +11,7 @@ from ddp_hooks.comm.collectives import (
     ring_all_gather,
     ring_reduce_scatter,
 )
-from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
+from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send, round_of
 from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings
@@ -45,5 +45,6 @@ __all__ = [
     "profile_link",
     "ring_all_gather",
     "ring_reduce_scatter",
+    "round_of",
     "run_on_fabric",
 ]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
+from ddp_hooks.comm.exchange import Algorithm, Recv, Send, round_of
 
 
 def ring_reduce_scatter(chunks: Sequence[Tensor], rank: int, scratch: Tensor, divisor: int = 1) -> Algorithm:
@@ -33,7 +33,7 @@ def ring_reduce_scatter(chunks: Sequence[Tensor], rank: int, scratch: Tensor, di
         outgoing = chunks[(rank - step) % world_size]
         partial = chunks[(rank - step - 1) % world_size]
         incoming = scratch[: partial.numel()]
-        yield _round(Recv(left, incoming), Send(right, outgoing))
+        yield round_of(Recv(left, incoming), Send(right, outgoing))
         if partial.numel():
             partial.add_(incoming)
     if divisor > 1 and chunks[rank].numel():
@@ -53,7 +53,7 @@ def ring_all_gather(chunks: Sequence[Tensor], rank: int) -> Algorithm:
     for step in range(world_size - 1):
         outgoing = chunks[(rank - step) % world_size]
         incoming = chunks[(rank - step - 1) % world_size]
-        yield _round(Recv(left, incoming), Send(right, outgoing))
+        yield round_of(Recv(left, incoming), Send(right, outgoing))
 
 
 def pairwise_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], rank: int) -> Algorithm:
@@ -65,7 +65,7 @@ def pairwise_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ra
     """
     others = [peer for peer in range(len(outgoing)) if peer != rank]
     receives = [Recv(peer, incoming[peer]) for peer in others]
-    yield _round(*receives, *(Send(peer, outgoing[peer]) for peer in others))
+    yield round_of(*receives, *(Send(peer, outgoing[peer]) for peer in others))
 
 
 class Segment(NamedTuple):
@@ -97,10 +97,6 @@ def ordered_reduce_scatter(partition: Partition, rank: int, segments: Sequence[S
         for step in range(2, world_size + 1):
             total = parts[(owner + step) % world_size][start:end] + total
         chunks[rank][start:end].copy_(total).div_(world_size)
-
-
-def _round(*exchanges: Send | Recv) -> Round:
-    return [exchange for exchange in exchanges if exchange.tensor.numel()]
 
 
 class Partition(NamedTuple):

@@ -30,3 +30,8 @@ class Recv(NamedTuple):
 
 Round: TypeAlias = list[Send | Recv]
 Algorithm: TypeAlias = Generator[Round, None, None]
+
+
+def round_of(*exchanges: Send | Recv) -> Round:
+    """A round of these exchanges, but for messages of no length, which neither side waits for."""
+    return [exchange for exchange in exchanges if exchange.tensor.numel()]

@@ -1,7 +1,8 @@
 """Run an algorithm for P ranks inside one process: for tests of any P, and with a clock for prediction.
 
 The ranks advance in turn, each as far as its messages allow. A round that no peer will ever complete is reported as
-a deadlock with the ranks and messages that are missing; a message whose sides disagree in size is an error at once.
+a deadlock with the ranks and messages that are missing; a message whose sides disagree in size is an error at once, and
+so is memory that an algorithm changed while a lane might still have been sending it.
 """
 
 from __future__ import annotations
@@ -10,13 +11,14 @@ from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import Tensor
 
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
 
 
 class FabricError(RuntimeError):
-    """The ranks of an algorithm do not fit together: a deadlock, or two sides of a message that differ in size."""
+    """The ranks of an algorithm do not fit together: a deadlock, two sides of a message that differ, changed memory."""
 
 
 @dataclass(frozen=True)
@@ -51,6 +53,7 @@ class _Participant:
     round: Round | None = None
     waiting: list[Recv] = field(default_factory=list)
     round_end_s: float = 0.0
+    sent: list[tuple[Send, Tensor]] = field(default_factory=list)  # with what each message held when it was sent
 
 
 def run_on_fabric(algorithms: Sequence[Algorithm], cost: AlphaBeta | None = None) -> list[RankTraffic]:
@@ -64,7 +67,8 @@ def run_on_fabric(algorithms: Sequence[Algorithm], cost: AlphaBeta | None = None
         The traffic of every rank, with its clock at the end.
 
     Raises:
-        FabricError: the ranks wait for messages that nobody sends, or a message's two sides differ in size or dtype.
+        FabricError: the ranks wait for messages that nobody sends, a message's two sides differ in size or dtype, or
+            what was sent had changed when the algorithm ended.
     """
     cost = cost or AlphaBeta()
     participants = [_Participant(rank, algorithm, RankTraffic()) for rank, algorithm in enumerate(algorithms)]
@@ -94,6 +98,7 @@ def _advance(
         if participant.round is None:
             participant.round = next(participant.algorithm, None)
             if participant.round is None:
+                _refuse_changes(participant)
                 return True, True
             progressed = True
             _post(participant, mailboxes, cost)
@@ -119,9 +124,19 @@ def _post(
             link_free_s += nbytes * cost.beta_s_per_byte
             message = _Message(exchange.tensor.clone(), link_free_s + cost.alpha_s)
             mailboxes[participant.rank, exchange.peer].append(message)
+            participant.sent.append((exchange, message.payload))
             traffic.sent_bytes += nbytes
     participant.waiting = [exchange for exchange in participant.round if isinstance(exchange, Recv)]
     participant.round_end_s = link_free_s
+
+
+def _refuse_changes(participant: _Participant) -> None:
+    for (peer, tensor), payload in participant.sent:
+        if not torch.equal(tensor.contiguous().view(torch.uint8), payload.contiguous().view(torch.uint8)):
+            raise FabricError(
+                f"rank {participant.rank} changed what it had sent to rank {peer} before its algorithm ended: a lane "
+                f"might still have been reading that memory"
+            )
 
 
 def _receive(

@@ -24,7 +24,8 @@ class DearConfig:
         fusion: which neighbouring atoms travel together. ``"size"``: while their total does not exceed ``fusion_mb``
             (DeAR, section IV-B); ``"layers"``: ``fusion_layers`` layers at a time; ``"none"``: every atom alone.
             On CPUs atoms of DDP's last bucket are always reduced alone, as soon as each is ready.
-        fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None: an atom's size.
+        fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None: an atom's size; on
+            links of medium speed a sixteenth of the model or 4 MiB, whichever is larger, if that is less.
         fusion_layers: layers per group, for ``"layers"``.
         atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages,
             but not more than an eighth of the model or 16 MiB, whichever is larger. A run that resumes a checkpoint on

@@ -58,6 +58,8 @@ logger = logging.getLogger("ddp_hooks")
 
 _LARGE_ATOM_BYTES = 16 << 20
 _MIN_ATOMS = 8  # of a model, where atoms are larger than that
+_SMALL_GROUP_BYTES = 4 << 20
+_MIN_GROUPS = 16  # of a model, where groups are larger than that
 
 _TRACED_NOTE = (
     "This forward ran without compiled graphs, because DearState notes in which order modules run. If it works only "
@@ -94,8 +96,8 @@ class StepCycle:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._recorder = Recorder(config.trace)
         model_bytes = sum(parameter.nbytes for parameter in self._parameters)
-        self._lanes, atom_bytes = _open_lanes(config, group, self.device, self._recorder, model_bytes)
-        fusion_mb = config.fusion_mb if config.fusion_mb is not None else atom_bytes / mebibytes(1)
+        self._lanes, atom_bytes, fusion_bytes = _open_lanes(config, group, self.device, self._recorder, model_bytes)
+        fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
         self._watches = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
         self._arrangement = Arrangement(
@@ -437,8 +439,8 @@ class _Mark:
 
 def _open_lanes(
     config: DearConfig, group: dist.ProcessGroup, device: torch.device, recorder: Recorder, model_bytes: int
-) -> tuple[Lanes, int]:
-    """The lanes, and the size of an atom in bytes: as configured, or as the link and the model's size suggest."""
+) -> tuple[Lanes, int, int]:
+    """The lanes, and the sizes of atoms and groups in bytes: as configured, or as link and model suggest."""
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
     if config.slice_mb is not None:
@@ -451,6 +453,9 @@ def _open_lanes(
             settings.slice_bytes = link.message_bytes
         logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
     if config.atom_mb is not None:
-        return lanes, mebibytes(config.atom_mb)
+        return lanes, mebibytes(config.atom_mb), mebibytes(config.atom_mb)
     # Where messages are large, still enough atoms for something to overlap with.
-    return lanes, min(4 * settings.slice_bytes, max(_LARGE_ATOM_BYTES, model_bytes // _MIN_ATOMS))
+    atom_bytes = min(4 * settings.slice_bytes, max(_LARGE_ATOM_BYTES, model_bytes // _MIN_ATOMS))
+    if lanes.native or settings.slice_bytes > _SMALL_GROUP_BYTES:  # there every group costs more than it hides
+        return lanes, atom_bytes, atom_bytes
+    return lanes, atom_bytes, min(atom_bytes, max(_SMALL_GROUP_BYTES, model_bytes // _MIN_GROUPS))

@@ -17,7 +17,7 @@ import torch
 
 from ddp_hooks.comm import Lanes, Partition, Recorder, Stall, Work, compat
 from ddp_hooks.dear.inert import InertOnCopy
-from ddp_hooks.dear.regions import START, Clearance, Passable, order_below, stand_ins
+from ddp_hooks.dear.regions import START, Clearance, Passable, nearest_above, order_below, stand_ins
 from ddp_hooks.dear.trace import ForwardTrace
 
 logger = logging.getLogger("ddp_hooks")
@@ -155,10 +155,11 @@ class FeedPipe:
             if parameter not in needs[module]:
                 needs[module].append(parameter)
             reachable.add(parameter)
+        index_of = {path: index for index, path in enumerate(self._paths)}
         for module, own in enumerate(self._own):
             for parameter in own:
                 if parameter not in reachable:
-                    needs[self._executed_ancestor(module, executed)].append(parameter)
+                    needs[nearest_above(self._paths[module], index_of, executed) or 0].append(parameter)
         return needs
 
     def _appoint_stand_ins(self, trace: ForwardTrace) -> None:
@@ -176,15 +177,6 @@ class FeedPipe:
             hook = Passable(_entering(self, module), self._clearances[other], self._moves[module])
             self._handles[module].remove()
             self._handles[module] = self._modules[module][1].register_forward_pre_hook(hook, prepend=True)
-
-    def _executed_ancestor(self, module: int, executed: set[int]) -> int:
-        path = self._paths[module]
-        while path:
-            path = path.rpartition(".")[0]
-            ancestor = self._paths.index(path)
-            if ancestor in executed:
-                return ancestor
-        return 0
 
     # -- gathers ----------------------------------------------------------------------------------------------------
 

@@ -8,7 +8,7 @@ both, and other paths get graphs of their own, in which the hooks do run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -106,7 +106,7 @@ def stand_ins(
     for module, (path, _) in enumerate(modules):
         if module not in compiled:
             continue
-        parent = _nearest(path, index_of, entered)
+        parent = nearest_above(path, index_of, entered)
         if parent is None or module in shared or entered[module] < entered[parent]:
             passes = False
         else:
@@ -122,12 +122,12 @@ def stand_ins(
     return stands_in
 
 
-def _nearest(path: str, index_of: dict[str, int], entered: dict[int, int]) -> int | None:
-    """The nearest module above that ran."""
+def nearest_above(path: str, index_of: Mapping[str, int], ran: Container[int]) -> int | None:
+    """The nearest module above ``path`` that ran, by its index; None if none did."""
     while path:
         path = path.rpartition(".")[0]
         index = index_of.get(path)
-        if index is not None and index in entered:
+        if index is not None and index in ran:
             return index
     return None
 

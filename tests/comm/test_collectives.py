@@ -187,3 +187,16 @@ def test_fabric_notices_messages_that_nobody_receives() -> None:
 
     with pytest.raises(FabricError, match="nobody received"):
         run_on_fabric([sends(), ends()])  # type: ignore[list-item]
+
+
+def test_fabric_notices_memory_that_changed_under_way() -> None:
+    def sends_and_writes() -> Any:
+        values = torch.ones(3)
+        yield [Send(1, values)]
+        values[1] = 2.0
+
+    def receives() -> Any:
+        yield [Recv(0, torch.empty(3))]
+
+    with pytest.raises(FabricError, match="rank 0 changed what it had sent to rank 1"):
+        run_on_fabric([sends_and_writes(), receives()])
