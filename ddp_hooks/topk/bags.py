@@ -1,0 +1,78 @@
+"""Who sends which blocks to whom: the bags of Spar-Reduce-Scatter and the steps of Bruck's all-gather.
+
+Pure functions of the number of workers. Workers and blocks of one team are numbered from 0 and lie on a circle
+(zhao2024spardl, section III-B; the paper counts from 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+
+class Step(NamedTuple):
+    """One round of a worker: what it sends to whom, and what it receives from whom."""
+
+    target: int
+    outgoing: tuple[int, ...]  # blocks
+    source: int
+    incoming: tuple[int, ...]
+
+
+def num_rounds(size: int) -> int:
+    """Rounds in which ``size`` workers can each hear of every other: the logarithm to base 2, rounded up."""
+    return (size - 1).bit_length()
+
+
+def bags(worker: int, size: int) -> list[tuple[int, ...]]:
+    """The blocks of a worker's preservation bag, then those of its sending bags 1, 2, … (Example 1 and Fig. 5).
+
+    Sending bag i holds the 2^(i - 1) blocks that begin 2^(i - 1) behind the worker's own; the last one what is left.
+    """
+    result: list[tuple[int, ...]] = [(worker,)]
+    for i in range(num_rounds(size)):
+        distance = 1 << i
+        result.append(tuple((worker + distance + x) % size for x in range(min(distance, size - distance))))
+    return result
+
+
+def reduce_scatter_steps(worker: int, size: int) -> list[Step]:
+    """The rounds of Spar-Reduce-Scatter: the last bag first, each to the worker that it begins with (section III-B2).
+
+    In every round the blocks that come in are blocks that the worker still holds (Theorem 1).
+    """
+    steps = []
+    for i in reversed(range(num_rounds(size))):
+        distance = 1 << i
+        source = (worker - distance) % size
+        steps.append(
+            Step((worker + distance) % size, bags(worker, size)[i + 1], source, bags(source, size)[i + 1])
+        )
+    return steps
+
+
+def all_gather_steps(worker: int, size: int) -> list[Step]:
+    """The rounds of Bruck's all-gather (Fig. 3b): everything held so far, but no more than is missing."""
+    steps = []
+    for i in range(num_rounds(size)):
+        distance = 1 << i
+        count = min(distance, size - distance)
+        source = (worker + distance) % size
+        outgoing = tuple((worker + x) % size for x in range(count))
+        incoming = tuple((source + x) % size for x in range(count))
+        steps.append(Step((worker - distance) % size, outgoing, source, incoming))
+    return steps
+
+
+def even_bounds(numel: int, parts: int) -> tuple[int, ...]:
+    """Where ``parts`` ranges of almost equal length begin and end, ``parts + 1`` ascending offsets."""
+    return tuple(numel * part // parts for part in range(parts + 1))
+
+
+def block_counts(k: int, bounds: Sequence[int]) -> tuple[int, ...]:
+    """How many entries of each block are kept, about ``k`` in all: at least one of each block that has any."""
+    parts = len(bounds) - 1
+    shares = even_bounds(k, parts)
+    return tuple(
+        min(bounds[b + 1] - bounds[b], max(1, shares[b + 1] - shares[b])) for b in range(parts)
+    )

@@ -1,0 +1,34 @@
+"""Bruck's all-gather of messages whose lengths every worker knows: any number of workers, ceil(log2 P) rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import Recv, Round, Send, round_of
+from ddp_hooks.topk.bags import all_gather_steps
+
+
+def bruck_all_gather(
+    mine: Tensor, sizes: Sequence[int], members: Sequence[int], position: int
+) -> Generator[Round, None, list[Tensor]]:
+    """Every member's message, on every member (zhao2024spardl, Fig. 3b).
+
+    Args:
+        mine: (sizes[position],), this member's message.
+        sizes: length of each member's message, in elements.
+        members: the ranks that take part.
+        position: which of them this one is.
+
+    Returns:
+        The messages in the order of the members; views of memory that belongs to the caller.
+    """
+    held: dict[int, Tensor] = {position: mine}
+    for target, outgoing, source, incoming in all_gather_steps(position, len(members)):
+        message = held[position] if len(outgoing) == 1 else torch.cat([held[member] for member in outgoing])
+        arriving = mine.new_empty(sum(sizes[member] for member in incoming))
+        yield round_of(Recv(members[source], arriving), Send(members[target], message))
+        held.update(zip(incoming, arriving.split([sizes[member] for member in incoming]), strict=True))
+    return [held[member] for member in range(len(members))]

@@ -1,0 +1,78 @@
+"""How many entries a team contributes to B-SAG: Algorithm 2 of SparDL (zhao2024spardl, section III-D2).
+
+The number of entries after the exchange should be near the number that a block keeps. Too many: fewer are sent; the
+sentence above Algorithm 2 has it the other way round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+_MIN_STEP = 0.1  # moves h by one within ten steps
+
+
+@dataclass
+class TopHController:
+    """Algorithm 2 for one block position; the same on all workers that have it.
+
+    Args:
+        target: entries that the block keeps, ``d k / P``.
+        num_teams: d.
+        h: entries to send, a real number from ``k / P`` to ``d k / P``; rounded when it is used.
+        step: what is added to ``h`` next.
+        doubles: whether the next step in the same direction is twice as long.
+    """
+
+    target: int
+    num_teams: int
+    h: float = 0.0
+    step: float = 0.0
+    doubles: bool = False
+
+    def __post_init__(self) -> None:
+        if self.h == 0.0:
+            self.h, self.step = self.lowest, self.initial_step
+
+    @property
+    def lowest(self) -> float:
+        """If teams' entries do not overlap."""
+        return self.target / self.num_teams
+
+    @property
+    def initial_step(self) -> float:
+        """One percent of the range in which ``h`` may lie."""
+        return max(0.01 * self.lowest * (self.num_teams - 1), _MIN_STEP)
+
+    @property
+    def count(self) -> int:
+        """Entries to send now."""
+        return max(1, round(self.h)) if self.target else 0
+
+    def observe(self, num_entries: int) -> None:
+        """The exchange has left ``num_entries`` different ones; adjust ``h`` for the next (lines 3 to 12)."""
+        too_many = num_entries > self.target
+        if too_many != (self.step > 0):  # it goes in the right direction
+            if self.doubles:
+                self.step *= 2
+            self.doubles = not self.doubles
+        else:
+            self.step *= -0.5
+            self.doubles = False
+        if abs(self.step) < _MIN_STEP:
+            self.step = _MIN_STEP if self.step > 0 else -_MIN_STEP
+        self.h += self.step
+        if not self.lowest <= self.h <= self.target:
+            # At a bound, begin anew, pointing inwards: doubling would never end.
+            self.h = min(max(self.h, self.lowest), float(self.target))
+            self.step = self.initial_step * (1 if self.h == self.lowest else -1)
+            self.doubles = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain numbers."""
+        return asdict(self)
+
+    @staticmethod
+    def from_state(state: dict[str, Any]) -> TopHController:
+        """The reverse of :meth:`state_dict`."""
+        return TopHController(**state)

@@ -1,0 +1,60 @@
+"""gTopk: a tree that keeps the largest entries wherever two branches meet (shi2019gtopk; row 3 of SparDL's Table I).
+
+A binomial tree, so any number of workers will do.
+"""
+
+from __future__ import annotations
+
+from ddp_hooks.comm import Recv, Send, round_of
+from ddp_hooks.topk.bags import num_rounds
+from ddp_hooks.topk.exchange import Exchange, Selector
+from ddp_hooks.topk.ledger import Ledger
+from ddp_hooks.topk.sparse import SparseVector, add, split_largest
+from ddp_hooks.topk.wire import Wire
+
+
+def gtopk(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int, wire: Wire) -> Exchange:
+    """An approximation of the ``k`` largest entries of the sum: reduced up the tree, and sent back down.
+
+    What a branch discards stays with the worker where it was discarded.
+
+    Args:
+        ledger: of this worker's residual plus gradient; closed in the end.
+        selector: of the ledger's working vector, as one block.
+        k: entries to keep.
+        rank, world_size: of the group.
+        wire: how entries travel.
+    """
+    numel = ledger.work.numel()
+    indices = selector.select(0)
+    arriving, lost = wire.round(ledger.work[indices])
+    ledger.take(indices, lost)
+    held = SparseVector(indices, arriving)
+    message = wire.encode(held, numel, k)
+    height = next((t for t in range(num_rounds(world_size)) if rank >> t & 1), num_rounds(world_size))
+
+    for t in range(height):  # from those who are children of this one
+        child = rank + (1 << t)
+        if child < world_size:
+            arriving = message.new_empty(message.numel())
+            yield round_of(Recv(child, arriving))
+            held, dropped = split_largest(add(held, wire.decode(arriving, numel, k)), k)
+            ledger.discard(dropped)
+            rounded, lost = wire.round(held.values)
+            if lost is not None:
+                ledger.discard(SparseVector(held.indices, lost))
+            held = SparseVector(held.indices, rounded)
+    if rank:
+        parent = rank - (1 << height)
+        yield round_of(Send(parent, wire.encode(held, numel, k)))
+        message = message.new_empty(message.numel())
+        yield round_of(Recv(parent, message))
+    else:
+        message = wire.encode(held, numel, k)
+    for t in reversed(range(height)):
+        child = rank + (1 << t)
+        if child < world_size:
+            yield round_of(Send(child, message))
+    result = wire.decode(message, numel, k)
+    ledger.close(result.indices)
+    return result

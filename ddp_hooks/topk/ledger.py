@@ -1,0 +1,96 @@
+"""What a worker holds, what it has given away and what it has discarded: residual collection.
+
+The working vector is the residual of the step before plus the new gradient, and becomes the residual of the next step,
+in the same memory. What arrives from others is added to it and what is sent is taken out of it; both are noted, so that
+in the end every entry can be given the value that the chosen rule asks for. Nothing here is as long as the vector.
+
+The rules (zhao2024spardl, section III-C and Algorithm 1, as corrected: line 9 stores what it discards, too). With I the
+indices of the result:
+
+* ``global``: outside of I everything is as it was before the exchange, with the worker that made it; inside of I a
+  worker keeps what it has itself discarded, of its own and of what others had sent to it. Nothing is ever lost.
+* ``partial`` (the paper's PRES): inside of I a worker keeps its own value, unless it has sent it. What others had sent
+  to it is lost where it was discarded.
+* ``local`` (LRES): a worker keeps what it has not sent; what it has sent is lost where others discarded it.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.topk.sparse import SparseVector
+
+Collection: TypeAlias = Literal["global", "partial", "local"]
+
+
+class Ledger:
+    """One exchange's account of one working vector.
+
+    Args:
+        work: (n,), residual plus gradient; becomes the next residual.
+        collection: the rule.
+    """
+
+    def __init__(self, work: Tensor, collection: Collection = "global") -> None:
+        self.work = work
+        self._collection = collection
+        self._changes: list[SparseVector] = []  # entries and what they were before they were changed, oldest first
+        self._sent: list[Tensor] = []  # indices
+        self._discarded: list[SparseVector] = []  # what was discarded when it had left the working vector
+
+    def receive(self, vector: SparseVector) -> None:
+        """Add what another worker has sent to the working vector."""
+        before = self.work[vector.indices]
+        self._changes.append(SparseVector(vector.indices, before))
+        self.work[vector.indices] = before + vector.values
+
+    def take(self, indices: Tensor, kept_back: Tensor | None = None) -> Tensor:
+        """Take entries out of the working vector, to be sent or kept elsewhere; returns their values.
+
+        Args:
+            indices: (k,), each at most once.
+            kept_back: (k,), a part of each value that stays behind, such as what rounding takes away.
+        """
+        values = self.work[indices]
+        self._changes.append(SparseVector(indices, values))
+        self._sent.append(indices)
+        self.work[indices] = torch.zeros_like(values) if kept_back is None else kept_back
+        return values
+
+    def discard(self, vector: SparseVector) -> None:
+        """Entries that had been taken, or have never been in the working vector, do not reach the result."""
+        if len(vector):
+            self._discarded.append(vector)
+
+    def close(self, result: Tensor) -> None:
+        """Turn the working vector into the residual.
+
+        Args:
+            result: (m,), ascending: the indices of the result, on every rank.
+        """
+        if self._collection == "global":
+            self._undo_outside_of(result)
+            for vector in self._discarded:
+                inside = vector.at(is_in(vector.indices, result))
+                self.work[inside.indices] += inside.values
+            return
+        self._undo_outside_of(result.new_empty(0))
+        for indices in self._sent:
+            gone = indices if self._collection == "local" else indices[is_in(indices, result)]
+            self.work[gone] = 0.0
+
+    def _undo_outside_of(self, result: Tensor) -> None:
+        for change in reversed(self._changes):  # the oldest value last
+            before = change.at(~is_in(change.indices, result))
+            self.work[before.indices] = before.values
+
+
+def is_in(indices: Tensor, others: Tensor) -> Tensor:
+    """Which of ``indices`` are among ``others``; both ascending, (n,) and (m,)."""
+    if not others.numel():
+        return torch.zeros_like(indices, dtype=torch.bool)
+    positions = torch.searchsorted(others, indices)
+    return others[positions.clamp_(max=others.numel() - 1)] == indices

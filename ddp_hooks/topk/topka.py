@@ -1,0 +1,33 @@
+"""TopkA: every worker's largest entries travel to all (renggli2019sparcml; row 1 of SparDL's Table I)."""
+
+from __future__ import annotations
+
+from ddp_hooks.topk.bruck import bruck_all_gather
+from ddp_hooks.topk.exchange import Exchange, Selector
+from ddp_hooks.topk.ledger import Ledger
+from ddp_hooks.topk.sparse import SparseVector, total
+from ddp_hooks.topk.wire import Wire
+
+
+def topka(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int, wire: Wire) -> Exchange:
+    """The sum of all workers' ``k`` largest entries, up to ``P k`` of them; nothing is discarded on the way.
+
+    Recursive doubling, which the paper's table counts, is Bruck's all-gather where P is a power of two: as many rounds
+    and words.
+
+    Args:
+        ledger: of this worker's residual plus gradient; closed in the end.
+        selector: of the ledger's working vector, as one block.
+        k: entries per worker.
+        rank, world_size: of the group.
+        wire: how entries travel.
+    """
+    numel = ledger.work.numel()
+    indices = selector.select(0)
+    arriving, lost = wire.round(ledger.work[indices])
+    ledger.take(indices, lost)
+    message = wire.encode(SparseVector(indices, arriving), numel, k)
+    messages = yield from bruck_all_gather(message, [message.numel()] * world_size, range(world_size), rank)
+    result = total([wire.decode(message, numel, k) for message in messages])
+    ledger.close(result.indices)
+    return result

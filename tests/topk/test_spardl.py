@@ -1,0 +1,155 @@
+"""SparDL on the in-process fabric, for any number of ranks and teams, against a slow twin on whole vectors.
+
+Prevents: gradients that are lost or counted twice, replicas that differ, messages that grow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from ddp_hooks.comm import Round, run_on_fabric
+from ddp_hooks.topk.bags import bags, block_counts, num_rounds, reduce_scatter_steps
+from ddp_hooks.topk.controller import TopHController
+from ddp_hooks.topk.ledger import Ledger
+from ddp_hooks.topk.selection import BlockSelector
+from ddp_hooks.topk.spardl import Plan, spardl
+from ddp_hooks.topk.sparse import SparseVector
+from ddp_hooks.topk.wire import Wire
+from tests.topk.twins import DenseTwin
+
+
+def returning(algorithm: Generator[Round, None, Any], results: dict[int, Any], rank: int) -> Any:
+    """The algorithm, as executors take it, and what it returns in ``results``."""
+    results[rank] = yield from algorithm
+
+
+def run_spardl(
+    work: list[Tensor], k: int, num_teams: int, sag: Any, collection: Any, split: Any, wire: Wire
+) -> list[SparseVector]:
+    """One exchange of all ranks; ``work`` becomes their residuals."""
+    results: dict[int, SparseVector] = {}
+    algorithms = []
+    for rank, values in enumerate(work):
+        plan = Plan(values.numel(), k, len(work), num_teams, rank)
+        needed = sag == "b" and num_teams > 1
+        controller = TopHController(plan.counts[plan.position], num_teams) if needed else None
+        selector = BlockSelector(values, plan.bounds, plan.counts)
+        algorithm = spardl(Ledger(values, collection), selector, plan, wire, sag, split, controller)
+        algorithms.append(returning(algorithm, results, rank))
+    run_on_fabric(algorithms)
+    return [results[rank] for rank in range(len(work))]
+
+
+def teams_of(world_size: int) -> list[tuple[int, str]]:
+    """Every number of teams, with every Spar-All-Gather that it allows."""
+    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
+    return [(d, "b") for d in divisors if d > 1] + [(d, "r") for d in divisors if d & (d - 1) == 0]
+
+
+@st.composite
+def exchanges(draw: Any) -> tuple[list[Tensor], int, int, str]:
+    world_size = draw(st.integers(1, 17))
+    num_teams, sag = draw(st.sampled_from(teams_of(world_size)))
+    numel = draw(st.integers(0, 90))
+    k = draw(st.integers(1, max(1, numel)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 10_000)))
+    largest = draw(st.sampled_from([1, 3, 1000]))  # ties and zeros, or neither
+    work = [
+        torch.randint(-largest, largest + 1, (numel,), generator=generator).double() for _ in range(world_size)
+    ]
+    return work, k, num_teams, sag
+
+
+@given(exchanges(), st.sampled_from(["global", "partial", "local"]), st.sampled_from(["whole", "paper"]))
+@settings(max_examples=150, deadline=None)
+def test_as_the_twin_has_it(exchange: Any, collection: str, split: str) -> None:
+    work, k, num_teams, sag = exchange
+    before = [values.clone() for values in work]
+    twin = DenseTwin(work, k, num_teams, collection, split)
+    results = run_spardl(work, k, num_teams, sag, collection, split, Wire("exact", torch.float64))
+    twin.reduce_scatter()
+    if num_teams > 1 and sag == "r":
+        twin.recursive_all_gather()
+    elif num_teams > 1:
+        twin.bruck_all_gather([max(1, round(count / num_teams)) if count else 0 for count in twin.counts])
+    expected, residuals = twin.finish()
+    for result in results:
+        dense = torch.zeros_like(expected)
+        dense[result.indices] = result.values
+        assert torch.equal(dense, expected)
+        assert torch.equal(result.indices, results[0].indices)
+    for mine, right in zip(work, residuals, strict=True):
+        assert torch.equal(mine, right)
+    if collection == "global" and split == "whole":
+        assert torch.equal(expected + sum(work), sum(before)), "something was lost, or counted twice"
+
+
+@given(exchanges())
+@settings(max_examples=60, deadline=None)
+def test_what_rounding_takes_is_kept(exchange: Any) -> None:
+    """Sums of small integers are exact in float64, also with what bfloat16 takes from them."""
+    work, k, num_teams, sag = exchange
+    before = torch.stack(work).sum(0)
+    results = run_spardl(work, k, num_teams, sag, "global", "whole", Wire("compact", torch.float64))
+    dense = torch.zeros_like(before)
+    dense[results[0].indices] = results[0].values
+    assert torch.equal(results[0].values, results[0].values.bfloat16().double())
+    assert all(torch.equal(result.values, results[0].values) for result in results)
+    assert torch.equal(dense + sum(work), before)
+
+
+@pytest.mark.parametrize("size", range(1, 40))
+def test_theorem_1(size: int) -> None:
+    """Every block is sent once by all but its owner, and what comes in is a block that is still held."""
+    holding = [set(range(size)) for _ in range(size)]
+    for round_index in range(num_rounds(size)):
+        for worker in range(size):
+            step = reduce_scatter_steps(worker, size)[round_index]
+            assert set(step.outgoing) <= holding[worker]
+            holding[worker] -= set(step.outgoing)
+        for worker in range(size):
+            step = reduce_scatter_steps(worker, size)[round_index]
+            assert set(step.incoming) <= holding[worker]
+            assert step.incoming == reduce_scatter_steps(step.source, size)[round_index].outgoing
+    assert all(blocks == {worker} for worker, blocks in enumerate(holding))
+
+
+def test_the_papers_example() -> None:
+    """Example 1: worker 1 of six, blocks counted from 1."""
+    assert [[block + 1 for block in bag] for bag in bags(0, 6)] == [[1], [2], [3, 4], [5, 6]]
+
+
+def test_at_least_one_entry_of_every_block_that_has_any() -> None:
+    assert block_counts(2, (0, 3, 3, 10, 20)) == (1, 0, 1, 1)
+    assert sum(block_counts(1000, tuple(range(0, 70_001, 10_000)))) == 1000
+
+
+def test_the_controller_settles() -> None:
+    """Teams whose entries overlap by half: the number sent settles where as many remain as the block keeps."""
+    controller = TopHController(1000, 4)
+    assert controller.count == 250
+    seen = []
+    for _ in range(200):
+        seen.append(controller.count)
+        controller.observe(round(controller.count * 2.5))
+    assert all(250 <= count <= 1000 for count in seen)
+    assert abs(sum(seen[100:]) / 100 - 400) < 20, seen[100:]
+
+
+def test_the_controller_leaves_its_bounds() -> None:
+    controller = TopHController(1000, 4)
+    for _ in range(50):
+        controller.observe(0)  # nothing remains: send all that may be sent
+    assert controller.count > 900
+    for _ in range(100):
+        controller.observe(5000)
+    assert controller.count < 350
+    again = TopHController.from_state(controller.state_dict())
+    assert again == controller
