@@ -1,0 +1,105 @@
+"""All algorithms by name, made alike: for tests, for counting, and for the hook."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from ddp_hooks.topk.controller import TopHController
+from ddp_hooks.topk.exchange import Exchange
+from ddp_hooks.topk.gtopk import gtopk
+from ddp_hooks.topk.ledger import Collection, Ledger
+from ddp_hooks.topk.oktopk import OkTopkEstimates, oktopk
+from ddp_hooks.topk.selection import BlockSelector
+from ddp_hooks.topk.spardl import Plan, SpAllGather, Split, spardl
+from ddp_hooks.topk.topka import topka
+from ddp_hooks.topk.topkdsa import topkdsa
+from ddp_hooks.topk.wire import Wire
+
+Name: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk"]
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """What is kept, and how it travels.
+
+    Args:
+        algorithm: its name.
+        k: entries to keep of a vector.
+        wire: how they travel.
+        num_teams, sag, split: of ``"spardl"``, see :func:`~ddp_hooks.topk.spardl.spardl`.
+        collection: of residuals, see :mod:`~ddp_hooks.topk.ledger`.
+    """
+
+    algorithm: Name
+    k: int
+    wire: Wire
+    num_teams: int = 1
+    sag: SpAllGather = "r"
+    split: Split = "whole"
+    collection: Collection = "global"
+
+
+class SparseSum:
+    """One worker's part in the sums of one vector, step after step.
+
+    Args:
+        sparsity: the settings, the same on every rank.
+        numel: of the vector.
+        rank, world_size: of the group.
+    """
+
+    def __init__(self, sparsity: Sparsity, numel: int, rank: int, world_size: int) -> None:
+        self._sparsity = sparsity
+        self._rank = rank
+        self._world_size = world_size
+        self._k = min(sparsity.k, numel)
+        self._plan = Plan(numel, self._k, world_size, sparsity.num_teams, rank)
+        self.memory: TopHController | OkTopkEstimates | None = None
+        """What the algorithm remembers from step to step."""
+        if sparsity.algorithm == "oktopk":
+            self.memory = OkTopkEstimates()
+        elif sparsity.algorithm == "spardl" and sparsity.sag == "b" and sparsity.num_teams > 1:
+            self.memory = TopHController(self._plan.counts[self._plan.position], sparsity.num_teams)
+
+    def run(self, residual: Tensor, gradient: Tensor | None) -> Exchange:
+        """Add ``gradient`` to ``residual``, and sum over all workers; returns the sum, sparse.
+
+        Args:
+            residual: (n,), of the step before; becomes that of this step.
+            gradient: (n,); None if the residual has it already.
+        """
+        sparsity, ledger = self._sparsity, Ledger(residual, self._sparsity.collection)
+        bounds: tuple[int, ...] = (0, residual.numel())
+        counts: tuple[int, ...] = (self._k,)
+        if sparsity.algorithm == "spardl":
+            bounds, counts = self._plan.bounds, self._plan.counts
+        selector = BlockSelector(residual, bounds, counts)
+        if gradient is not None:
+            selector.add(gradient)
+        return (yield from self._exchange(ledger, selector))
+
+    def _exchange(self, ledger: Ledger, selector: BlockSelector) -> Exchange:
+        sparsity, memory, place = self._sparsity, self.memory, (self._rank, self._world_size)
+        if sparsity.algorithm == "topka":
+            return topka(ledger, selector, self._k, *place, sparsity.wire)
+        if sparsity.algorithm == "topkdsa":
+            return topkdsa(ledger, selector, *place, sparsity.wire)
+        if sparsity.algorithm == "gtopk":
+            return gtopk(ledger, selector, self._k, *place, sparsity.wire)
+        if sparsity.algorithm == "oktopk":
+            assert isinstance(memory, OkTopkEstimates)
+            return oktopk(ledger, self._k, *place, sparsity.wire, memory)
+        assert not isinstance(memory, OkTopkEstimates)
+        return spardl(ledger, selector, self._plan, sparsity.wire, sparsity.sag, sparsity.split, memory)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What is remembered, as plain numbers and lists."""
+        return self.memory.state_dict() if self.memory is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """The reverse of :meth:`state_dict`."""
+        if self.memory is not None:
+            self.memory = type(self.memory).from_state(state)
