@@ -185,9 +185,10 @@ class ThreadLane:
     def _wait_for(self, others: Collection[Work], label: str) -> None:
         # What was submitted before never waits for what was submitted after it, so lanes cannot wait in a circle.
         for other in others:
+            assert isinstance(other, ThreadWork)
             if not other.done:
                 self._doing = f"{label}, which is to follow {other.label}"
-                other.wait()
+                other.wait_as_a_lane()
 
     @contextmanager
     def _counting(self, label: str) -> Iterator[None]:

@@ -58,6 +58,15 @@ class ThreadWork:
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
 
+    def wait_as_a_lane(self) -> None:
+        """As :meth:`wait`, for a lane that has work to follow this: its owner warns, and gives up, for both."""
+        while not self._finished.wait(_POLL_S):
+            failure = self._witness.first_failure()
+            if failure is not None:
+                raise LaneError(f"{self._describe()} cannot end: {failure}")
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
+
     def error_within(self, seconds: float) -> LaneError | None:
         """The error that ended the collective, or None if it succeeds or has not ended after ``seconds``."""
         self._finished.wait(seconds)

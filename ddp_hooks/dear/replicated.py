@@ -187,7 +187,7 @@ class ReplicatedOptimizer(ShardSet):
         """The gradient of a parameter, in its shape, where it lies in the buckets."""
         view = self._views.get(index)
         if view is not None:
-            return view
+            return view.detach()  # whoever gets it may give it other memory
         parameter = self._parameters[index]
         if parameter.numel() == 0:
             return torch.zeros_like(parameter)
@@ -196,7 +196,7 @@ class ReplicatedOptimizer(ShardSet):
         view = flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
         if self._lasting:
             self._views[index] = view
-        return view
+        return view.detach()
 
     # -- state, for whoever saves and loads it ----------------------------------------------------------------------
 

@@ -308,6 +308,42 @@ def test_gathers_wait_for_gradients_and_step_does_not(
         assert gap < 1e-5
 
 
+class Halving(torch.optim.SGD):
+    """Gives gradients other memory, as some optimizers and hooks do."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.data = parameter.grad.data * 0.5
+                    parameter.add_(parameter.grad, alpha=-group["lr"])
+
+
+def halve_or_step_half_as_far(rank: int, world_size: int, deferred: bool) -> float:
+    """How far two models are apart. (Plain DDP is no reference: it breaks when its views are given other memory.)"""
+    trained = []
+    for kind, lr in ((Halving, 0.1), (torch.optim.SGD, 0.05)):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Matrices(), gradient_as_bucket_view=True)
+        optimizer = kind(ddp.parameters(), lr=lr)
+        state = DearState(ddp, optimizer, replace(REPLICATED, assume_parameterwise=deferred))
+        ddp.register_comm_hook(state, dear_hook)
+        for step in range(6):
+            optimizer.zero_grad()
+            ddp(torch.randn(2, 24, generator=torch.Generator().manual_seed(10 * rank + step))).backward()
+            optimizer.step()
+        state.synchronize()
+        trained.append([parameter.detach().clone() for parameter in ddp.parameters()])
+        state.close()
+    return max(float((a - b).abs().max()) for a, b in zip(*trained, strict=True))
+
+
+@pytest.mark.parametrize("deferred", [True, False])
+def test_gradients_that_are_given_other_memory(workers: WorkerPools, deferred: bool) -> None:
+    assert max(workers(2).run(halve_or_step_half_as_far, deferred)) < 1e-6
+
+
 def nothing_on_the_way(rank: int, world_size: int) -> bool:
     """After close() the optimizer is as in plain DDP: whole, and free to step."""
     ddp, optimizer, state = wrapped()
