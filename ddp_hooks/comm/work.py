@@ -55,8 +55,7 @@ class ThreadWork:
     def wait(self) -> None:
         if not self._finished.is_set():
             self._wait_with_warning()
-        if self._error is not None:
-            raise type(self._error)(str(self._error)) from self._error
+        self._raise_error()
 
     def wait_as_a_lane(self) -> None:
         """As :meth:`wait`, for a lane that has work to follow this: its owner warns, and gives up, for both."""
@@ -64,13 +63,16 @@ class ThreadWork:
             failure = self._witness.first_failure()
             if failure is not None:
                 raise LaneError(f"{self._describe()} cannot end: {failure}")
-        if self._error is not None:
-            raise type(self._error)(str(self._error)) from self._error
+        self._raise_error()
 
     def error_within(self, seconds: float) -> LaneError | None:
         """The error that ended the collective, or None if it succeeds or has not ended after ``seconds``."""
         self._finished.wait(seconds)
         return self._error
+
+    def _raise_error(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
 
     def _wait_with_warning(self) -> None:
         start_s = time.monotonic()

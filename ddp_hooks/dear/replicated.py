@@ -58,9 +58,6 @@ class ReplicatedOptimizer(ShardSet):
             for position, slot in enumerate(slots)
             if isinstance(slot, int)
         }
-        self._addresses: list[int] = []  # per atom, of the memory at the last step
-        self._lasting = False  # this is the memory of the step before, too
-        self._views: dict[int, Tensor] = {}  # parameters' gradients in it, as far as they were used
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
@@ -87,13 +84,8 @@ class ReplicatedOptimizer(ShardSet):
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def use_memory(self, gradients: Sequence[Tensor]) -> None:
-        """The atoms' ``gradients``, of which this rank has reduced its ranges, are there: in DDP's buckets, mostly."""
+        """DDP's buckets hold the atoms' ``gradients``, of which this rank has reduced its ranges."""
         self.memory = list(gradients)
-        addresses = [gradient.data_ptr() for gradient in gradients]
-        self._lasting = addresses == self._addresses  # DDP rebuilds its buckets once: keep no old ones alive
-        if not self._lasting:
-            self._views = {}
-        self._addresses = addresses
 
     def open_step(self, in_place: bool) -> None:
         """The optimizer is about to step: bring what shards hold into :attr:`memory`, to be gathered.
@@ -105,8 +97,7 @@ class ReplicatedOptimizer(ShardSet):
         """
         assert self._layout is not None
         self.refuse_new_groups()
-        if not self.memory:
-            self.use_memory(_blank_buckets(self._layout, self._parameters))
+        self.memory = self.memory or _blank_buckets(self._layout, self._parameters)
         for shard in [] if in_place else self.shards:
             gradient = shard.tensor.grad
             own = self.memory[shard.atom][shard.offset : shard.offset + shard.tensor.numel()]
@@ -185,18 +176,13 @@ class ReplicatedOptimizer(ShardSet):
 
     def _gradient_of(self, index: int) -> Tensor:
         """The gradient of a parameter, in its shape, where it lies in the buckets."""
-        view = self._views.get(index)
-        if view is not None:
-            return view.detach()  # whoever gets it may give it other memory
         parameter = self._parameters[index]
         if parameter.numel() == 0:
             return torch.zeros_like(parameter)
         atom, offset = self._places[index]
         flat = self.memory[atom]
-        view = flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
-        if self._lasting:
-            self._views[index] = view
-        return view.detach()
+        # A new view each time: the optimizer may give it other memory.
+        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
 
     # -- state, for whoever saves and loads it ----------------------------------------------------------------------
 

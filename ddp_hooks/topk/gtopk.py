@@ -9,7 +9,7 @@ from ddp_hooks.comm import Recv, Send, round_of
 from ddp_hooks.topk.bags import num_rounds
 from ddp_hooks.topk.exchange import Exchange, Selector
 from ddp_hooks.topk.ledger import Ledger
-from ddp_hooks.topk.sparse import SparseVector, add, split_largest
+from ddp_hooks.topk.sparse import add, split_largest
 from ddp_hooks.topk.wire import Wire
 
 
@@ -26,10 +26,7 @@ def gtopk(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int
         wire: how entries travel.
     """
     numel = ledger.work.numel()
-    indices = selector.select(0)
-    arriving, lost = wire.round(ledger.work[indices])
-    ledger.take(indices, lost)
-    held = SparseVector(indices, arriving)
+    held = ledger.take(selector.select(0), wire)
     message = wire.encode(held, numel, k)
     height = next((t for t in range(num_rounds(world_size)) if rank >> t & 1), num_rounds(world_size))
 
@@ -40,10 +37,7 @@ def gtopk(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int
             yield round_of(Recv(child, arriving))
             held, dropped = split_largest(add(held, wire.decode(arriving, numel, k)), k)
             ledger.discard(dropped)
-            rounded, lost = wire.round(held.values)
-            if lost is not None:
-                ledger.discard(SparseVector(held.indices, lost))
-            held = SparseVector(held.indices, rounded)
+            held = ledger.round(held, wire)
     if rank:
         parent = rank - (1 << height)
         yield round_of(Send(parent, wire.encode(held, numel, k)))

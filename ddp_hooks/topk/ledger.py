@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.topk.sparse import SparseVector
+from ddp_hooks.topk.wire import Wire
 
 Collection: TypeAlias = Literal["global", "partial", "local"]
 
@@ -47,18 +48,21 @@ class Ledger:
         self._changes.append(SparseVector(vector.indices, before))
         self.work[vector.indices] = before + vector.values
 
-    def take(self, indices: Tensor, kept_back: Tensor | None = None) -> Tensor:
-        """Take entries out of the working vector, to be sent or kept elsewhere; returns their values.
-
-        Args:
-            indices: (k,), each at most once.
-            kept_back: (k,), a part of each value that stays behind, such as what rounding takes away.
-        """
+    def take(self, indices: Tensor, wire: Wire) -> SparseVector:
+        """Take entries, (k,) ascending, out of the working vector, as they will arrive; what rounding takes stays."""
         values = self.work[indices]
         self._changes.append(SparseVector(indices, values))
         self._sent.append(indices)
-        self.work[indices] = torch.zeros_like(values) if kept_back is None else kept_back
-        return values
+        arriving, lost = wire.round(values)
+        self.work[indices] = torch.zeros_like(values) if lost is None else lost
+        return SparseVector(indices, arriving)
+
+    def round(self, vector: SparseVector, wire: Wire) -> SparseVector:
+        """Entries that had been taken, as they will arrive; what rounding takes from them is discarded."""
+        arriving, lost = wire.round(vector.values)
+        if lost is not None:
+            self.discard(SparseVector(vector.indices, lost))
+        return SparseVector(vector.indices, arriving)
 
     def discard(self, vector: SparseVector) -> None:
         """Entries that had been taken, or have never been in the working vector, do not reach the result."""

@@ -68,22 +68,16 @@ def oktopk(ledger: Ledger, k: int, rank: int, world_size: int, wire: Wire, estim
     if estimates.step % estimates.region_interval == 0 or not estimates.bounds:
         estimates.bounds = yield from _balanced_regions(indices, numel, rank, world_size)
     estimates.step += 1
-    arriving, lost = wire.round(ledger.work[indices])
-    ledger.take(indices, lost)
-    region = yield from direct_reduce_scatter(SparseVector(indices, arriving), estimates.bounds, rank, wire)
-
-    start = estimates.bounds[rank]
+    region = yield from direct_reduce_scatter(ledger.take(indices, wire), estimates.bounds, rank, wire)
+    region = region.shifted(estimates.bounds[rank])
     if anew:
         magnitudes = yield from _gather_magnitudes(region.values, rank, world_size)
         keep = min(k, magnitudes.numel())
         estimates.global_threshold = kth_largest(magnitudes, keep) if keep else 0.0
     reaches = region.values.abs() >= estimates.global_threshold
-    ledger.discard(region.at(~reaches).shifted(start))
-    kept = region.at(reaches)
-    rounded, lost = wire.round(kept.values)
-    if lost is not None:
-        ledger.discard(SparseVector(kept.indices, lost).shifted(start))
-    result = yield from _balanced_all_gather(SparseVector(kept.indices + start, rounded), numel, rank, world_size, wire)
+    ledger.discard(region.at(~reaches))
+    kept = ledger.round(region.at(reaches), wire)
+    result = yield from _balanced_all_gather(kept, numel, rank, world_size, wire)
     ledger.close(result.indices)
     return result
 

@@ -184,11 +184,8 @@ class _Exchange:
         )
 
     def _take(self, block: int) -> SparseVector:
-        """The block's largest entries, taken out of the working vector; what rounding takes from them stays there."""
-        indices = self.selector.select(block)
-        arriving, lost = self.wire.round(self.ledger.work[indices])
-        self.ledger.take(indices, lost)
-        return SparseVector(indices - self.bounds[block], arriving)
+        """The block's largest entries, taken out of the working vector."""
+        return self.ledger.take(self.selector.select(block), self.wire).shifted(-self.bounds[block])
 
     def _keep_largest(self, vector: SparseVector, holders: int, paper_parts: int) -> SparseVector:
         """As many entries as the block keeps, as they will arrive.

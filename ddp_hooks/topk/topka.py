@@ -5,7 +5,7 @@ from __future__ import annotations
 from ddp_hooks.topk.bruck import bruck_all_gather
 from ddp_hooks.topk.exchange import Exchange, Selector
 from ddp_hooks.topk.ledger import Ledger
-from ddp_hooks.topk.sparse import SparseVector, total
+from ddp_hooks.topk.sparse import total
 from ddp_hooks.topk.wire import Wire
 
 
@@ -23,10 +23,7 @@ def topka(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int
         wire: how entries travel.
     """
     numel = ledger.work.numel()
-    indices = selector.select(0)
-    arriving, lost = wire.round(ledger.work[indices])
-    ledger.take(indices, lost)
-    message = wire.encode(SparseVector(indices, arriving), numel, k)
+    message = wire.encode(ledger.take(selector.select(0), wire), numel, k)
     messages = yield from bruck_all_gather(message, [message.numel()] * world_size, range(world_size), rank)
     result = total([wire.decode(message, numel, k) for message in messages])
     ledger.close(result.indices)

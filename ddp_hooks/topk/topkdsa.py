@@ -28,15 +28,8 @@ def topkdsa(ledger: Ledger, selector: Selector, rank: int, world_size: int, wire
     """
     bounds = even_bounds(ledger.work.numel(), world_size)
     lengths = [bounds[r + 1] - bounds[r] for r in range(world_size)]
-    indices = selector.select(0)
-    arriving, lost = wire.round(ledger.work[indices])
-    ledger.take(indices, lost)
-    region = yield from direct_reduce_scatter(SparseVector(indices, arriving), bounds, rank, wire)
-
-    rounded, lost = wire.round(region.values)
-    if lost is not None:
-        ledger.discard(SparseVector(region.indices, lost).shifted(bounds[rank]))
-    region = SparseVector(region.indices, rounded)
+    region = yield from direct_reduce_scatter(ledger.take(selector.select(0), wire), bounds, rank, wire)
+    region = ledger.round(region.shifted(bounds[rank]), wire).shifted(-bounds[rank])
     counts = [numbers[0] for numbers in (yield from gather_numbers([len(region)], rank, world_size))]
     sizes = [_nbytes(length, count, wire) for length, count in zip(lengths, counts, strict=True)]
     message = _encode(region, lengths[rank], wire)

@@ -15,14 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.topk.exchange import Exchange
-from ddp_hooks.topk.gtopk import gtopk
-from ddp_hooks.topk.ledger import Ledger
-from ddp_hooks.topk.oktopk import OkTopkEstimates, oktopk
-from ddp_hooks.topk.selection import BlockSelector
+from ddp_hooks.topk.algorithms import SparseSum, Sparsity
+from ddp_hooks.topk.oktopk import OkTopkEstimates
 from ddp_hooks.topk.sparse import SparseVector
-from ddp_hooks.topk.topka import topka
-from ddp_hooks.topk.topkdsa import topkdsa
 from ddp_hooks.topk.wire import Wire
 from tests.topk.test_spardl import returning
 from tests.topk.twins import top
@@ -30,27 +25,17 @@ from tests.topk.twins import top
 NAMES = ["topka", "topkdsa", "gtopk", "oktopk"]
 
 
-def run_baseline(
-    name: str, work: list[Tensor], k: int, wire: Wire, estimates: list[OkTopkEstimates] | None = None
-) -> list[SparseVector]:
+def sums_of(name: Any, k: int, wire: Wire, world_size: int, numel: int) -> list[SparseSum]:
+    """One per rank."""
+    return [SparseSum(Sparsity(name, k, wire), numel, rank, world_size) for rank in range(world_size)]
+
+
+def run_baseline(sums: list[SparseSum], work: list[Tensor]) -> list[SparseVector]:
     """One exchange of all ranks; ``work`` becomes their residuals."""
-    world_size, numel = len(work), work[0].numel()
     results: dict[int, SparseVector] = {}
-    algorithms = []
-    for rank, values in enumerate(work):
-        ledger, selector = Ledger(values), BlockSelector(values, (0, numel), (min(k, numel),))
-        algorithm: Exchange
-        if name == "topka":
-            algorithm = topka(ledger, selector, k, rank, world_size, wire)
-        elif name == "topkdsa":
-            algorithm = topkdsa(ledger, selector, rank, world_size, wire)
-        elif name == "gtopk":
-            algorithm = gtopk(ledger, selector, k, rank, world_size, wire)
-        else:
-            algorithm = oktopk(ledger, k, rank, world_size, wire, (estimates or [OkTopkEstimates()] * world_size)[rank])
-        algorithms.append(returning(algorithm, results, rank))
-    run_on_fabric(algorithms)
-    return [results[rank] for rank in range(world_size)]
+    exchanges = [each.run(values, None) for each, values in zip(sums, work, strict=True)]
+    run_on_fabric([returning(exchange, results, rank) for rank, exchange in enumerate(exchanges)])
+    return [results[rank] for rank in range(len(work))]
 
 
 def dense_of(vector: SparseVector, numel: int) -> Tensor:
@@ -76,7 +61,7 @@ def inputs(draw: Any) -> tuple[list[Tensor], int]:
 def test_nothing_is_lost(name: str, format: Any, given_inputs: Any) -> None:
     work, k = given_inputs
     before = torch.stack(work).sum(0)
-    results = run_baseline(name, work, k, Wire(format, torch.float64), [OkTopkEstimates() for _ in work])
+    results = run_baseline(sums_of(name, k, Wire(format, torch.float64), len(work), before.numel()), work)
     assert all(torch.equal(r.indices, results[0].indices) for r in results), "replicas differ"
     assert all(torch.equal(r.values, results[0].values) for r in results), "replicas differ"
     assert torch.equal(dense_of(results[0], before.numel()) + sum(work), before)
@@ -90,7 +75,7 @@ def test_all_selected_entries_arrive(name: str, given_inputs: Any) -> None:
     masks = [top(values, k) for values in work]
     expected = torch.stack([torch.where(mask, v, 0.0) for mask, v in zip(masks, work, strict=True)]).sum(0)
     rest = [torch.where(mask, 0.0, values) for mask, values in zip(masks, work, strict=True)]
-    results = run_baseline(name, work, k, Wire("exact", torch.float64))
+    results = run_baseline(sums_of(name, k, Wire("exact", torch.float64), len(work), work[0].numel()), work)
     assert torch.equal(dense_of(results[0], work[0].numel()), expected)
     for mine, right, mask in zip(work, rest, masks, strict=True):
         # Entries that cancel are no part of a dense message, so those who made them keep them.
@@ -112,7 +97,7 @@ def test_the_tree(given_inputs: Any) -> None:
             kept[where[top(values[where], k)]] = True
             held[rank] = torch.where(kept, values, 0.0), kept
         distance *= 2
-    results = run_baseline("gtopk", work, k, Wire("exact", torch.float64))
+    results = run_baseline(sums_of("gtopk", k, Wire("exact", torch.float64), len(work), work[0].numel()), work)
     assert torch.equal(dense_of(results[0], work[0].numel()), held[0][0])
     assert torch.equal(results[0].indices, torch.nonzero(held[0][1]).squeeze(1))
 
@@ -122,6 +107,9 @@ def test_estimates_are_used_for_several_steps() -> None:
     torch.manual_seed(0)
     world_size, numel, k = 5, 4000, 100
     estimates = [OkTopkEstimates(threshold_interval=4, region_interval=8) for _ in range(world_size)]
+    sums = sums_of("oktopk", k, Wire("exact", torch.float64), world_size, numel)
+    for each, its in zip(sums, estimates, strict=True):
+        each.memory = its
     work = [torch.zeros(numel, dtype=torch.float64) for _ in range(world_size)]
     thresholds, counts = [], []
     for _ in range(12):
@@ -130,7 +118,7 @@ def test_estimates_are_used_for_several_steps() -> None:
             values += gradient
             values[: numel // 20] *= 8  # where most of the large entries are
         before = torch.stack(work).sum(0)
-        results = run_baseline("oktopk", work, k, Wire("exact", torch.float64), estimates)
+        results = run_baseline(sums, work)
         assert torch.equal(dense_of(results[0], numel) + sum(work), before)
         thresholds.append(estimates[0].global_threshold)
         counts.append(len(results[0]))

@@ -15,11 +15,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import Round, run_on_fabric
+from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.bags import bags, block_counts, num_rounds, reduce_scatter_steps
 from ddp_hooks.topk.controller import TopHController
-from ddp_hooks.topk.ledger import Ledger
-from ddp_hooks.topk.selection import BlockSelector
-from ddp_hooks.topk.spardl import Plan, spardl
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
 from tests.topk.twins import DenseTwin
@@ -35,15 +33,10 @@ def run_spardl(
 ) -> list[SparseVector]:
     """One exchange of all ranks; ``work`` becomes their residuals."""
     results: dict[int, SparseVector] = {}
-    algorithms = []
-    for rank, values in enumerate(work):
-        plan = Plan(values.numel(), k, len(work), num_teams, rank)
-        needed = sag == "b" and num_teams > 1
-        controller = TopHController(plan.counts[plan.position], num_teams) if needed else None
-        selector = BlockSelector(values, plan.bounds, plan.counts)
-        algorithm = spardl(Ledger(values, collection), selector, plan, wire, sag, split, controller)
-        algorithms.append(returning(algorithm, results, rank))
-    run_on_fabric(algorithms)
+    sparsity = Sparsity("spardl", k, wire, num_teams, sag, split, collection)
+    sums = [SparseSum(sparsity, values.numel(), rank, len(work)) for rank, values in enumerate(work)]
+    exchanges = [each.run(values, None) for each, values in zip(sums, work, strict=True)]
+    run_on_fabric([returning(exchange, results, rank) for rank, exchange in enumerate(exchanges)])
     return [results[rank] for rank in range(len(work))]
 
 
