@@ -18,7 +18,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -70,12 +70,19 @@ class Lane(Protocol):
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """Sum every partition over the ranks and divide, in place: of rank r's range; the rest is undefined."""
 
-    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
+    def all_gather(
+        self,
+        partitions: Sequence[Partition],
+        label: str,
+        after: Collection[Work] = (),
+        only_if: Callable[[], bool] | None = None,
+    ) -> Work:
         """Copy rank r's range of every partition from rank r to all ranks, in place.
 
         Args:
             partitions, label: what travels, and its name for messages.
             after: work of these lanes, submitted before, that this one is to follow.
+            only_if: asked when that is complete, with the same answer on every rank: whether to do anything at all.
         """
 
     def run(self, algorithm: Algorithm, label: str) -> Work:
@@ -135,10 +142,16 @@ class ThreadLane:
         slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes, divisor)
         return self._submit("reduce-scatter", slices, label)
 
-    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
+    def all_gather(
+        self,
+        partitions: Sequence[Partition],
+        label: str,
+        after: Collection[Work] = (),
+        only_if: Callable[[], bool] | None = None,
+    ) -> Work:
         """A ring all-gather, slice by slice; see :class:`Lane`."""
         slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes)
-        return self._submit("all-gather", slices, label, after)
+        return self._submit("all-gather", slices if only_if is None else _slices_if(only_if, slices), label, after)
 
     def run(self, algorithm: Algorithm, label: str, tag: int | None = None) -> ThreadWork:
         """Run ``algorithm`` as one slice; see :class:`Lane`. With a ``tag`` of its own it meets no other messages."""
@@ -322,11 +335,19 @@ class StreamLane:
         self._count(partitions)
         return StreamWork(f"reduce-scatter of {label}", order.event, self._device)
 
-    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
+    def all_gather(
+        self,
+        partitions: Sequence[Partition],
+        label: str,
+        after: Collection[Work] = (),
+        only_if: Callable[[], bool] | None = None,
+    ) -> Work:
         """Native all-gathers, and one broadcast of what does not divide evenly; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:  # parameters were written on the current stream
             for work in after:
                 work.wait()
+            if only_if is not None and not only_if():  # a look at a tensor waits for the stream
+                partitions = []
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
                 if own.numel():
@@ -378,6 +399,11 @@ class StreamLane:
         self.traffic.sent_bytes += nbytes * others // self._world_size
         self.traffic.received_bytes += nbytes * others // self._world_size
         self.traffic.rounds += others
+
+
+def _slices_if(condition: Callable[[], bool], slices: Iterable[SliceRing]) -> Iterator[SliceRing]:
+    if condition():  # evaluated by the lane, when the slices' turn comes
+        yield from slices
 
 
 def _split_back(joined: Tensor, parts: Sequence[Tensor]) -> None:
@@ -467,9 +493,15 @@ class Lanes:
         """:meth:`Lane.reduce_scatter` on the next lane."""
         return self._next().reduce_scatter(partitions, label, divisor)
 
-    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
+    def all_gather(
+        self,
+        partitions: Sequence[Partition],
+        label: str,
+        after: Collection[Work] = (),
+        only_if: Callable[[], bool] | None = None,
+    ) -> Work:
         """:meth:`Lane.all_gather` on the next lane."""
-        return self._next().all_gather(partitions, label, after)
+        return self._next().all_gather(partitions, label, after, only_if)
 
     def run(self, algorithm: Algorithm, label: str) -> Work:
         """:meth:`Lane.run` on the next lane."""

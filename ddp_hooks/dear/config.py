@@ -34,6 +34,9 @@ class DearConfig:
         slice_mb: largest message in MiB; a lane holds four buffers of this size. None: chosen by the same measurement.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
             for loops that read parameters outside of any forward.
+        early_gathers: with replicated updates on CPUs, the part of the gathers, from 0 to 1, that begins under the
+            backward: those that the forward needs last. Worth while as far as the link is idle there; lost where
+            gradients are changed between backward and step. None: measured in the first steps.
         assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
             on that element's parameter, gradient and state alone.
         assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the
@@ -61,6 +64,7 @@ class DearConfig:
     lanes: int | None = None
     slice_mb: float | None = None
     overlap_forward: bool = True
+    early_gathers: float | None = None
     assume_elementwise: bool = False
     assume_parameterwise: bool = False
     reduce_dtype: torch.dtype | None = None
@@ -89,6 +93,8 @@ class DearConfig:
         for name in ("fusion_mb", "atom_mb", "slice_mb", "max_grad_norm", "timeout_s", "stall_warning_s"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        if self.early_gathers is not None and not 0 <= self.early_gathers <= 1:
+            raise ValueError(f"early_gathers must be None or from 0 to 1, got {self.early_gathers}")
         for name in ("fusion_layers", "lanes"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")

@@ -32,6 +32,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import (
     Lanes,
     LaneSettings,
+    LinkProfile,
     Recorder,
     Traffic,
     compat,
@@ -43,6 +44,7 @@ from ddp_hooks.dear.arrival import GradientArrival
 from ddp_hooks.dear.backpipe import Reduction
 from ddp_hooks.dear.checkpoint import OptimizerCheckpoint
 from ddp_hooks.dear.config import DearConfig, mebibytes
+from ddp_hooks.dear.early import EarlyGathers
 from ddp_hooks.dear.feedpipe import FeedPipe
 from ddp_hooks.dear.gradients import GradientKeeper
 from ddp_hooks.dear.inspection import Inspector
@@ -96,7 +98,9 @@ class StepCycle:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._recorder = Recorder(config.trace)
         model_bytes = sum(parameter.nbytes for parameter in self._parameters)
-        self._lanes, atom_bytes, fusion_bytes = _open_lanes(config, group, self.device, self._recorder, model_bytes)
+        self._lanes, atom_bytes, fusion_bytes, link = _open_lanes(
+            config, group, self.device, self._recorder, model_bytes
+        )
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
         self._watches = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
@@ -124,6 +128,8 @@ class StepCycle:
         # Optimizers that look at one gradient after the other, and are seen to; or at none before the next forward.
         early = type(optimizer) in checks.ELEMENTWISE if self._replicated is None else self._replicated.deferred
         self._begins_early = early and self.device.type == "cpu" and not self._inspects
+        self._early = self._early_gathers(link) if self._replicated is not None else None
+        self._left_alone = False  # whether the gradients of the step under way lie as they were reduced
         self._withheld = False  # whether the step under way has no gradients, because some were not finite
         self._stats = DearStats()
         self._log: StatsLog | None = None
@@ -163,7 +169,10 @@ class StepCycle:
             self._watch.ready,
             self.config.reduce_dtype,
             OrderedSums(earlier, self._lanes) if earlier is not None else None,
+            self._early.reduced if self._early is not None and earlier is None else None,
         )
+        if self._early is not None:
+            self._early.backward_begins()
         self._in_backward = True
 
     def _advance(self) -> None:
@@ -180,6 +189,8 @@ class StepCycle:
         reduction = self._reduction
         assert reduction is not None
         reduction.flush()
+        if self._early is not None:
+            self._early.backward_ends()
         self._watch.remember(reduction.gradients)
         reduction.used = self._keeper.guard_model()
         self._keeper.guard_shards(reduction.used)
@@ -234,7 +245,8 @@ class StepCycle:
         if self._withheld:
             self._keeper.clear()
         elif self._replicated is not None and self._arrangement.layout is not None:
-            self._replicated.open_step(self._arrival.is_under_way)
+            self._left_alone = self._arrival.is_under_way
+            self._replicated.open_step(self._left_alone)
             if not self._replicated.deferred:
                 self._launch_gathers(self._replicated.memory)
                 self._pipe.finish()
@@ -295,6 +307,8 @@ class StepCycle:
 
     def _plan_groups(self, layout: Layout) -> None:
         self._pipe.plan(self._arrangement.plan(layout, self._common_order_of_need))
+        if self._early is not None:
+            self._early.plan()
         if self._watches:
             self._watch.watch(layout)
 
@@ -334,13 +348,19 @@ class StepCycle:
             refuse_parted_replicas(self._parameters, self._names, self._stats.step, self._lanes.group)
 
     def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
+        if self._early is not None:
+            self._pipe.launched(self._early.launch(memory, self._left_alone))
+            return
         arranged = self._arrangement
         after = [self._arrival.under_way(group) for group in arranged.gather_groups]
-        self._pipe.launch(self._lanes, arranged.gathers(memory), arranged.gather_labels, after)
+        gathers = zip(arranged.gathers(memory), arranged.gather_labels, after, strict=True)
+        self._pipe.launched([self._lanes.all_gather(*gather) for gather in gathers])
 
     def _finish_gathers(self) -> None:
         self._pipe.finish()
         self._arrival.settle()  # what gathers have followed
+        if self._early is not None:
+            self._early.conclude()
 
     def _latest_stats(self) -> DearStats:
         norm = self._inspector.grad_norm
@@ -377,6 +397,8 @@ class StepCycle:
             self._replicated.close_step()  # one that did not end
         if self._reduction is not None:
             self._attach_gradients(stepping=False)
+        if self._early is not None:
+            self._early.discard()
         if not self._pipe.in_flight:
             if self._replicated is not None:
                 self._replicated.leave_buckets()
@@ -420,6 +442,13 @@ class StepCycle:
             )
         return ReplicatedOptimizer(optimizer, self._parameters, self._names, self._lanes, deferred)
 
+    def _early_gathers(self, link: LinkProfile | None) -> EarlyGathers | None:
+        """How gathers begin before step(); None where they cannot, or would always be for nothing."""
+        config, goodput_bytes_s = self.config, link.goodput_bytes_s if link is not None else None
+        if self._lanes.native or self._lanes.world_size == 1 or self._inspects or config.reduce_dtype is not None:
+            return None
+        return EarlyGathers(self._lanes, self._arrangement, self._arrival, config.early_gathers, goodput_bytes_s)
+
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._arrangement.layout is not None:  # until then the optimizer holds the parameters themselves
             self._keeper.zero_grad(set_to_none)
@@ -439,8 +468,9 @@ class _Mark:
 
 def _open_lanes(
     config: DearConfig, group: dist.ProcessGroup, device: torch.device, recorder: Recorder, model_bytes: int
-) -> tuple[Lanes, int, int]:
-    """The lanes, and the sizes of atoms and groups in bytes: as configured, or as link and model suggest."""
+) -> tuple[Lanes, int, int, LinkProfile | None]:
+    """The lanes, the sizes of atoms and groups in bytes: as configured, or as link and model suggest; and the link."""
+    link = None
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
     if config.slice_mb is not None:
@@ -453,9 +483,9 @@ def _open_lanes(
             settings.slice_bytes = link.message_bytes
         logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
     if config.atom_mb is not None:
-        return lanes, mebibytes(config.atom_mb), mebibytes(config.atom_mb)
+        return lanes, mebibytes(config.atom_mb), mebibytes(config.atom_mb), link
     # Where messages are large, still enough atoms for something to overlap with.
     atom_bytes = min(4 * settings.slice_bytes, max(_LARGE_ATOM_BYTES, model_bytes // _MIN_ATOMS))
     if lanes.native or settings.slice_bytes > _SMALL_GROUP_BYTES:  # there every group costs more than it hides
-        return lanes, atom_bytes, atom_bytes
-    return lanes, atom_bytes, min(atom_bytes, max(_SMALL_GROUP_BYTES, model_bytes // _MIN_GROUPS))
+        return lanes, atom_bytes, atom_bytes, link
+    return lanes, atom_bytes, min(atom_bytes, max(_SMALL_GROUP_BYTES, model_bytes // _MIN_GROUPS)), link

@@ -11,11 +11,11 @@ may take fused paths that read whole subtrees. In compiled code one module waits
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from ddp_hooks.comm import Lanes, Partition, Recorder, Stall, Work, compat
+from ddp_hooks.comm import Recorder, Stall, Work, compat
 from ddp_hooks.dear.inert import InertOnCopy
 from ddp_hooks.dear.regions import START, Clearance, Passable, nearest_above, order_below, stand_ins
 from ddp_hooks.dear.trace import ForwardTrace
@@ -26,7 +26,7 @@ _MAX_COMPILED_TRACES = 8  # each one runs, or even compiles, what is compiled in
 
 
 class FeedPipe:
-    """Launches gathers, and makes modules wait for them.
+    """Makes modules wait for gathers.
 
     Args:
         root: the module inside DDP; pre-hooks are installed on it and on every module below it.
@@ -187,17 +187,11 @@ class FeedPipe:
         self._works = [None] * len(self._groups)
         self._assign_groups_to_modules()
 
-    def launch(
-        self,
-        lanes: Lanes,
-        partitions: Sequence[list[Partition]],
-        labels: Sequence[str],
-        after: Sequence[Collection[Work]],
-    ) -> None:
-        """Start all gathers, one per group, in order, each one when what it is to come ``after`` is complete."""
+    def launched(self, works: Sequence[Work]) -> None:
+        """Gathers were submitted, one per group: modules wait for them from now on."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._works = [lanes.all_gather(*group) for group in zip(partitions, labels, after, strict=True)]
+        self._works = list(works)
         self._num_in_flight = len(self._works)
         self._missing = [len(groups) for groups in self._groups_of_parameter]
         self.in_flight = bool(self._works)

@@ -32,7 +32,8 @@ from tests.dear.test_refusals import message_of
 from tests.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
 from tests.workers import WorkerPools
 
-REPLICATED = replace(CONFIG, update="replicated")
+REPLICATED = replace(CONFIG, update="replicated", early_gathers=0.6)
+LATE = replace(REPLICATED, early_gathers=0.0)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -44,10 +45,20 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable
         assert outcome.order_held
 
 
-@pytest.mark.parametrize("find_unused", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["", "find-unused"])
+@pytest.mark.parametrize(
+    ("config", "find_unused"),
+    [
+        (REPLICATED, False),
+        pytest.param(REPLICATED, True, marks=pytest.mark.slow),
+        pytest.param(LATE, False, marks=pytest.mark.slow),
+    ],
+    ids=["early", "early, find-unused", "late"],
+)
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], find_unused: bool) -> None:
-    run = partial(compare, config=REPLICATED, ddp_options={"find_unused_parameters": find_unused})
+def test_loops(
+    workers: WorkerPools, loop: Callable[[Trainee, int], None], config: DearConfig, find_unused: bool
+) -> None:
+    run = partial(compare, config=config, ddp_options={"find_unused_parameters": find_unused})
     for outcome in workers(2).run(run, WholeNumbers, whole_batches, adamw_two_groups, loop, 9):
         assert outcome.bitwise, outcome
 
@@ -57,8 +68,10 @@ def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], find_
     replace(REPLICATED, check_replicas=True),
     replace(REPLICATED, reduce_dtype=torch.bfloat16),
     replace(REPLICATED, max_grad_norm=1e9, on_nonfinite="raise"),
+    replace(REPLICATED, early_gathers=1.0, lanes=3),
+    LATE,
     DearConfig(update="replicated"),
-], ids=["no-overlap", "checked", "bfloat16-sums", "inspected", "defaults"])  # fmt: skip
+], ids=["no-overlap", "checked", "bfloat16-sums", "inspected", "all-early", "late", "defaults"])  # fmt: skip
 def test_settings_change_nothing(workers: WorkerPools, config: DearConfig) -> None:
     for outcome in workers(3).run(compare, WholeNumbers, whole_batches, adamw_two_groups, twins.plain, 6, config):
         assert outcome.bitwise, outcome
@@ -306,6 +319,86 @@ def test_gathers_wait_for_gradients_and_step_does_not(
     for returned, gap in workers(3).run(step_behind_busy_lanes, changes, twice):
         assert returned == expected, "gathers may follow reduce-scatters only where nothing is to be done in between"
         assert gap < 1e-5
+
+
+# -- gathers that begin in the backward -------------------------------------------------------------------------------
+
+
+def leave_alone(state: DearState, ddp: DistributedDataParallel, step: int, rank: int) -> None:
+    """As most loops do."""
+
+
+def clip_now_and_then(state: DearState, ddp: DistributedDataParallel, step: int, rank: int) -> None:
+    if step % 3 == 2:
+        state.clip_grad_norm_(1e-3)
+
+
+def drop_one_on_one_rank(state: DearState, ddp: DistributedDataParallel, step: int, rank: int) -> None:
+    """What no loop should do: but then ranks must neither hang nor part."""
+    if rank == 0 and step % 3 == 2:
+        ddp.module.layers[2].weight.grad = None
+
+
+def train_early_and_late(
+    rank: int, world_size: int, between: Callable[..., None], early: Any, num_steps: int
+) -> tuple[bool, list[int], list[int]]:
+    """Whether early gathers change no bit; per step, how many there are; from step to step, bytes more than without."""
+    outcomes = []
+    for early_gathers in (early, 0.0):
+        ddp, optimizer, state = wrapped(early_gathers=early_gathers)
+        begun, sent = [], []
+        for step in range(num_steps):
+            optimizer.zero_grad()
+            generator = torch.Generator().manual_seed(10 * rank + step)
+            ddp(torch.randn(2, 24, generator=generator)).backward()
+            begun.append(len(state._early._works))  # type: ignore[union-attr]
+            between(state, ddp, step, rank)
+            optimizer.step()
+            state.synchronize()
+            sent.append(state._lanes.traffic.sent_bytes)
+        outcomes.append((begun, sent, [p.detach().clone() for p in ddp.parameters()]))
+        state.close()
+    (begun, sent, ours), (none, fewer, theirs) = outcomes
+    assert not any(none)
+    more = [(b - a) - (d - c) for a, b, c, d in zip(sent, sent[1:], fewer, fewer[1:], strict=False)]
+    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), begun, more
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_early_gathers_cost_a_byte(workers: WorkerPools, world_size: int) -> None:
+    for equal, begun, more in workers(world_size).run(train_early_and_late, leave_alone, 0.5, 6):
+        assert equal
+        assert begun[:2] == [0, 0] and min(begun[2:]) >= 2, "layouts are known after two steps, as DDP rebuilds buckets"
+        assert set(more[1:]) == {world_size - 1}, "nothing but the verdict travels in addition"
+
+
+@pytest.mark.parametrize("between", [clip_now_and_then, drop_one_on_one_rank], ids=lambda f: f.__name__)
+def test_changed_gradients_are_gathered_again(workers: WorkerPools, between: Any) -> None:
+    """Three times; then nothing begins early any more."""
+    for equal, begun, more in workers(3).run(train_early_and_late, between, 0.5, 16):
+        assert equal
+        repeated = [step + 1 for step, extra in enumerate(more) if extra > 100]
+        assert repeated == [2, 5, 8]
+        assert begun[8] >= 2 and not any(begun[9:])
+
+
+def test_idle_time_decides(workers: WorkerPools) -> None:
+    """On a fast link with a small model the backward is all idle: the largest share, and on every rank the same."""
+    outcomes = workers(3).run(measure_and_begin)
+    assert len({tuple(begun) for begun in outcomes}) == 1
+    assert not any(outcomes[0][:6]) and outcomes[0][-1] >= 1, outcomes
+
+
+def measure_and_begin(rank: int, world_size: int) -> list[int]:
+    ddp, optimizer, state = wrapped(lanes=None, early_gathers=None)
+    begun = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 24)).backward()
+        begun.append(len(state._early._works))  # type: ignore[union-attr]
+        optimizer.step()
+    state.close()
+    return begun
 
 
 class Halving(torch.optim.SGD):
