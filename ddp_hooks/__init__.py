@@ -4,6 +4,7 @@ __version__ = "0.1.0"
 
 from ddp_hooks.comm import LaneError, LaneTimeout, Span
 from ddp_hooks.dear import DearConfig, DearState, DearStats, GradScaler, clip_grad_norm_, dear_hook
+from ddp_hooks.topk import TopKConfig, TopKState, TopKStats, topk_hook
 
 __all__ = [
     "DearConfig",
@@ -13,6 +14,10 @@ __all__ = [
     "LaneError",
     "LaneTimeout",
     "Span",
+    "TopKConfig",
+    "TopKState",
+    "TopKStats",
     "clip_grad_norm_",
     "dear_hook",
+    "topk_hook",
 ]

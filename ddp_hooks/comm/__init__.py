@@ -1,6 +1,6 @@
 """One way to talk: algorithms as generators, three executors, lanes, accounting and agreement."""
 
-from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic
+from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
 from ddp_hooks.comm.agreement import agree
 from ddp_hooks.comm.collectives import (
     Partition,
@@ -11,12 +11,14 @@ from ddp_hooks.comm.collectives import (
     ring_all_gather,
     ring_reduce_scatter,
 )
+from ddp_hooks.comm.ending import Undo, at_exit
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send, round_of
 from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings
 from ddp_hooks.comm.probe import LinkProfile, profile_link
-from ddp_hooks.comm.work import Work
+from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
+from ddp_hooks.comm.work import ThreadWork, Work
 
 __all__ = [
     "Algorithm",
@@ -36,10 +38,17 @@ __all__ = [
     "Send",
     "Span",
     "Stall",
+    "ThreadWork",
     "Traffic",
+    "Undo",
     "Work",
     "agree",
     "aligned_bounds",
+    "at_exit",
+    "in_order_of",
+    "in_storage_order",
+    "is_dense",
+    "mebibytes",
     "ordered_reduce_scatter",
     "pairwise_exchange",
     "profile_link",
@@ -47,4 +56,5 @@ __all__ = [
     "ring_reduce_scatter",
     "round_of",
     "run_on_fabric",
+    "shaped_like",
 ]

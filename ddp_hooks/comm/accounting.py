@@ -83,3 +83,8 @@ class Stall:
             end_s = time.perf_counter()
             self.seconds += end_s - start_s
             recorder.add("wait", name, start_s, end_s)
+
+
+def mebibytes(amount: float) -> int:
+    """MiB to whole bytes."""
+    return int(amount * (1 << 20))

@@ -99,6 +99,16 @@ def ignored_parameter_names(ddp: DistributedDataParallel) -> set[str]:
     return set(getattr(ddp, "parameters_to_ignore", ()))
 
 
+def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters that DDP reduces, by name; shared ones once."""
+    ignored = ignored_parameter_names(ddp)
+    return {
+        name: parameter
+        for name, parameter in ddp.module.named_parameters()
+        if parameter.requires_grad and name not in ignored
+    }
+
+
 def uses_mixed_precision(ddp: DistributedDataParallel) -> bool:
     """Whether DDP casts parameters and gradients by itself, which takes the one slot for communication hooks."""
     return getattr(ddp, "mixed_precision", None) is not None

@@ -85,8 +85,8 @@ class Lane(Protocol):
             only_if: asked when that is complete, with the same answer on every rank: whether to do anything at all.
         """
 
-    def run(self, algorithm: Algorithm, label: str) -> Work:
-        """Run any algorithm."""
+    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = ()) -> Work:
+        """Run any algorithm, when what it is to follow is complete."""
 
     def dismiss(self, unfinished: bool = False) -> threading.Thread | None:
         """Take nothing more, and end when the rest is done; returns the thread that does so, if there is one.
@@ -153,9 +153,11 @@ class ThreadLane:
         slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes)
         return self._submit("all-gather", slices if only_if is None else _slices_if(only_if, slices), label, after)
 
-    def run(self, algorithm: Algorithm, label: str, tag: int | None = None) -> ThreadWork:
+    def run(
+        self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
+    ) -> ThreadWork:
         """Run ``algorithm`` as one slice; see :class:`Lane`. With a ``tag`` of its own it meets no other messages."""
-        return self._submit("exchange", [SliceRing(lambda scratch: algorithm, 0, torch.uint8, tag)], label)
+        return self._submit("exchange", [SliceRing(lambda scratch: algorithm, 0, torch.uint8, tag)], label, after)
 
     def dismiss(self, unfinished: bool = False) -> threading.Thread:
         """End when the rest is done; see :class:`Lane`."""
@@ -361,9 +363,11 @@ class StreamLane:
         self._count(partitions)
         return StreamWork(f"all-gather of {label}", order.event, self._device)
 
-    def run(self, algorithm: Algorithm, label: str) -> Work:
+    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = ()) -> Work:
         """Run ``algorithm`` as batches of point-to-point messages; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:
+            for work in after:
+                work.wait()
             for next_round in algorithm:
                 operations = [
                     dist.P2POp(
@@ -374,8 +378,8 @@ class StreamLane:
                     )
                     for exchange in next_round
                 ]
-                for work in dist.batch_isend_irecv(operations) if operations else []:
-                    work.wait()
+                for request in dist.batch_isend_irecv(operations) if operations else []:
+                    request.wait()
         return StreamWork(f"exchange of {label}", order.event, self._device)
 
     def dismiss(self, unfinished: bool = False) -> None:
@@ -491,7 +495,7 @@ class Lanes:
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """:meth:`Lane.reduce_scatter` on the next lane."""
-        return self._next().reduce_scatter(partitions, label, divisor)
+        return self.next_lane().reduce_scatter(partitions, label, divisor)
 
     def all_gather(
         self,
@@ -501,11 +505,17 @@ class Lanes:
         only_if: Callable[[], bool] | None = None,
     ) -> Work:
         """:meth:`Lane.all_gather` on the next lane."""
-        return self._next().all_gather(partitions, label, after, only_if)
+        return self.next_lane().all_gather(partitions, label, after, only_if)
 
-    def run(self, algorithm: Algorithm, label: str) -> Work:
+    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = ()) -> Work:
         """:meth:`Lane.run` on the next lane."""
-        return self._next().run(algorithm, label)
+        return self.next_lane().run(algorithm, label, after)
+
+    def next_lane(self) -> Lane:
+        """The lane whose turn it is, the same on every rank: for pieces of work that are to follow each other."""
+        lane = self._lanes[self._submitted % len(self._lanes)]
+        self._submitted += 1
+        return lane
 
     def close(self, farewell_s: float = 10.0) -> None:
         """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``."""
@@ -528,7 +538,7 @@ class Lanes:
         lane = self._lanes[0]
         assert isinstance(lane, ThreadLane)
         # Ranks may be at different places of the lane's order: a tag of its own keeps the roll call apart.
-        work = lane.run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection", _ROLL_CALL_TAG)
+        work = lane.run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection", tag=_ROLL_CALL_TAG)
         deadline_s = time.monotonic() + patience_s
         while not work.done and time.monotonic() < deadline_s:
             found = work.error_within(0.25) or self._witness.first_failure()
@@ -559,11 +569,6 @@ class Lanes:
         for thread in self._ending:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self.stuck
-
-    def _next(self) -> Lane:
-        lane = self._lanes[self._submitted % len(self._lanes)]
-        self._submitted += 1
-        return lane
 
 
 def _dismiss(lanes: list[Lane]) -> None:

@@ -37,6 +37,7 @@ class ThreadWork:
         self, label: str, timeout_s: float, stall_warning_s: float, describe: Callable[[], str], witness: Witness
     ) -> None:
         self.label = label
+        self.finished_s = 0.0  # time.perf_counter() when it was
         self._timeout_s = timeout_s
         self._stall_warning_s = min(stall_warning_s, timeout_s)
         self._describe = describe
@@ -50,6 +51,7 @@ class ThreadWork:
 
     def finish(self, error: LaneError | None = None) -> None:
         self._error = error
+        self.finished_s = time.perf_counter()
         self._finished.set()
 
     def wait(self) -> None:

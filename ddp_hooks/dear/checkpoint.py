@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree
+from ddp_hooks.comm import agree, shaped_like
 from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import State
@@ -23,7 +23,6 @@ from ddp_hooks.dear.pieces import SETTINGS, Settings, assemble, find_misfit, nam
 from ddp_hooks.dear.replicated import ReplicatedOptimizer
 from ddp_hooks.dear.sharded import ShardedOptimizer, cut_entry
 from ddp_hooks.dear.shards import MASTER_KEY
-from ddp_hooks.dear.storage import shaped_like
 
 
 class OptimizerCheckpoint:

@@ -66,16 +66,6 @@ def release(root: torch.nn.Module) -> None:
     _claimed.discard(root)
 
 
-def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that DDP reduces, by name; shared ones once."""
-    ignored = compat.ignored_parameter_names(ddp)
-    return {
-        name: parameter
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    }
-
-
 def fingerprint(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
 ) -> dict[str, object]:
@@ -97,7 +87,7 @@ def fingerprint(
             if key not in ("params", "param_names")
         }
         entries[f"optimizer group {index}"] = f"{len(group['params'])} parameters, {settings}"
-    for name, p in managed_parameters(ddp).items():
+    for name, p in compat.managed_parameters(ddp).items():
         entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
     return entries
 
@@ -146,7 +136,7 @@ def _problem_of_optimizer(
             'use an element-wise optimizer with DearConfig(update="sharded")'
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in managed_parameters(ddp).items():
+    for name, parameter in compat.managed_parameters(ddp).items():
         if id(parameter) not in held:
             return (
                 f"{name} is reduced by DDP but not in the optimizer: add it, freeze it with requires_grad_(False) "
@@ -156,7 +146,7 @@ def _problem_of_optimizer(
 
 
 def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
-    parameters = managed_parameters(ddp)
+    parameters = compat.managed_parameters(ddp)
     if not parameters:
         return "the model has no parameters to train"
     names, tensors = list(parameters), list(parameters.values())

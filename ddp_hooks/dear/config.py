@@ -98,8 +98,3 @@ class DearConfig:
         for name in ("fusion_layers", "lanes"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
-
-
-def mebibytes(amount: float) -> int:
-    """MiB to whole bytes."""
-    return int(amount * (1 << 20))

@@ -36,6 +36,7 @@ from ddp_hooks.comm import (
     Recorder,
     Traffic,
     compat,
+    mebibytes,
     profile_link,
 )
 from ddp_hooks.dear import checks
@@ -43,7 +44,7 @@ from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.arrival import GradientArrival
 from ddp_hooks.dear.backpipe import Reduction
 from ddp_hooks.dear.checkpoint import OptimizerCheckpoint
-from ddp_hooks.dear.config import DearConfig, mebibytes
+from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.early import EarlyGathers
 from ddp_hooks.dear.feedpipe import FeedPipe
 from ddp_hooks.dear.gradients import GradientKeeper
@@ -91,7 +92,7 @@ class StepCycle:
         self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
         self._root = ddp.module
         self._optimizer = optimizer
-        managed = checks.managed_parameters(ddp)
+        managed = compat.managed_parameters(ddp)
         self._names = list(managed)
         self._parameters = list(managed.values())
         self.device = self._parameters[0].device

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddp_hooks.comm import aligned_bounds
-from ddp_hooks.dear.config import Fusion, mebibytes
+from ddp_hooks.comm import aligned_bounds, mebibytes
+from ddp_hooks.dear.config import Fusion
 
 _TAIL_CUTS = 4  # pieces of the last bucket where another has one
 

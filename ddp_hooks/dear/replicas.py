@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree
-from ddp_hooks.dear.storage import in_storage_order
+from ddp_hooks.comm import agree, in_storage_order
 
 
 def refuse_parted_replicas(

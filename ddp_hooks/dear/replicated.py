@@ -18,12 +18,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, compat
+from ddp_hooks.comm import Lanes, compat, shaped_like
 from ddp_hooks.dear.guard import GradientGuard
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, copied, is_elementwise, move_states
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, ShardSet
-from ddp_hooks.dear.storage import shaped_like
 
 
 class ReplicatedOptimizer(ShardSet):

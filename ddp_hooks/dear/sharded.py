@@ -13,12 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes
+from ddp_hooks.comm import Lanes, in_order_of
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, copied, is_elementwise, move_states
 from ddp_hooks.dear.pieces import Even
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, Shard, ShardSet
-from ddp_hooks.dear.storage import in_order_of
 
 
 class ShardedOptimizer(ShardSet):

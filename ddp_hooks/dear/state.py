@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Span, agree
+from ddp_hooks.comm import Span, agree, at_exit
 from ddp_hooks.dear import checks, clipping, registry, seams
 from ddp_hooks.dear.averaging import synchronize_before_averaging
 from ddp_hooks.dear.config import DearConfig, Fusion
@@ -298,7 +298,7 @@ class DearState(StepCycle):
             synchronize_before_averaging(module, self.synchronize)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
         handles.append(seams.extend_zero_grad(optimizer, self._zero_grad))
-        handles.append(seams.at_exit(self.close, self._abandon, self._is_stuck))
+        handles.append(at_exit(self.close, self._abandon, self._is_stuck))
         return handles
 
     def _abandon(self, error: BaseException) -> None:

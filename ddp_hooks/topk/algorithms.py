@@ -52,7 +52,7 @@ class SparseSum:
     """
 
     def __init__(self, sparsity: Sparsity, numel: int, rank: int, world_size: int) -> None:
-        self._sparsity = sparsity
+        self.sparsity = sparsity
         self._rank = rank
         self._world_size = world_size
         self._k = min(sparsity.k, numel)
@@ -71,10 +71,10 @@ class SparseSum:
             residual: (n,), of the step before; becomes that of this step.
             gradient: (n,); None if the residual has it already.
         """
-        sparsity, ledger = self._sparsity, Ledger(residual, self._sparsity.collection)
+        ledger = Ledger(residual, self.sparsity.collection)
         bounds: tuple[int, ...] = (0, residual.numel())
         counts: tuple[int, ...] = (self._k,)
-        if sparsity.algorithm == "spardl":
+        if self.sparsity.algorithm == "spardl":
             bounds, counts = self._plan.bounds, self._plan.counts
         selector = BlockSelector(residual, bounds, counts)
         if gradient is not None:
@@ -82,7 +82,7 @@ class SparseSum:
         return (yield from self._exchange(ledger, selector))
 
     def _exchange(self, ledger: Ledger, selector: BlockSelector) -> Exchange:
-        sparsity, memory, place = self._sparsity, self.memory, (self._rank, self._world_size)
+        sparsity, memory, place = self.sparsity, self.memory, (self._rank, self._world_size)
         if sparsity.algorithm == "topka":
             return topka(ledger, selector, self._k, *place, sparsity.wire)
         if sparsity.algorithm == "topkdsa":
@@ -101,5 +101,5 @@ class SparseSum:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """The reverse of :meth:`state_dict`."""
-        if self.memory is not None:
+        if self.memory is not None and state:
             self.memory = type(self.memory).from_state(state)

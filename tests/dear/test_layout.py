@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ddp_hooks.comm import in_order_of, is_dense
 from ddp_hooks.dear.guard import GradientGuard
 from ddp_hooks.dear.layout import FusionRule, Layout, ParameterShape, cut_bucket, fuse
-from ddp_hooks.dear.storage import flatten, in_order_of, is_dense, overlapping, unflatten
+from ddp_hooks.dear.storage import flatten, overlapping, unflatten
 
 numels = st.lists(st.integers(0, 3000), min_size=1, max_size=12)
 

@@ -1,0 +1,85 @@
+"""What cannot be right is refused before anything is changed, with what to do instead."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks.comm import compat
+from ddp_hooks.topk.config import TopKConfig
+
+
+def find_problem(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
+    """The first reason why sparse all-reduce cannot be right here, with a remedy; None if there is none."""
+    if not isinstance(ddp, DistributedDataParallel):
+        return f"TopKState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
+    if not isinstance(config, TopKConfig):
+        return f"TopKState takes its settings as TopKConfig(...), got {type(config).__name__}"
+    return _problem_of_ddp(ddp) or _problem_of_parameters(ddp) or _problem_of_teams(config, world_size)
+
+
+def fingerprint(ddp: DistributedDataParallel, config: TopKConfig, scales: bool) -> dict[str, object]:
+    """Everything that must be equal on all ranks, by name."""
+    from ddp_hooks import __version__
+
+    entries: dict[str, object] = {
+        "torch version": torch.__version__,
+        "ddp_hooks version": __version__,
+        "TopKConfig": config,
+        "a gradient scaler": "given" if scales else "none",
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+    }
+    for name, p in compat.managed_parameters(ddp).items():
+        entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
+    return entries
+
+
+def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
+    if compat.uses_mixed_precision(ddp):
+        return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
+    if compat.comm_hook_registered(ddp):
+        return "the DDP module already has a communication hook, and takes only one: wrap the model again"
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
+    if compat.delays_all_reduce(ddp):
+        return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
+    for name, module in ddp.module.named_modules():
+        if compat.expects_sparse_gradient(module):
+            return (
+                f"{name} makes sparse gradients, of which only the rows that are used exist: construct it with "
+                f"sparse=False"
+            )
+    return None
+
+
+def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
+    parameters = compat.managed_parameters(ddp)
+    if not parameters:
+        return "the model has no parameters to train"
+    for name, parameter in parameters.items():
+        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+            return (
+                f"{name} is {parameter.dtype}, of which there is no order by magnitude that we support: use float32, "
+                f"float64, bfloat16 or float16, or keep it out of DDP with requires_grad_(False)"
+            )
+    devices = {parameter.device for parameter in parameters.values()}
+    if len(devices) > 1:
+        return f"the parameters must be on one device, found {sorted(map(str, devices))}"
+    device = next(iter(devices))
+    backend = compat.backend_of(ddp.process_group, device)
+    if device.type != "cpu" and backend != "nccl":
+        return f"parameters on {device.type} need the nccl backend, found {backend}"
+    return None
+
+
+def _problem_of_teams(config: TopKConfig, world_size: int) -> str | None:
+    if config.algorithm not in ("spardl", "auto") or config.teams == "auto":
+        return None
+    assert isinstance(config.teams, int)
+    if world_size % config.teams:
+        possible = [teams for teams in range(1, world_size + 1) if world_size % teams == 0]
+        return f"teams must divide the number of ranks, {world_size}: got {config.teams}, possible are {possible}"
+    if config.sag == "r" and config.teams & (config.teams - 1):
+        return f'sag="r" needs a power of two of teams, got {config.teams}: use sag="b" or "auto"'
+    return None

@@ -1,0 +1,97 @@
+"""Settings of sparse all-reduce, one frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, TypeAlias, get_args
+
+from ddp_hooks.topk.ledger import Collection
+from ddp_hooks.topk.spardl import Split
+from ddp_hooks.topk.wire import Format
+
+AlgorithmName: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk", "dense"]
+Choice: TypeAlias = Literal["auto"]
+Sag: TypeAlias = Literal["r", "b", "auto"]
+OnNonfinite: TypeAlias = Literal["skip", "raise"]
+
+_ALGORITHMS = (*get_args(AlgorithmName), "auto")
+
+
+@dataclass(frozen=True)
+class TopKConfig:
+    """What is kept of a gradient, and how it travels; what is left out is added to the next gradient.
+
+    Args:
+        density: part of the elements that is kept, in (0, 1]. 1: everything, as plain DDP.
+        algorithm: ``"spardl"``, one of its baselines ``"topka"``, ``"topkdsa"``, ``"gtopk"``, ``"oktopk"``, or
+            ``"dense"``. ``"auto"``: per group SparDL or dense, whichever a few steps show to be faster.
+        teams: of SparDL; a divisor of the number of ranks. ``"auto"``: the fastest, found in the same way. As many
+            teams as ranks leave out more than fewer do, so that is only done when asked for.
+        sag: Spar-All-Gather between teams: ``"r"``, recursive, for a power of two of teams; ``"b"``, Bruck's;
+            ``"auto"``: the faster one of those that are possible.
+        collection: what becomes of what is left out: ``"global"`` keeps everything (zhao2024spardl, section III-C);
+            ``"partial"`` and ``"local"``, for comparison, lose some.
+        split: who keeps what several workers leave out: ``"whole"``, one of them, or ``"paper"``, parts.
+        wire: ``"compact"``, four bytes per entry, values in bfloat16 (what rounding takes is kept, too); ``"exact"``,
+            eight.
+        group_mb: gradients that are selected from and travel together, in MiB.
+        dense_below_numel: parameters with fewer elements are summed in full, such as biases.
+        momentum: momentum correction (deep gradient compression): it is summed up here, before the selection, so the
+            optimizer must have none. None: none. Costs another copy of the gradients.
+        warmup_steps: steps in which the density falls from ``warmup_density`` to ``density``, by the same factor each.
+        warmup_density: density of the first step, if there are any of those.
+        on_nonfinite: if a gradient is infinite or not a number on any rank: ``"skip"`` the update on all of them (with
+            a gradient scaler it does that), or ``"raise"`` on all of them. Residuals are as before either way.
+        lanes: streams of communication side by side, and so selections.
+        timeout_s: a wait that takes longer fails.
+        stall_warning_s: a wait that takes longer is logged, with what it waits for.
+    """
+
+    density: float = 0.01
+    algorithm: AlgorithmName | Choice = "spardl"
+    teams: int | Choice = 1
+    sag: Sag = "auto"
+    collection: Collection = "global"
+    split: Split = "whole"
+    wire: Format = "compact"
+    group_mb: float = 25.0
+    dense_below_numel: int = 0
+    momentum: float | None = None
+    warmup_steps: int = 0
+    warmup_density: float = 0.25
+    on_nonfinite: OnNonfinite = "skip"
+    lanes: int = 2
+    timeout_s: float = 600.0
+    stall_warning_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("density", "warmup_density"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+        allowed = {
+            "algorithm": _ALGORITHMS,
+            "sag": get_args(Sag),
+            "collection": get_args(Collection),
+            "split": get_args(Split),
+            "wire": get_args(Format),
+            "on_nonfinite": get_args(OnNonfinite),
+        }
+        for name, values in allowed.items():
+            if getattr(self, name) not in values:
+                raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
+        if self.teams != "auto" and (not isinstance(self.teams, int) or self.teams < 1):
+            raise ValueError(f'teams must be a number >= 1 or "auto", got {self.teams!r}')
+        if self.momentum is not None and not 0 <= self.momentum < 1:
+            raise ValueError(f"momentum must be None or in [0, 1), got {self.momentum}")
+        for name in ("group_mb", "timeout_s", "stall_warning_s"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        for name, least in (("lanes", 1), ("warmup_steps", 0), ("dense_below_numel", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+
+    def density_at(self, step: int) -> float:
+        """The density of a step, counted from 0."""
+        if step >= self.warmup_steps:
+            return self.density
+        return float(self.warmup_density * (self.density / self.warmup_density) ** (step / self.warmup_steps))

@@ -1,0 +1,16 @@
+"""The hook itself. No ``from __future__ import annotations`` here: DDP compares annotations by identity."""
+
+import torch
+import torch.distributed as dist
+
+from ddp_hooks.topk.state import TopKState
+
+
+def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Start the sparse all-reduce of what is complete with ``bucket``; backward goes on meanwhile.
+
+    ``bucket.buffer()`` is changed in place: it becomes the mean over ranks of what they have kept of their gradients.
+
+    Usage: ``ddp.register_comm_hook(TopKState(ddp, TopKConfig(density=0.01)), topk_hook)``.
+    """
+    return state.reduce_bucket(bucket)

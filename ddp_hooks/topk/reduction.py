@@ -1,0 +1,243 @@
+"""One group's part in one backward: its gradients become the mean of what was kept of all ranks' gradients."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import (
+    Algorithm,
+    Lanes,
+    Partition,
+    Round,
+    ThreadWork,
+    Work,
+    aligned_bounds,
+    ring_all_gather,
+    ring_reduce_scatter,
+)
+from ddp_hooks.topk.algorithms import SparseSum
+from ddp_hooks.topk.groups import GradientGroup, Run
+from ddp_hooks.topk.sparse import SparseVector
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """A group's gradients in DDP's buckets.
+
+    Args:
+        buffers: the buckets, (n,) each.
+        sparse, dense: where the group's parameters lie in them; those of the sparse ones in the order of its vector.
+        scale: by which they are multiplied, for the gradient scaler.
+    """
+
+    buffers: Sequence[Tensor]
+    sparse: Sequence[Run]
+    dense: Sequence[Run]
+    scale: float
+
+    def part(self, run: Run) -> Tensor:
+        """(numel,), a view."""
+        return self.buffers[run.bucket][run.start : run.start + run.numel]
+
+    def are_finite(self) -> bool:
+        """Whether no element is infinite or not a number (or so large that their sum is)."""
+        totals = [self.part(run).sum(dtype=torch.float32) for run in (*self.sparse, *self.dense)]
+        return bool(torch.isfinite(torch.stack(totals)).all()) if totals else True
+
+    def add_to(self, vector: Tensor, runs: Sequence[Run]) -> None:
+        """Add the parts, without their scale, to ``vector``, in place."""
+        for run in runs:
+            vector[run.offset : run.offset + run.numel].add_(self.part(run), alpha=1.0 / self.scale)
+
+
+class Reduction:
+    """Common to both kinds: submitted once, then :attr:`finite` on this rank and the means in the buckets.
+
+    Args:
+        group: keeps what is left out; belongs to the lanes, as the buckets do, until the work is complete.
+        gradients: in the buckets; become the means.
+        momentum: of momentum correction; None: there is none.
+        lanes: where it runs.
+    """
+
+    def __init__(self, group: GradientGroup, gradients: Gradients, momentum: float | None, lanes: Lanes) -> None:
+        self.group = group
+        self.gradients = gradients
+        self.finite = True  # this rank's gradients; known when the work is complete
+        self._begin_s = 0.0
+        self._momentum = momentum
+        self._lanes = lanes
+
+    def submit(self) -> Work:
+        """Begin."""
+        raise NotImplementedError
+
+    def give_back(self, part: slice | None = None) -> None:
+        """What has come out is not used: keep it as residuals, every entry on one rank.
+
+        Args:
+            part: of the group's vector; None: all of it.
+        """
+        raise NotImplementedError
+
+    def seconds(self, work: Work) -> float:
+        """How long it took from its first moment on a lane, if ``work`` is complete; 0 on accelerators."""
+        return max(0.0, work.finished_s - self._begin_s) if isinstance(work, ThreadWork) else 0.0
+
+    def _build_up(self, velocity: Tensor | None, runs: Sequence[Run]) -> Tensor | None:
+        """Momentum correction, ``v = m v + g`` in place, if there is any."""
+        if velocity is not None and self._momentum is not None:
+            velocity.mul_(self._momentum)
+            self.gradients.add_to(velocity, runs)
+        return velocity
+
+
+class SparseReduction(Reduction):
+    """The largest elements are summed; the rest stays in the residual (error feedback).
+
+    Args:
+        summation: the algorithm, with what it remembers.
+    """
+
+    def __init__(
+        self,
+        group: GradientGroup,
+        gradients: Gradients,
+        momentum: float | None,
+        lanes: Lanes,
+        summation: SparseSum,
+    ) -> None:
+        super().__init__(group, gradients, momentum, lanes)
+        self._summation = summation
+        self._result: SparseVector | None = None  # the sum over ranks
+
+    def submit(self) -> Work:
+        """Begin; see :class:`Reduction`."""
+        return self._lanes.run(self._exchange(), self.group.name)
+
+    def _exchange(self) -> Algorithm:
+        group, gradients = self.group, self.gradients
+        self._begin_s = time.perf_counter()
+        self.finite = gradients.are_finite()
+        if group.numel:
+            gradient = self._bring_in() if self.finite else None
+            self._result = yield from self._summation.run(group.opened(), gradient)
+            if group.velocity is not None:  # what has been sent begins anew (momentum factor masking)
+                group.velocity[self._result.indices] = 0.0
+            self._write(self._result)
+        if gradients.dense:
+            yield from self._sum_dense()
+
+    def _bring_in(self) -> Tensor | None:
+        """What is to be added to the residual, (n,); None if it was added."""
+        group, gradients = self.group, self.gradients
+        if group.velocity is not None:
+            return self._build_up(group.velocity, gradients.sparse)
+        if len(gradients.sparse) == 1 and gradients.scale == 1.0:  # it can be added in the pass that selects
+            return gradients.part(gradients.sparse[0])
+        gradients.add_to(group.opened(), gradients.sparse)
+        return None
+
+    def _write(self, result: SparseVector) -> None:
+        """The mean, into the buckets."""
+        edges = [run.offset for run in self.gradients.sparse] + [self.group.numel]
+        cuts = torch.searchsorted(result.indices, torch.tensor(edges, device=result.indices.device)).tolist()
+        values = result.values / self._lanes.world_size
+        if self.gradients.scale != 1.0:
+            values *= self.gradients.scale
+        for run, first, last in zip(self.gradients.sparse, cuts, cuts[1:], strict=False):
+            part = self.gradients.part(run).zero_()
+            part[result.indices[first:last] - run.offset] = values[first:last].to(part.dtype)
+
+    def _sum_dense(self) -> Generator[Round, None, None]:
+        """The means of what travels in full."""
+        gradients, world_size, rank = self.gradients, self._lanes.world_size, self._lanes.rank
+        parts = [gradients.part(run) for run in gradients.dense]
+        velocity = self._build_up(self.group.dense_velocity, gradients.dense) if self.finite else None
+        flat = torch.cat(parts).div_(gradients.scale) if velocity is None else velocity.clone()
+        bounds = aligned_bounds(flat.numel(), world_size, flat.element_size())
+        chunks = [flat[start:end] for start, end in itertools.pairwise(bounds)]
+        scratch = flat.new_empty(max(chunk.numel() for chunk in chunks))
+        yield from ring_reduce_scatter(chunks, rank, scratch, world_size)
+        yield from ring_all_gather(chunks, rank)
+        for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
+            part.copy_(mean * gradients.scale)
+
+    def give_back(self, part: slice | None = None) -> None:
+        """See :class:`Reduction`."""
+        if self._result is None:
+            return
+        indices, values = self._result.indices, self._result.values
+        mine = indices % self._lanes.world_size == self._lanes.rank
+        if part is not None:
+            mine &= (indices >= part.start) & (indices < part.stop)
+        self.group.opened()[indices[mine]] += values[mine]
+
+
+class DenseReduction(Reduction):
+    """Everything is summed, with what is still left from steps in which it was not."""
+
+    _partitions: Sequence[Partition]
+    _carries = False
+
+    def submit(self) -> Work:
+        """Begin; see :class:`Reduction`."""
+        world_size = self._lanes.world_size
+        parts = [self.gradients.part(run) for run in (*self.gradients.sparse, *self.gradients.dense)]
+        self._partitions = [Partition(p, aligned_bounds(p.numel(), world_size, p.element_size())) for p in parts]
+        lane = self._lanes.next_lane()  # the same one, so that each part follows the one before
+        lane.run(_without_messages(self._prepare), self.group.name)
+        lane.reduce_scatter(self._partitions, self.group.name, world_size)
+        return lane.all_gather(self._partitions, self.group.name)
+
+    def _prepare(self) -> None:
+        group, gradients = self.group, self.gradients
+        self._begin_s = time.perf_counter()
+        self.finite = gradients.are_finite()
+        self._carries = group.residual is not None
+        if not self.finite:
+            if self._carries:  # others add their residuals, and want them back
+                for partition in self._partitions:
+                    partition.flat.zero_()
+            return
+        for runs, velocity in ((gradients.sparse, group.velocity), (gradients.dense, group.dense_velocity)):
+            if self._build_up(velocity, runs) is not None:
+                for run in runs:
+                    gradients.part(run).zero_()
+                self._add(velocity, runs)
+        if group.residual is not None:
+            self._add(group.residual, gradients.sparse)
+            group.residual = None
+
+    def _add(self, vector: Tensor | None, runs: Sequence[Run]) -> None:
+        """Add ``vector``, with the scale, to the gradients."""
+        assert vector is not None
+        for run in runs:
+            part = vector[run.offset : run.offset + run.numel]
+            self.gradients.part(run).add_(part, alpha=self.gradients.scale)
+
+    def give_back(self, part: slice | None = None) -> None:
+        """See :class:`Reduction`; only if there was a residual in it."""
+        if not self._carries:
+            return
+        residual = self.group.opened()
+        for run, partition in zip(self.gradients.sparse, self._partitions, strict=False):
+            rank = self._lanes.rank
+            start, end = partition.bounds[rank], partition.bounds[rank + 1]
+            if part is not None:
+                start, end = max(start, part.start - run.offset), min(end, part.stop - run.offset)
+            if start < end:
+                sums = partition.flat[start:end] * (self._lanes.world_size / self.gradients.scale)
+                residual[run.offset + start : run.offset + end] += sums
+
+
+def _without_messages(function: Callable[[], None]) -> Algorithm:
+    """An algorithm that only calls ``function``, when its turn comes."""
+    function()
+    yield from ()

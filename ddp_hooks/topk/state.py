@@ -1,0 +1,411 @@
+"""TopKState: what users hold of sparse all-reduce, and how a backward goes.
+
+1. DDP hands over a bucket. Groups whose gradients are all there are submitted to the lanes, in one fixed order, where
+   they are added to what earlier steps have left out, selected from, and exchanged.
+2. Backward ends: just before DDP waits for its buckets, wait for the groups, and hear whether a rank had gradients that
+   are not finite.
+3. DDP has made the buckets the model's gradients.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks.comm import (
+    Algorithm,
+    Lanes,
+    LaneSettings,
+    Recorder,
+    Stall,
+    Work,
+    agree,
+    at_exit,
+    compat,
+    in_storage_order,
+    is_dense,
+    mebibytes,
+)
+from ddp_hooks.topk import checkpoint, checks
+from ddp_hooks.topk.algorithms import Sparsity
+from ddp_hooks.topk.bruck import bruck_all_gather
+from ddp_hooks.topk.config import TopKConfig
+from ddp_hooks.topk.groups import GradientGroup, Place, form_groups, runs_of
+from ddp_hooks.topk.reduction import DenseReduction, Gradients, Reduction, SparseReduction
+from ddp_hooks.topk.stats import TopKStats
+from ddp_hooks.topk.variants import Variant, VariantChooser
+from ddp_hooks.topk.wire import Wire
+
+logger = logging.getLogger("ddp_hooks")
+
+
+@dataclass
+class _Backward:
+    """One synchronised backward, from its first bucket on."""
+
+    buffers: list[Tensor] = field(default_factory=list)  # of the buckets
+    futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
+    places: dict[int, Place] = field(default_factory=dict)  # of parameters, in the buckets that are there
+    reductions: list[Reduction] = field(default_factory=list)  # of the groups that are complete
+    works: list[Work] = field(default_factory=list)
+    verdict: Work | None = None
+    spoilt_by: list[int] = field(default_factory=list)  # ranks with gradients that are not finite
+
+
+class TopKState:
+    """The state of :func:`~ddp_hooks.topk_hook`: sparse all-reduce with error feedback (zhao2024spardl).
+
+    Of every group of gradients the largest elements of the sum over ranks travel; the others are kept, on the rank that
+    has them, and added to the next gradient. Replicas stay equal, bit for bit. Gradients are averaged as DDP does.
+
+    On one rank nothing travels, so nothing is left out.
+
+    Args:
+        ddp: the model.
+        config: the settings.
+        scaler: the ``torch.amp.GradScaler`` of the loop, if it has one: residuals are kept without its scale, which
+            changes from step to step.
+
+    Raises:
+        ValueError: on every rank, before anything is changed, when this cannot be right, or when ranks differ.
+
+    Creating a state is collective: all ranks of the DDP module's group do it.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        config: TopKConfig | None = None,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+    ) -> None:
+        self.config = config = config if config is not None else TopKConfig()
+        group = getattr(ddp, "process_group", None) or dist.group.WORLD
+        assert group is not None, "torch.distributed is not initialised"
+        problem = checks.find_problem(ddp, config, dist.get_world_size(group))
+        entries = checks.fingerprint(ddp, config, scaler is not None) if problem is None else {}
+        agree(entries, problem, group, "the set-up of TopKState")
+
+        managed = compat.managed_parameters(ddp)
+        self._names = list(managed)
+        self._parameters = list(managed.values())
+        self._numels = [parameter.numel() for parameter in self._parameters]
+        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
+        self._scaler = scaler
+        self._finds_unused = ddp.find_unused_parameters
+        self._static_graph = ddp.static_graph
+        settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
+        device = self._parameters[0].device
+        self._recorder = Recorder(False)
+        self._lanes = Lanes(group, config.lanes, device, settings, self._recorder)
+        self._chooser = VariantChooser(config, self._lanes)
+        self._order = list(reversed(range(len(self._parameters))))  # most backwards go this way
+        self._groups: list[GradientGroup] = []
+        self._group_anew()
+        self._first_order: dict[int, None] | None = {}  # parameters, as the first backward reaches them
+        self._watches = [p.register_post_accumulate_grad_hook(self._noting(i)) for i, p in enumerate(self._parameters)]
+        self._step = 0  # of those that were not skipped
+        self._num_skipped = 0
+        self._stats = TopKStats()
+        self._stall = Stall()
+        self._mark = (self._lanes.traffic, 0.0)
+        self._closed = False
+        self._backward = _Backward()
+        self._handles: list[Any] = [
+            ddp.register_forward_pre_hook(self._before_forward),
+            at_exit(self.close, self._abandon, self._is_stuck),
+        ]
+
+    # -- what users call --------------------------------------------------------------------------------------------
+
+    def stats(self) -> TopKStats:
+        """What the last synchronised backward cost on this rank."""
+        return self._stats
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank keeps, to be saved by every rank for itself, between two steps. Not collective.
+
+        Plain tensors, lists and numbers, so ``torch.load(..., weights_only=True)`` reads it. About as large as the
+        gradients.
+        """
+        self._refuse_under_way("state_dict()")
+        kept = checkpoint.kept_by_name(self._groups, self._parameters, self._names)
+        chosen = self._chooser.chosen
+        return {
+            "rank": self._lanes.rank,
+            "world_size": self._lanes.world_size,
+            "step": self._step,
+            "num_skipped": self._num_skipped,
+            "order": [self._names[index] for index in self._order] if self._first_order is None else None,
+            "chosen": [list(variant) for variant in chosen] if chosen is not None else None,
+            "memories": [group.memory() for group in self._groups],
+            **kept,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
+        """Go on where a run was when its states were saved; collective.
+
+        Args:
+            state: what this rank has saved: training goes on as if it had not stopped, bit for bit. Or, on any number
+                of ranks, the states of all former ranks: the sum of residuals over the ranks is what it was.
+
+        Raises:
+            ValueError: on every rank, before anything is changed, if a state does not fit.
+        """
+        self._refuse_under_way("load_state_dict()")
+        saved = [state] if isinstance(state, Mapping) else list(state)
+        shapes = {name: p.shape for name, p in zip(self._names, self._parameters, strict=True)}
+        rank, world_size = self._lanes.rank, self._lanes.world_size
+        problem = checkpoint.find_problem(saved, rank, world_size, shapes) if saved else "there is no state to load"
+        entries = {} if problem is not None else {key: saved[0][key] for key in ("step", "order", "chosen")}
+        agree(entries, problem, self._lanes.group, "the state of TopKState")
+        first = saved[0]
+        self._step, self._num_skipped = first["step"], first["num_skipped"]
+        if first["order"] is not None:
+            self._end_watch()
+            index_of = {name: index for index, name in enumerate(self._names)}
+            self._order = [index_of[name] for name in first["order"]]
+        self._group_anew()
+        checkpoint.restore(
+            self._groups, self._parameters, self._names, checkpoint.share_of(saved, rank, world_size)
+        )
+        if len(saved) == 1 and len(first["memories"]) == len(self._groups):
+            self._chooser.chosen = [Variant(*variant) for variant in first["chosen"]] if first["chosen"] else None
+            for group, memories in zip(self._groups, first["memories"], strict=True):
+                group.memories = dict(memories)
+
+    def close(self) -> None:
+        """Finish communication, let every rank do the same, and end the lanes. DDP cannot remove its hook."""
+        if self._closed:
+            return
+        self._closed = True
+        for handle in (*self._handles, *self._watches):
+            handle.remove()
+        self._lanes.close()
+
+    # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
+
+    def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Submit the groups that are complete with this bucket; called by DDP, through the hook, during backward."""
+        if self._closed:
+            raise RuntimeError("TopKState was closed: wrap the model in a new DistributedDataParallel to train on")
+        buffer = bucket.buffer()
+        devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
+        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        if self._lanes.world_size == 1:
+            future.set_result(buffer)
+            return future
+        backward = self._backward
+        position, start = len(backward.buffers), 0
+        backward.buffers.append(buffer)
+        backward.futures.append(future)
+        for parameter in bucket.parameters():
+            index = self._index_of[id(parameter)]
+            backward.places[index] = Place(position, start)
+            start += self._numels[index]
+        self._submit_complete_groups(backward)
+        if len(backward.places) == len(self._parameters):
+            question = self._ask_all(backward)
+            backward.verdict = self._lanes.run(question, "whether gradients are finite", after=backward.works)
+            if self._static_graph and self._stats.step == 0:
+                self._end_exchange()  # this is DDP's end-of-backward callback, which is about to wait for the futures
+            else:  # it will be queued after ours
+                compat.queue_engine_callback(self._end_exchange)
+        return future
+
+    def _submit_complete_groups(self, backward: _Backward) -> None:
+        scale = self._scaler.get_scale() if self._scaler is not None else 1.0
+        for number, group in enumerate(self._groups[len(backward.reductions) :], len(backward.reductions)):
+            sparse, dense = group.members.sparse, group.members.dense
+            if any(index not in backward.places for index in sparse + dense):
+                return
+            gradients = Gradients(
+                backward.buffers,
+                runs_of(sparse, self._numels, backward.places),
+                runs_of(dense, self._numels, backward.places),
+                scale,
+            )
+            reduction = self._reduction_of(group, number, gradients)
+            backward.reductions.append(reduction)
+            backward.works.append(reduction.submit())
+
+    def _reduction_of(self, group: GradientGroup, number: int, gradients: Gradients) -> Reduction:
+        config = self.config
+        density = config.density_at(self._step)
+        variant = self._chooser.variant_of(number, self._step)
+        if variant.algorithm == "dense" or density == 1.0:
+            return DenseReduction(group, gradients, config.momentum, self._lanes)
+        sparsity = Sparsity(
+            variant.algorithm,
+            max(1, round(density * group.numel)),
+            Wire(config.wire, group.dtype),
+            variant.teams,
+            variant.sag,
+            config.split,
+            config.collection,
+        )
+        summation = group.sum_of(variant.name, sparsity, self._lanes.rank, self._lanes.world_size)
+        return SparseReduction(group, gradients, config.momentum, self._lanes, summation)
+
+    def _ask_all(self, backward: _Backward) -> Algorithm:
+        """Whether all gradients of all ranks are finite; begins when this rank knows about its own."""
+        finite = all(reduction.finite for reduction in backward.reductions)
+        mine = torch.tensor([not finite], dtype=torch.uint8, device=self._parameters[0].device)
+        ranks = range(self._lanes.world_size)
+        flags = yield from bruck_all_gather(mine, [1] * len(ranks), ranks, self._lanes.rank)
+        backward.spoilt_by = [rank for rank, flag in enumerate(flags) if flag.item()]
+
+    # -- 2. the backward ends, but DDP has not waited for its buckets ------------------------------------------------
+
+    def _end_exchange(self) -> None:
+        backward = self._backward
+        assert backward.verdict is not None
+        for work in (*backward.works, backward.verdict):
+            if not work.done:
+                with self._stall.measure(self._recorder, work.label):
+                    work.wait()
+        if backward.spoilt_by:
+            for reduction in backward.reductions:
+                reduction.give_back()
+            if self._scaler is not None:
+                for buffer in backward.buffers:
+                    buffer.fill_(torch.inf)  # so that it skips the step, and scales less, on every rank
+        for future, buffer in zip(backward.futures, backward.buffers, strict=True):
+            future.set_result(buffer)
+        compat.queue_engine_callback(self._end_backward)  # after DDP's own
+
+    # -- 3. DDP has made the buckets the model's gradients ----------------------------------------------------------
+
+    def _end_backward(self) -> None:
+        backward, self._backward = self._backward, _Backward()
+        self._note_stats(backward.reductions)
+        if backward.spoilt_by:
+            self._refuse_or_skip(backward.spoilt_by)
+            return
+        if self._finds_unused:
+            self._keep_what_nobody_takes(backward)
+        if self._first_order is not None:
+            self._settle_order(self._first_order)
+        pairs = zip(backward.reductions, backward.works, strict=True)
+        times_s = [reduction.seconds(work) for reduction, work in pairs]
+        self._chooser.stepped(self._step, times_s, [group.name for group in self._groups])
+        self._step += 1
+
+    def _keep_what_nobody_takes(self, backward: _Backward) -> None:
+        """DDP leaves the gradients of parameters that no rank has used as they were: what came out for them stays."""
+        for reduction in backward.reductions:
+            for index, start in reduction.group.offsets.items():
+                bucket, place = backward.places[index]
+                came_out = backward.buffers[bucket][place : place + self._numels[index]]
+                if not _was_taken(self._parameters[index].grad, came_out):
+                    reduction.give_back(slice(start, start + self._numels[index]))
+
+    def _settle_order(self, seen: dict[int, None]) -> None:
+        """Groups follow the first backward from now on, as the first rank has seen it."""
+        order: list[list[int]] = [[*seen, *(index for index in self._order if index not in seen)]]
+        dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)
+        self._end_watch()
+        self._order = order[0]
+        self._group_anew()
+
+    def _end_watch(self) -> None:
+        self._first_order = None
+        for watch in self._watches:
+            watch.remove()
+
+    def _group_anew(self) -> None:
+        """Form groups in the present order; what was kept moves into them."""
+        config, former = self.config, self._groups
+        members = form_groups(self._order, self._parameters, mebibytes(config.group_mb), config.dense_below_numel)
+        with_velocity = config.momentum is not None
+        self._groups = [GradientGroup.of(m, self._parameters, self._names, with_velocity) for m in members]
+        group_of = {i: group for group in self._groups for i in (*group.members.sparse, *group.members.dense)}
+        for group in former:
+            for kind, kept in group.kept().items():
+                for index, values in kept.items():
+                    group_of[index].keep(kind, index, values)
+
+    def _refuse_or_skip(self, ranks: Sequence[int]) -> None:
+        where = f"gradients were not finite on ranks {[dist.get_global_rank(self._lanes.group, r) for r in ranks]}"
+        if self.config.on_nonfinite == "raise":
+            raise RuntimeError(f"{where}; residuals are as they were before this backward")
+        self._num_skipped += 1
+        self._stats = replace(self._stats, skipped_steps=self._num_skipped)
+        if self._scaler is not None:
+            return
+        logger.warning(
+            "%s, so gradients are taken away on all ranks and optimizer.step() changes nothing. If a GradScaler is in "
+            "use, pass it: TopKState(ddp, config, scaler=scaler)",
+            where,
+        )
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def _note_stats(self, reductions: Sequence[Reduction]) -> None:
+        before, now = self._mark, (self._lanes.traffic, self._stall.seconds)
+        self._mark = now
+        traffic = now[0] - before[0]
+        self._stats = TopKStats(
+            step=self._stats.step + 1,
+            density=self.config.density_at(self._step),
+            num_groups=len(reductions),
+            num_dense_groups=sum(isinstance(reduction, DenseReduction) for reduction in reductions),
+            num_lanes=len(self._lanes),
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            comm_s=traffic.busy_s,
+            stall_s=now[1] - before[1],
+            skipped_steps=self._num_skipped,
+        )
+
+    # -- around it --------------------------------------------------------------------------------------------------
+
+    def _refuse_under_way(self, what: str) -> None:
+        if self._backward.buffers:
+            raise RuntimeError(f"{what} in the middle of a backward: call it between two steps")
+
+    def _before_forward(self, *_: Any) -> None:
+        places = self._backward.places
+        if not torch.is_grad_enabled() or not places:
+            return
+        missing = [name for index, name in enumerate(self._names) if index not in places]
+        raise RuntimeError(
+            f"the last backward ended without gradients for {', '.join(missing[:5])} or parameters of the same bucket, "
+            f"so they were not reduced: pass find_unused_parameters=True to DistributedDataParallel; if it ended with "
+            f"an exception, wrap the model again"
+        )
+
+    def _noting(self, index: int) -> Callable[[Tensor], None]:
+        def note(_: Tensor) -> None:
+            if self._first_order is not None:
+                self._first_order.setdefault(index)
+
+        return note
+
+    def _abandon(self, error: BaseException) -> None:
+        self._lanes.abandon(error)
+
+    def _is_stuck(self) -> bool:
+        return self._lanes.stuck
+
+    def __deepcopy__(self, memo: Any) -> TopKState:
+        raise TypeError("a DDP module with TopKState cannot be copied: the copy would lose its hook. Copy ddp.module")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a DDP module with TopKState cannot be pickled: save ddp.module.state_dict() instead")
+
+
+def _was_taken(gradient: Tensor | None, came_out: Tensor) -> bool:
+    """Whether a parameter's gradient is what its part of a bucket holds, (numel,)."""
+    if gradient is None:
+        return False
+    if gradient.data_ptr() == came_out.data_ptr():
+        return True
+    return is_dense(gradient) and torch.equal(in_storage_order(gradient), came_out)

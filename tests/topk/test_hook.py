@@ -1,0 +1,525 @@
+"""The hook in training loops, between real processes, with gradients that are whole numbers.
+
+Prevents: gradients that are lost or counted twice between buckets, groups and residuals; replicas that drift apart;
+and loops in which the hook is silently another algorithm than the one that was asked for.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import TopKConfig, TopKState, topk_hook
+from ddp_hooks.comm import run_on_fabric
+from ddp_hooks.topk.algorithms import SparseSum, Sparsity
+from ddp_hooks.topk.wire import Wire
+from tests.dear.twins import WholeNumbers
+from tests.topk.test_spardl import returning
+from tests.workers import WorkerPools
+
+# Small groups, so that a small model has several, and a threshold that some of its parameters are below.
+CONFIG = TopKConfig(density=0.05, wire="exact", group_mb=0.03, timeout_s=20, stall_warning_s=10)
+
+
+def sum_and_divide(_, bucket):  # type: ignore[no-untyped-def]
+    """DDP's own reduction, but for a division that is exact for whole numbers."""
+    buffer = bucket.buffer()
+    future = dist.all_reduce(buffer, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0].div_(dist.get_world_size()))
+
+
+@dataclass
+class Pair:
+    """A model under the hook, and its plain twin: the sums of their gradients are to be equal."""
+
+    rank: int
+    world_size: int
+    ours: DistributedDataParallel
+    plain: DistributedDataParallel
+    state: TopKState
+    optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer]
+
+    @staticmethod
+    def of(
+        rank: int, world_size: int, config: TopKConfig, model: Callable[[int], nn.Module] = WholeNumbers, **options: Any
+    ) -> Pair:
+        torch.manual_seed(7)
+        original = model(world_size)
+        options = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True, **options}
+        ours = DistributedDataParallel(copy.deepcopy(original), **options)
+        plain = DistributedDataParallel(copy.deepcopy(original), **options)
+        state = TopKState(ours, config)
+        ours.register_comm_hook(state, topk_hook)
+        plain.register_comm_hook(None, sum_and_divide)
+        optimizers = torch.optim.SGD(ours.parameters(), lr=1.0), torch.optim.SGD(plain.parameters(), lr=1.0)
+        return Pair(rank, world_size, ours, plain, state, optimizers)
+
+    def sides(self) -> Any:
+        return zip((self.ours, self.plain), self.optimizers, strict=True)
+
+    def seed(self, step: int) -> int:
+        return 17 * step + self.rank + 1
+
+    def residuals(self) -> dict[str, Tensor]:
+        """Their sum over the ranks."""
+        total = {}
+        saved = self.state.state_dict()["residual"]
+        for name, parameter in self.ours.module.named_parameters():
+            total[name] = saved.get(name, torch.zeros_like(parameter)).double()
+            dist.all_reduce(total[name])
+        return total
+
+    def gap(self) -> float:
+        """What of all gradients has neither been applied nor kept."""
+        residuals, plain = self.residuals(), dict(self.plain.module.named_parameters())
+        gaps = [0.0]
+        for name, parameter in self.ours.module.named_parameters():
+            missing = self.world_size * (parameter.double() - plain[name].double()) - residuals[name]
+            gaps.append(float(missing.abs().max()) if missing.numel() else 0.0)
+        return max(gaps)
+
+    def replicas_agree(self) -> bool:
+        flat = torch.cat([p.detach().flatten() for p in self.ours.module.parameters()])
+        everyone = [torch.empty_like(flat) for _ in range(self.world_size)]
+        dist.all_gather(everyone, flat)
+        return all(torch.equal(flat, other) for other in everyone)
+
+
+# -- loops ------------------------------------------------------------------------------------------------------------
+
+
+def plain(pair: Pair, step: int) -> None:
+    for ddp, optimizer in pair.sides():
+        optimizer.zero_grad()
+        ddp(pair.seed(step)).backward()
+        optimizer.step()
+
+
+def zero_to_zeros(pair: Pair, step: int) -> None:
+    for ddp, optimizer in pair.sides():
+        optimizer.zero_grad(set_to_none=False)
+        ddp(pair.seed(step)).backward()
+        optimizer.step()
+
+
+def accumulate(pair: Pair, step: int) -> None:
+    for ddp, optimizer in pair.sides():
+        optimizer.zero_grad()
+        with ddp.no_sync():
+            for part in range(step % 3):
+                ddp(pair.seed(100 * step + part)).backward()
+        ddp(pair.seed(step)).backward()
+        optimizer.step()
+
+
+def evaluate(pair: Pair, step: int) -> None:
+    plain(pair, step)
+    if step % 2 == pair.rank:  # on one rank only
+        pair.ours.eval()
+        with torch.no_grad():
+            pair.ours.module(1)
+        pair.ours.train()
+
+
+def conserve(
+    rank: int,
+    world_size: int,
+    config: TopKConfig,
+    loop: Callable[[Pair, int], None],
+    num_steps: int,
+    model: Callable[[int], nn.Module] = WholeNumbers,
+    **options: Any,
+) -> tuple[float, bool, float, int]:
+    """What is missing after some steps, whether replicas agree, how much is kept, and the groups."""
+    pair = Pair.of(rank, world_size, config, model, **options)
+    for step in range(num_steps):
+        loop(pair, step)
+    kept = sum(float(values.abs().sum()) for values in pair.residuals().values())
+    result = pair.gap(), pair.replicas_agree(), kept, pair.state.stats().num_groups
+    pair.state.close()
+    return result
+
+
+def check(outcomes: Any, keeps: bool = True) -> None:
+    for gap, agree, kept, num_groups in outcomes:
+        assert gap == 0.0, "gradients were lost, or counted twice"
+        assert agree, "replicas differ"
+        assert (kept > 0) == keeps, "nothing was left out, so nothing was tested"
+        assert num_groups > 1
+
+
+ALGORITHMS: list[dict[str, Any]] = [
+    {},
+    {"teams": 2, "sag": "r"},
+    {"teams": 2, "sag": "b"},
+    {"algorithm": "topka"},
+    {"algorithm": "topkdsa"},
+    {"algorithm": "gtopk"},
+    {"algorithm": "oktopk"},
+]
+
+
+def everywhere() -> list[Any]:
+    """Every algorithm for every number of ranks that it fits."""
+    cases = []
+    for world_size in range(2, 9):
+        for changes in ALGORITHMS:
+            if world_size % changes.get("teams", 1) == 0:
+                name = f"{world_size}-{'-'.join(map(str, changes.values()))}"
+                marks = [] if world_size in (3, 4) else [pytest.mark.slow]
+                cases.append(pytest.param(world_size, changes, marks=marks, id=name))
+    return cases
+
+
+@pytest.mark.parametrize(("world_size", "changes"), everywhere())
+def test_nothing_is_lost(workers: WorkerPools, world_size: int, changes: dict[str, Any]) -> None:
+    pool = workers(world_size)
+    check(pool.run(conserve, replace(CONFIG, **changes), plain, 6))
+    if world_size > 4:
+        pool.end()  # large pools are used once
+
+
+@pytest.mark.parametrize("loop", [zero_to_zeros, accumulate, evaluate], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_loops(workers: WorkerPools, world_size: int, loop: Any) -> None:
+    run = workers(world_size).run
+    if world_size == 1:  # plain DDP
+        for gap, *_ in run(conserve, CONFIG, loop, 5):
+            assert gap == 0.0
+        return
+    check(run(conserve, CONFIG, loop, 5))
+
+
+@pytest.mark.parametrize("changes", [
+    {"dense_below_numel": 200}, {"warmup_steps": 4}, {"density": 1e-9}, {"group_mb": 1e-6}, {"lanes": 3},
+    {"wire": "compact"}, {"split": "paper", "teams": 2, "sag": "r"},
+], ids=lambda changes: "-".join(changes))  # fmt: skip
+def test_settings(workers: WorkerPools, changes: dict[str, Any]) -> None:
+    check(workers(2).run(conserve, replace(CONFIG, **changes), plain, 7))
+
+
+@pytest.mark.parametrize("options", [
+    {"gradient_as_bucket_view": False}, {"static_graph": True}, {"bucket_cap_mb": 1e-6}, {"bucket_cap_mb": 25},
+    {"find_unused_parameters": True},
+], ids=lambda options: "-".join(options))  # fmt: skip
+def test_settings_of_ddp(workers: WorkerPools, options: dict[str, Any]) -> None:
+    check(workers(3).run(partial(conserve, **options), CONFIG, plain, 5))
+
+
+@pytest.mark.parametrize("changes", [{"density": 1.0}, {"algorithm": "dense"}], ids=["everything", "dense"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_everything_is_plain_ddp(workers: WorkerPools, world_size: int, changes: dict[str, Any]) -> None:
+    check(workers(world_size).run(conserve, replace(CONFIG, **changes), accumulate, 5), keeps=False)
+
+
+class Sometimes(WholeNumbers):
+    """Layers that some ranks, or all of them, leave out in some steps."""
+
+    def forward(self, seed: int) -> Tensor:
+        total = torch.zeros(())
+        step, rank = (seed - 1) // 17, (seed - 1) % 17
+        for index, layer in reversed(list(enumerate(self.layers))):
+            nobody, not_me = (index + step) % 4 == 1, (index + step) % 4 == 2 and rank == 0
+            if index == 0 or not (nobody or not_me):
+                total = layer(total, 100 * seed + index)
+        return total
+
+
+@pytest.mark.parametrize("changes", [{}, {"algorithm": "oktopk"}, {"dense_below_numel": 200}], ids=str)
+def test_unused_parameters(workers: WorkerPools, changes: dict[str, Any]) -> None:
+    """What comes out for a parameter that nobody used is not applied by DDP, so it is kept."""
+    run = partial(conserve, model=Sometimes, find_unused_parameters=True)
+    check(workers(3).run(run, replace(CONFIG, density=0.3, **changes), plain, 9))
+
+
+# -- the same as the algorithm on whole vectors -----------------------------------------------------------------------
+
+
+def against_the_fabric(rank: int, world_size: int, algorithm: Any) -> list[str]:
+    """Where the model's gradients differ from those of the algorithm, run for all ranks in this process."""
+    pair = Pair.of(rank, world_size, replace(CONFIG, algorithm=algorithm, wire="compact"))
+    parameters = list(pair.ours.module.parameters())
+    kept = [[torch.zeros(p.numel()) for p in parameters] for _ in range(world_size)]  # per rank, per parameter
+    sums: dict[Any, SparseSum] = {}
+    problems = []
+    for step in range(6):
+        groups = [group.members.sparse for group in pair.state._groups]
+        pair.ours.zero_grad()
+        pair.ours(pair.seed(step)).backward()
+        fresh = [gradients_of(pair.plain.module, 17 * step + other + 1) for other in range(world_size)]
+        for members in groups:
+            numels = [parameters[i].numel() for i in members]
+            sparsity = Sparsity(algorithm, max(1, round(CONFIG.density * sum(numels))), Wire("compact", torch.float32))
+            results: dict[int, Any] = {}
+            exchanges, residuals = [], []
+            for other in range(world_size):
+                key = step > 0, members, other  # groups are formed anew after the first backward
+                sums.setdefault(key, SparseSum(sparsity, sum(numels), other, world_size))
+                residuals.append(torch.cat([kept[other][i] for i in members]))
+                gradient = torch.cat([fresh[other][i] for i in members])
+                exchanges.append(returning(sums[key].run(residuals[-1], gradient), results, other))
+            run_on_fabric(exchanges)
+            mean = torch.zeros(sum(numels))
+            mean[results[0].indices] = results[0].values / world_size
+            for i, part in zip(members, mean.split(numels), strict=True):
+                gradient = parameters[i].grad
+                if gradient is None or not torch.equal(gradient.flatten(), part):
+                    problems.append(f"step {step}, parameter {i}")
+            for other, residual in enumerate(residuals):
+                for i, part in zip(members, residual.split(numels), strict=True):
+                    kept[other][i] = part.clone()
+    num_groups = len(pair.state._groups)
+    pair.state.close()
+    return problems if num_groups > 2 else ["there were too few groups"]
+
+
+def gradients_of(model: nn.Module, seed: int) -> list[Tensor]:
+    model.zero_grad()
+    model(seed).backward()
+    return [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone() for p in model.parameters()]
+
+
+@pytest.mark.parametrize("algorithm", ["spardl", "topka", "oktopk"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_equal_to_the_algorithm_on_whole_vectors(workers: WorkerPools, world_size: int, algorithm: str) -> None:
+    for problems in workers(world_size).run(against_the_fabric, algorithm):
+        assert problems == []
+
+
+# -- gradients that are not finite ------------------------------------------------------------------------------------
+
+
+def spoil(rank: int, world_size: int, on_nonfinite: Any, scaled: bool) -> dict[str, Any]:
+    """A step in which one gradient of one rank is not finite."""
+    torch.manual_seed(7)
+    ddp = DistributedDataParallel(WholeNumbers(world_size), bucket_cap_mb=0.05)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, momentum=0.5, weight_decay=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000) if scaled else None
+    state = TopKState(ddp, replace(CONFIG, on_nonfinite=on_nonfinite), scaler=scaler)
+    ddp.register_comm_hook(state, topk_hook)
+    found: dict[str, Any] = {"changed": [], "error": "", "scales": []}
+    for step in range(6):
+        optimizer.zero_grad()
+        loss = ddp(17 * step + rank + 1)
+        if step == 3 and rank == world_size - 1:
+            loss = loss + float("nan") * ddp.module.layers[7].weight.sum()
+        before = [p.detach().clone() for p in ddp.parameters()]
+        try:
+            (loss if scaler is None else scaler.scale(loss)).backward()
+        except RuntimeError as error:
+            found["error"] = str(error)
+            break
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+            found["scales"].append(scaler.get_scale())
+        found["changed"].append(any(not torch.equal(b, p) for b, p in zip(before, ddp.parameters(), strict=True)))
+    saved = state.state_dict()
+    found["finite"] = all(torch.isfinite(values).all() for values in (*saved["residual"].values(), *ddp.parameters()))
+    found["skipped"] = state.stats().skipped_steps
+    flat = torch.cat([p.detach().flatten() for p in ddp.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(everyone, flat)
+    found["agree"] = all(torch.equal(flat, other) for other in everyone)
+    state.close()
+    return found
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+def test_all_ranks_skip_together(workers: WorkerPools, world_size: int, scaled: bool) -> None:
+    for found in workers(world_size).run(spoil, "skip", scaled):
+        assert found["changed"] == [True, True, True, False, True, True]
+        assert found["finite"] and found["agree"] and found["skipped"] == 1
+        assert found["scales"] == ([8.0, 8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
+
+
+def test_all_ranks_raise_together(workers: WorkerPools) -> None:
+    for found in workers(3).run(spoil, "raise", False):
+        assert "not finite on ranks [2]" in found["error"] and found["finite"] and found["agree"]
+
+
+def scaled_loop(scaler: torch.amp.GradScaler, pair: Pair, step: int) -> None:
+    (ddp, optimizer), (twin, twins_optimizer) = pair.sides()
+    optimizer.zero_grad()
+    scaler.scale(ddp(pair.seed(step))).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    twins_optimizer.zero_grad()
+    twin(pair.seed(step)).backward()
+    twins_optimizer.step()
+
+
+def conserve_scaled(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[float, bool, float, int]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0, growth_interval=2)  # it grows twice
+    pair = Pair.of(rank, world_size, replace(CONFIG, **changes))
+    pair.state._scaler = scaler
+    for step in range(6):
+        scaled_loop(scaler, pair, step)
+    assert scaler.get_scale() == 16.0
+    kept = sum(float(values.abs().sum()) for values in pair.residuals().values())
+    result = pair.gap(), pair.replicas_agree(), kept, pair.state.stats().num_groups
+    pair.state.close()
+    return result
+
+
+@pytest.mark.parametrize("changes", [{}, {"dense_below_numel": 200}], ids=str)
+def test_residuals_are_kept_without_the_scale(workers: WorkerPools, changes: dict[str, Any]) -> None:
+    check(workers(2).run(conserve_scaled, changes))
+
+
+# -- momentum correction ----------------------------------------------------------------------------------------------
+
+
+def with_momentum(rank: int, world_size: int, changes: dict[str, Any]) -> float:
+    """How far momentum correction is from the optimizer's own momentum."""
+    pair = Pair.of(rank, world_size, replace(CONFIG, momentum=0.5, **changes))
+    theirs = torch.optim.SGD(pair.plain.parameters(), lr=1.0, momentum=0.5)
+    for step in range(6):
+        for ddp, optimizer in ((pair.ours, pair.optimizers[0]), (pair.plain, theirs)):
+            optimizer.zero_grad()
+            ddp(pair.seed(step)).backward()
+            optimizer.step()
+    gap = max(float((a - b).abs().max()) for a, b in zip(pair.ours.parameters(), pair.plain.parameters(), strict=True))
+    assert pair.replicas_agree()
+    pair.state.close()
+    return gap
+
+
+def test_momentum_correction(workers: WorkerPools) -> None:
+    """Where everything travels it is plain momentum; where little does, something else."""
+    for changes, same in (({"density": 1.0}, True), ({"dense_below_numel": 10**9}, True), ({}, False)):
+        for gap in workers(2).run(with_momentum, changes):
+            assert (gap < 1e-3) == same, changes
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def resume(rank: int, world_size: int, changes: dict[str, Any], before: int, after: int) -> bool:
+    """Whether stopping and going on ends in the same bits."""
+    config = replace(CONFIG, **changes)
+    straight = Pair.of(rank, world_size, config)
+    for step in range(before + after):
+        plain(straight, step)
+    first = Pair.of(rank, world_size, config)
+    for step in range(before):
+        plain(first, step)
+    saved, weights = copy.deepcopy(first.state.state_dict()), copy.deepcopy(first.ours.module.state_dict())
+    first.state.close()
+    second = Pair.of(rank, world_size, config)
+    second.ours.module.load_state_dict(weights)
+    second.state.load_state_dict(saved)
+    for step in range(before, before + after):
+        plain(second, step)
+    ends = [list(pair.ours.parameters()) for pair in (straight, second)]
+    same = all(torch.equal(a, b) for a, b in zip(*ends, strict=True))
+    for kind in ("residual", "velocity"):
+        ours, theirs = straight.state.state_dict()[kind], second.state.state_dict()[kind]
+        same &= ours.keys() == theirs.keys() and all(torch.equal(ours[name], theirs[name]) for name in ours)
+    straight.state.close()
+    second.state.close()
+    return same
+
+
+@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("changes", [
+    {}, {"teams": 2, "sag": "b"}, {"algorithm": "oktopk"}, {"momentum": 0.5, "warmup_steps": 5},
+    {"dense_below_numel": 200, "momentum": 0.5},
+], ids=lambda changes: "-".join(changes) or "spardl")  # fmt: skip
+def test_resuming_ends_in_the_same_bits(workers: WorkerPools, changes: dict[str, Any], before: int) -> None:
+    assert all(workers(4).run(resume, changes, before, 4))
+
+
+def save(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    pair = Pair.of(rank, world_size, CONFIG)
+    for step in range(4):
+        plain(pair, step)
+    result = pair.state.state_dict(), pair.residuals()
+    pair.state.close()
+    return result
+
+
+def load(rank: int, world_size: int, saved: list[dict[str, Any]]) -> dict[str, Tensor]:
+    pair = Pair.of(rank, world_size, CONFIG)
+    pair.state.load_state_dict(saved)
+    total = pair.residuals()
+    plain(pair, 4)
+    assert pair.replicas_agree()
+    pair.state.close()
+    return total
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_another_number_of_ranks_takes_over_all_residuals(workers: WorkerPools, world_size: int) -> None:
+    outcomes = workers(3).run(save)
+    states, total = [state for state, _ in outcomes], outcomes[0][1]
+    for found in workers(world_size).run(load, states):
+        assert found.keys() == total.keys() and any(values.any() for values in total.values())
+        assert all(torch.equal(found[name], total[name]) for name in total)
+
+
+def load_wrongly(rank: int, world_size: int) -> list[str]:
+    pair = Pair.of(rank, world_size, CONFIG)
+    plain(pair, 0)
+    saved = pair.state.state_dict()
+    wrong: list[Any] = [
+        {**saved, "rank": 1 - rank},
+        {**saved, "world_size": 5},
+        [saved, saved],
+        [],
+        {"rank": rank},
+        {**saved, "residual": {"elsewhere": torch.zeros(1)}},
+        {**saved, "residual": {**saved["residual"], "layers.0.weight": torch.zeros(5)}},
+        {**saved, "step": rank},
+    ]
+    messages = []
+    for state in wrong:
+        try:
+            pair.state.load_state_dict(state)
+            messages.append("")
+        except ValueError as error:
+            messages.append(str(error))
+    pair.state.close()
+    return messages
+
+
+def test_states_that_do_not_fit_are_refused(workers: WorkerPools) -> None:
+    expected = [
+        "was given the state of rank", "pass the states of all", "each once, got those of",
+        "there is no state", "it lacks", "which the model has not", "has shape (5,)", "step is",
+    ]  # fmt: skip
+    for messages in workers(2).run(load_wrongly):
+        for message, part in zip(messages, expected, strict=True):
+            assert part in message, (message, part)
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+def choose(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[Any, float, bool]:
+    pair = Pair.of(rank, world_size, replace(CONFIG, **changes))
+    for step in range(24):
+        plain(pair, step)
+    result = pair.state._chooser.chosen, pair.gap(), pair.replicas_agree()
+    pair.state.close()
+    return result
+
+
+@pytest.mark.parametrize("changes", [{"algorithm": "auto"}, {"teams": "auto"}, {"algorithm": "auto", "teams": "auto"}])
+def test_all_ranks_choose_the_same(workers: WorkerPools, changes: dict[str, Any]) -> None:
+    outcomes = workers(4).run(choose, changes)
+    for chosen, gap, agree in outcomes:
+        assert chosen is not None and chosen == outcomes[0][0] and gap == 0.0 and agree
+        assert all(variant.teams < 4 for variant in chosen)

@@ -1,0 +1,128 @@
+"""What cannot be right is refused on every rank, with what to do instead.
+
+Prevents: hangs because one rank refuses and the others wait, and settings that are silently something else.
+"""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import TopKConfig, TopKState, topk_hook
+from tests.dear.test_refusals import message_of
+from tests.workers import WorkerPools
+
+
+@pytest.mark.parametrize(("changes", "expected"), [
+    ({"density": 0.0}, "density must be in (0, 1], got 0.0"),
+    ({"density": 1.5}, "density must be in (0, 1], got 1.5"),
+    ({"warmup_density": 0}, "warmup_density must be in (0, 1]"),
+    ({"algorithm": "topk"}, "algorithm must be one of ('spardl', "),
+    ({"sag": "c"}, "sag must be one of"),
+    ({"collection": "all"}, "collection must be one of"),
+    ({"split": "half"}, "split must be one of"),
+    ({"wire": "tiny"}, "wire must be one of"),
+    ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of"),
+    ({"teams": 0}, 'teams must be a number >= 1 or "auto", got 0'),
+    ({"teams": "all"}, "teams must be a number"),
+    ({"momentum": 1.0}, "momentum must be None or in [0, 1)"),
+    ({"group_mb": 0}, "group_mb must be > 0"),
+    ({"timeout_s": -1}, "timeout_s must be > 0"),
+    ({"lanes": 0}, "lanes must be >= 1"),
+    ({"warmup_steps": -1}, "warmup_steps must be >= 0"),
+])  # fmt: skip
+def test_settings(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        TopKConfig(**changes)
+    assert expected in str(caught.value)
+
+
+def test_the_density_falls_by_the_same_factor() -> None:
+    config = TopKConfig(density=0.01, warmup_steps=2, warmup_density=1.0)
+    assert [round(config.density_at(step), 12) for step in range(4)] == [1.0, 0.1, 0.01, 0.01]
+
+
+def linear(**options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(nn.Linear(3, 3), **options)
+
+
+def refusals(rank: int, world_size: int) -> dict[str, str]:
+    taken = linear()
+    taken.register_comm_hook(None, lambda state, bucket: None)
+    sparse = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
+    complex_ones = DistributedDataParallel(nn.Linear(3, 3, dtype=torch.complex64))
+    used = linear()
+    used.register_comm_hook(TopKState(used), topk_hook)
+    cases: dict[str, Any] = {
+        "module": lambda: TopKState(nn.Linear(3, 3)),  # type: ignore[arg-type]
+        "config": lambda: TopKState(linear(), {"density": 0.1}),  # type: ignore[arg-type]
+        "hook": lambda: TopKState(taken),
+        "sparse": lambda: TopKState(sparse),
+        "complex": lambda: TopKState(complex_ones),
+        "teams": lambda: TopKState(linear(), TopKConfig(teams=2)),
+        "sag": lambda: TopKState(linear(), TopKConfig(teams=3, sag="r")),
+        "differing": lambda: TopKState(linear(), TopKConfig(density=0.1 if rank else 0.2)),
+        "one rank": lambda: TopKState(linear(), {} if rank == 1 else None),  # type: ignore[arg-type]
+        "copy": lambda: copy.deepcopy(used),
+        "pickle": lambda: pickle.dumps(used),
+    }
+    return {name: message_of(case) for name, case in cases.items()}
+
+
+def test_set_up(workers: WorkerPools) -> None:
+    expected = {
+        "module": "wrap the model first",
+        "config": "TopKConfig(...), got dict",
+        "hook": "already has a communication hook",
+        "sparse": "sparse=False",
+        "complex": "weight is torch.complex64",
+        "teams": "teams must divide the number of ranks, 3: got 2, possible are [1, 3]",
+        "sag": 'use sag="b" or "auto"',
+        "differing": "make them equal",
+        "one rank": "on ranks [1]: TopKState takes",
+        "copy": "Copy ddp.module",
+        "pickle": "save ddp.module.state_dict()",
+    }
+    for found in workers(3).run(refusals):
+        for name, part in expected.items():
+            assert part in found[name], (name, found[name])
+
+
+class Part(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(3, 3), nn.Linear(3, 3)
+
+    def forward(self, values: torch.Tensor, both: bool) -> torch.Tensor:
+        return self.second(self.first(values)) if both else self.first(values)
+
+
+def leave_out(rank: int, world_size: int) -> list[str]:
+    """A parameter without a gradient, and without find_unused_parameters; a state that is closed."""
+    ddp = DistributedDataParallel(Part(), bucket_cap_mb=1e-6)
+    state = TopKState(ddp)
+    ddp.register_comm_hook(state, topk_hook)
+    for _ in range(2):
+        ddp(torch.ones(1, 3), True).sum().backward()
+    ddp(torch.ones(1, 3), False).sum().backward()
+    messages = [message_of(lambda: ddp(torch.ones(1, 3), True))]
+    state.close()
+    state.close()
+    other = linear()
+    spent = TopKState(other)
+    other.register_comm_hook(spent, topk_hook)
+    spent.close()
+    messages.append(message_of(lambda: other(torch.ones(1, 3)).sum().backward()))
+    return messages
+
+
+def test_loops_that_cannot_go_on(workers: WorkerPools) -> None:
+    for unfinished, closed in workers(2).run(leave_out):
+        assert "find_unused_parameters=True" in unfinished
+        assert "TopKState was closed" in closed
