@@ -348,7 +348,7 @@ class StreamLane:
         with _StreamOrder(self._stream) as order:  # parameters were written on the current stream
             for work in after:
                 work.wait()
-            if only_if is not None and not only_if():  # a look at a tensor waits for the stream
+            if only_if is not None and not only_if():
                 partitions = []
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)

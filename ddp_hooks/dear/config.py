@@ -34,9 +34,10 @@ class DearConfig:
         slice_mb: largest message in MiB; a lane holds four buffers of this size. None: chosen by the same measurement.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
             for loops that read parameters outside of any forward.
-        early_gathers: with replicated updates on CPUs, the part of the gathers, from 0 to 1, that begins under the
-            backward: those that the forward needs last. Worth while as far as the link is idle there; lost where
-            gradients are changed between backward and step. None: measured in the first steps.
+        early_gathers: with replicated updates on CPUs, the part of all bytes, from 0 to 1, whose gathers begin under
+            the backward: what the forward needs last. Worth while as far as the link is idle there, and lost where
+            gradients are changed between backward and step, so left out where settings ask for that. None: measured
+            in the first steps; 0 if ``lanes`` and ``slice_mb`` are given, and so the link is not measured.
         assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
             on that element's parameter, gradient and state alone.
         assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the

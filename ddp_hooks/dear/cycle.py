@@ -10,7 +10,8 @@ In the order of DESIGN.md's "public hooks and nothing else":
 5. It has stepped; the gathers of the updated parameters start (:meth:`StepCycle._after_step`).
 6. The next forward waits for each module's parameters (:class:`~ddp_hooks.dear.feedpipe.FeedPipe`).
 
-With replicated updates the gathers of step 5 are those of gradients, and the optimizer's code runs in step 6
+With replicated updates the gathers of step 5 are those of gradients, some of which begin in step 1
+(:class:`~ddp_hooks.dear.early.EarlyGathers`), and the optimizer's code runs in step 6
 (:class:`~ddp_hooks.dear.replicated.ReplicatedOptimizer`).
 """
 
@@ -398,8 +399,6 @@ class StepCycle:
             self._replicated.close_step()  # one that did not end
         if self._reduction is not None:
             self._attach_gradients(stepping=False)
-        if self._early is not None:
-            self._early.discard()
         if not self._pipe.in_flight:
             if self._replicated is not None:
                 self._replicated.leave_buckets()
@@ -417,6 +416,8 @@ class StepCycle:
         self._pipe.end_trace(succeeded=output is not None)
         if self._replicated is not None:
             self._finish_gathers()  # into the memory that the coming backward will write
+            if self._early is not None:
+                self._early.wait()  # likewise, if no step has followed the last one
         if torch.is_grad_enabled():
             self._watch.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None
@@ -446,7 +447,7 @@ class StepCycle:
     def _early_gathers(self, link: LinkProfile | None) -> EarlyGathers | None:
         """How gathers begin before step(); None where they cannot, or would always be for nothing."""
         config, goodput_bytes_s = self.config, link.goodput_bytes_s if link is not None else None
-        if self._lanes.native or self._lanes.world_size == 1 or self._inspects or config.reduce_dtype is not None:
+        if not self._begins_early or self._lanes.world_size == 1 or config.reduce_dtype is not None:
             return None
         return EarlyGathers(self._lanes, self._arrangement, self._arrival, config.early_gathers, goodput_bytes_s)
 

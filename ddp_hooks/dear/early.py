@@ -16,7 +16,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, Partition, Work
@@ -28,7 +27,8 @@ logger = logging.getLogger("ddp_hooks")
 _NUM_SAMPLES = 6  # backwards that are timed
 _WARM_UP = 2  # of them, that do not count
 _LARGEST_FRACTION = 0.25  # of all bytes; more takes processor time from the backward, and delays its reduce-scatters
-_MAX_REPEATS = 3  # steps in which everything was gathered again, after which nobody guesses any more
+_MEMORY = 0.8  # how much of a wrong guess still counts a step later
+_MAX_WRONG = 1.7  # wrong guesses that count: two in a row, or three in eight steps
 
 
 class EarlyGathers:
@@ -53,33 +53,40 @@ class EarlyGathers:
         self._lanes = lanes
         self._arrangement = arrangement
         self._arrival = arrival
-        self._fraction = 0.0 if goodput_bytes_s is None and fraction is None else fraction
+        if fraction is None and goodput_bytes_s is None:
+            fraction = 0.0
+        self._fraction = fraction
         self._goodput_bytes_s = goodput_bytes_s
         self._times_s: list[float] = []  # of backwards, from the first bucket on
         self._begin_s = 0.0  # of this one
-        self._measures = False
-        self._num_measured = 0  # steps
+        self._num_steps = 0
+        self._num_left_alone = 0  # of them
+        self._room: _Room | None = None  # of all ranks, as soon as it is asked for
         self._due: list[tuple[int, int]] = []  # (atoms that are reduced first, group), for those that begin early
         self._launched = 0  # of them, in this backward
         self._reduced: dict[int, tuple[Partition, Work]] = {}  # atoms of this backward
-        self._works: dict[int, Work] = {}  # early gathers that nobody has asked for yet, per group
+        # Early gathers that nobody has asked for yet, per group: the same groups on every rank, so what changes their
+        # number happens where all ranks are.
+        self._works: dict[int, Work] = {}
         self._verdict: _Verdict | None = None  # of the latest step
-        self._num_repeats = 0
+        self._wrong = 0.0  # guesses of late
 
     def plan(self) -> None:
         """The arrangement has new groups: what was begun was for others."""
-        self.discard()
-        self._num_repeats = 0
-        self._measures = self._fraction is None
-        self._num_measured = 0
-        self._times_s = []
+        self.wait()
+        self._works.clear()
+        self._wrong = 0.0
+        self._num_steps, self._num_left_alone, self._times_s = 0, 0, []
         self._begin_early(self._fraction or 0.0)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
     def backward_begins(self) -> None:
-        """Nothing of this backward is reduced yet."""
-        self.discard()
+        """Nothing of this backward is reduced yet. If no step has followed the one before, all was for nothing."""
+        self.wait()
+        if self._works:
+            self._works.clear()
+            self._note(right=False)
         self._launched = 0
         self._begin_s = time.perf_counter()
 
@@ -99,13 +106,13 @@ class EarlyGathers:
     def backward_ends(self) -> None:
         """All reduce-scatters were submitted."""
         self._reduced.clear()
-        if self._measures:
+        if self._is_measuring:
             self._times_s.append(time.perf_counter() - self._begin_s)
 
-    def discard(self) -> None:
-        """No step follows the backward: wait for what it has begun; its memory will be written."""
-        while self._works:
-            self._works.popitem()[1].wait()
+    def wait(self) -> None:
+        """Return when nothing that has begun writes into the buckets any more."""
+        for work in self._works.values():
+            work.wait()
 
     # -- step -------------------------------------------------------------------------------------------------------
 
@@ -130,40 +137,46 @@ class EarlyGathers:
                 after = {early[number], verdict.work}
                 works.append(self._lanes.all_gather(partitions, label, after, only_if=verdict.is_negative))
         self._verdict = verdict
-        if self._measures:
-            self._num_measured += 1
-            if self._num_measured == _NUM_SAMPLES:
-                self._decide(left_alone)
+        if self._is_measuring:
+            self._num_steps += 1
+            self._num_left_alone += left_alone
+            if not self._is_measuring:
+                self._room = _Room.ask(self._lanes, self._own_room())
         return works
 
     def conclude(self) -> None:
-        """What was launched is complete: note whether it was worth while."""
+        """What was launched is complete: note whether the guess was right, and what ranks have found out."""
         verdict, self._verdict = self._verdict, None
-        if verdict is not None and verdict.is_negative():
-            self._num_repeats += 1
-            if self._num_repeats == _MAX_REPEATS:
-                logger.info("gradients are changed between backward and step(), so no gather begins before it")
-                self._begin_early(0.0)
+        room, self._room = self._room, None
+        if verdict is not None:
+            self._note(right=not verdict.is_negative())
+        if room is not None:
+            self._begin_early(room.smallest())
+            logger.debug(
+                "%d of %d gathers begin in the backward", len(self._due), len(self._arrangement.gather_groups)
+            )
 
     # -- how many ---------------------------------------------------------------------------------------------------
 
-    def _decide(self, left_alone: bool) -> None:
-        """Enough backwards were timed: agree on a share, the smallest that a rank has room for."""
-        self._measures = False
-        fractions: list[float] = [0.0] * self._lanes.world_size
-        dist.all_gather_object(fractions, self._room() if left_alone else 0.0, group=self._lanes.group)
-        self._begin_early(min(fractions))
-        if self._due and self._lanes.rank == 0:
-            total = len(self._arrangement.gather_groups)
-            logger.info("%d of %d gathers begin in the backward, where the link is idle", len(self._due), total)
+    @property
+    def _is_measuring(self) -> bool:
+        return self._fraction is None and self._num_steps < _NUM_SAMPLES
 
-    def _room(self) -> float:
+    def _note(self, right: bool) -> None:
+        self._wrong = _MEMORY * self._wrong + (not right)
+        if self._wrong > _MAX_WRONG and self._due:
+            logger.debug("gradients change between backward and step(), so no gather begins before it any more")
+            self._begin_early(0.0)
+
+    def _own_room(self) -> float:
         """The fraction of all bytes that travels well in the idle time of the backwards that were timed."""
         assert self._goodput_bytes_s is not None and self._arrangement.layout is not None
         others = self._lanes.world_size - 1
         nbytes = sum(atom.nbytes for atom in self._arrangement.layout.atoms) * others / self._lanes.world_size
+        if nbytes == 0 or self._num_left_alone < _NUM_SAMPLES // 2 or len(self._times_s) <= _WARM_UP:
+            return 0.0
         reduce_s = nbytes / self._goodput_bytes_s  # all gathers take as long
-        idle_s = statistics.median(self._times_s[_WARM_UP:] or [0.0]) - reduce_s
+        idle_s = statistics.median(self._times_s[_WARM_UP:]) - reduce_s
         return min(max(0.0, idle_s / reduce_s), _LARGEST_FRACTION)
 
     def _begin_early(self, fraction: float) -> None:
@@ -192,11 +205,33 @@ class _Verdict:
 
     @classmethod
     def ask(cls, lanes: Lanes, left_alone: bool) -> _Verdict:
-        changed = torch.zeros(lanes.world_size, dtype=torch.uint8)
+        changed = torch.zeros(lanes.world_size, dtype=torch.uint8, device="cpu")
         changed[lanes.rank] = not left_alone
-        partition = Partition(changed, tuple(range(lanes.world_size + 1)))
-        return cls(changed, lanes.all_gather([partition], "whether gradients were left alone"))
+        return cls(changed, _gather_numbers(lanes, changed, "whether gradients were left alone"))
 
     def is_negative(self) -> bool:
         """Whether a rank has changed something."""
         return bool(self.changed.any())
+
+
+@dataclass
+class _Room:
+    """What fraction of all bytes every rank has room for in its backward."""
+
+    fractions: Tensor  # (world_size,), float64
+    work: Work
+
+    @classmethod
+    def ask(cls, lanes: Lanes, own: float) -> _Room:
+        fractions = torch.zeros(lanes.world_size, dtype=torch.float64, device="cpu")
+        fractions[lanes.rank] = own
+        return cls(fractions, _gather_numbers(lanes, fractions, "the idle times of backwards"))
+
+    def smallest(self) -> float:
+        self.work.wait()
+        return float(self.fractions.min())
+
+
+def _gather_numbers(lanes: Lanes, numbers: Tensor, label: str) -> Work:
+    """Give every rank the number of every rank, in place."""
+    return lanes.all_gather([Partition(numbers, tuple(range(lanes.world_size + 1)))], label)

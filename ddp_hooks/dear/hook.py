@@ -10,7 +10,7 @@ def dear_hook(state: DearState, bucket: dist.GradBucket) -> torch.futures.Future
     """Start reducing ``bucket`` and return at once, so that backward does not wait (DeAR, section III-B: BackPipe).
 
     ``bucket.buffer()`` is changed in place until ``optimizer.step()``: this rank's ranges become means over the ranks,
-    the rest partial sums.
+    the rest means nothing.
 
     Usage: ``ddp.register_comm_hook(DearState(ddp, optimizer), dear_hook)``.
     """

@@ -4,8 +4,9 @@ Reduced gradients are gathered, not parameters, and each parameter is updated wh
 forward, just before it is read (zhang2023dear, section III-B, Algorithm 1: FeedPipe). For optimizers that look at whole
 tensors; state and work are as in plain DDP.
 
-Every gather starts at ``optimizer.step()``, on all ranks, and is only awaited later, so nothing communicates from one
-rank alone. Updates use the settings (learning rates and so on) of that moment, whatever schedulers do meanwhile.
+Every gather is submitted in the backward or at ``optimizer.step()``, on all ranks, and is only awaited later, so
+nothing communicates from one rank alone. Updates use the settings (learning rates and so on) of the step, whatever
+schedulers do meanwhile.
 """
 
 from __future__ import annotations
@@ -132,6 +133,11 @@ class ReplicatedOptimizer(ShardSet):
             if self.deferred or self._parameters[index].grad is not None or index in self._wanted:
                 self._parameters[index].grad = guard
         self._marks = {}
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether the optimizer's code runs, or was interrupted: what shards hold is no longer looked at."""
+        return bool(self._marks)
 
     def zero_marks(self, set_to_none: bool) -> None:
         """``zero_grad()`` inside of a step, from another hook of the optimizer, means what guards stand for."""

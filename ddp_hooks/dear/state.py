@@ -119,6 +119,11 @@ class DearState(StepCycle):
         """
         self._refuse_closed()
         if self._replicated is not None:
+            if self._replicated.is_stepping:
+                raise RuntimeError(
+                    "gradients were asked for inside of optimizer.step(), when they are already on their way: clip or "
+                    "change them before step(), or use DearConfig(max_grad_norm=...)"
+                )
             self._finish_gathers()  # an update of the last step may still need the gradients as they are
         self._attach_gradients(stepping=False)
         self._keeper.release()
@@ -255,6 +260,8 @@ class DearState(StepCycle):
             if self._reduction is not None and not self._in_backward:
                 self._reduction.wait()
             self._finish_gathers()
+            if self._early is not None:
+                self._early.wait()
         finally:
             self._reduction = None
             self._pipe.close()

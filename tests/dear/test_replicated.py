@@ -168,7 +168,8 @@ def test_steps_that_are_counted_in_groups(workers: WorkerPools) -> None:
 )
 def test_models(workers: WorkerPools, name: str, loop: Any) -> None:
     model, batches, optimizer = MODELS[name]
-    run = partial(settings(name), config=replace(settings(name).keywords["config"], update="replicated"))
+    config = replace(settings(name).keywords["config"], update="replicated", early_gathers=0.5)
+    run = partial(settings(name), config=config)
     for outcome in workers(2).run(run, model, batches, optimizer, loop, 8):
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
 
@@ -339,6 +340,12 @@ def drop_one_on_one_rank(state: DearState, ddp: DistributedDataParallel, step: i
         ddp.module.layers[2].weight.grad = None
 
 
+def look_on_one_rank(state: DearState, ddp: DistributedDataParallel, step: int, rank: int) -> None:
+    """A forward for which somebody has forgotten no_grad."""
+    if rank == 0 and step % 3 == 2:
+        ddp(torch.ones(2, 24))
+
+
 def train_early_and_late(
     rank: int, world_size: int, between: Callable[..., None], early: Any, num_steps: int
 ) -> tuple[bool, list[int], list[int]]:
@@ -372,14 +379,48 @@ def test_early_gathers_cost_a_byte(workers: WorkerPools, world_size: int) -> Non
         assert set(more[1:]) == {world_size - 1}, "nothing but the verdict travels in addition"
 
 
-@pytest.mark.parametrize("between", [clip_now_and_then, drop_one_on_one_rank], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "between", [clip_now_and_then, drop_one_on_one_rank, look_on_one_rank], ids=lambda f: f.__name__
+)
 def test_changed_gradients_are_gathered_again(workers: WorkerPools, between: Any) -> None:
-    """Three times; then nothing begins early any more."""
+    """Three times in eight steps; then nothing begins early any more."""
     for equal, begun, more in workers(3).run(train_early_and_late, between, 0.5, 16):
         assert equal
         repeated = [step + 1 for step, extra in enumerate(more) if extra > 100]
         assert repeated == [2, 5, 8]
         assert begun[8] >= 2 and not any(begun[9:])
+
+
+def never_step(rank: int, world_size: int) -> list[int]:
+    ddp, optimizer, state = wrapped(early_gathers=0.5)
+    begun = []
+    for step in range(8):
+        optimizer.zero_grad()
+        ddp(torch.ones(2, 24)).backward()
+        begun.append(len(state._early._works))  # type: ignore[union-attr]
+        if step < 3:
+            optimizer.step()
+    state.close()
+    return begun
+
+
+def test_backwards_without_a_step_end_it_too(workers: WorkerPools) -> None:
+    for begun in workers(2).run(never_step):
+        assert min(begun[2:5]) >= 2 and not any(begun[5:]), begun
+
+
+def clip_inside(rank: int, world_size: int) -> str:
+    ddp, optimizer, state = wrapped(early_gathers=0.5)
+    optimizer.register_step_pre_hook(lambda *_: state.clip_grad_norm_(1.0))
+    ddp(torch.ones(2, 24)).backward()
+    message = message_of(optimizer.step)
+    state.close()
+    return message
+
+
+def test_clipping_inside_of_the_step_is_refused(workers: WorkerPools) -> None:
+    for message in workers(2).run(clip_inside):
+        assert "inside of optimizer.step()" in message
 
 
 def test_idle_time_decides(workers: WorkerPools) -> None:
