@@ -31,13 +31,10 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
-from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
-from torchvision.datasets import ImageFolder
+from torch.utils.data import DataLoader, Dataset
 from torchvision.models import ResNet, resnet18
-from torchvision.transforms import v2
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
@@ -45,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, wh
 from ddp_hooks import DearConfig, DearState, Span, dear_hook
 from recipes.cluster import Cluster, ClusterUnavailable
 from recipes.cluster.launch import run_workers
+from recipes.images import Images, endless_batches, load_images
 from recipes.timeline import Timeline, draw, write_trace
 
 PLAIN, DEAR, ALONE = "plain DDP", "DeAR", "no communication"
@@ -169,15 +167,6 @@ def run_on_loopback(command: Sequence[str], num_workers: int) -> int:
 # -- images -----------------------------------------------------------------------------------------------------------
 
 
-class Images(NamedTuple):
-    """Pairs of image, (3, size, size) float32 in -1 … 1, and class."""
-
-    train: Subset[tuple[Tensor, Tensor]]
-    held_out: Subset[tuple[Tensor, Tensor]]
-    num_classes: int
-    name: str
-
-
 def images_for(settings: Settings) -> Images:
     images = load_images(settings.images, settings.image_size)
     needed = settings.workers * BATCH_SIZE
@@ -187,50 +176,6 @@ def images_for(settings: Settings) -> Images:
             f"got {len(images.train)} in {images.name}: add images or use fewer --workers"
         )
     return images
-
-
-def load_images(folder: Path | None, size: int) -> Images:
-    """A fifth of the images, the same on every rank, is held out.
-
-    Args:
-        folder: an ImageFolder, None for scikit-learn's 1797 handwritten digits.
-        size: height and width in pixels that images are brought to.
-    """
-    everything, num_classes = load_digit_images(size) if folder is None else load_folder(folder, size)
-    num_held_out = max(1, len(everything) // 5)
-    train, held_out = random_split(
-        everything, [len(everything) - num_held_out, num_held_out], torch.Generator().manual_seed(0)
-    )
-    return Images(train, held_out, num_classes, "scikit-learn's digits" if folder is None else str(folder))
-
-
-def load_digit_images(size: int) -> tuple[TensorDataset, int]:
-    digits = load_digits()
-    grey = torch.tensor(digits.images, dtype=torch.float32)[:, None] / 16  # (n, 1, 8, 8)
-    resized = F.interpolate(grey, size=(size, size), mode="bilinear")
-    images = resized.expand(-1, 3, -1, -1) * 2 - 1
-    return TensorDataset(images.contiguous(), torch.tensor(digits.target)), len(digits.target_names)
-
-
-def load_folder(folder: Path, size: int) -> tuple[ImageFolder, int]:
-    prepare = v2.Compose([
-        v2.Resize(size),
-        v2.CenterCrop(size),
-        v2.ToImage(),
-        v2.ToDtype(torch.float32, scale=True),
-        v2.Normalize([0.5] * 3, [0.5] * 3),
-    ])
-    images = ImageFolder(str(folder), transform=prepare)
-    return images, len(images.classes)
-
-
-def endless_batches(train: Dataset[tuple[Tensor, Tensor]], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches, epoch after epoch, shuffled alike in every run."""
-    sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(train, shuffle=True, drop_last=True)
-    loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        yield from loader
 
 
 # -- what is compared -------------------------------------------------------------------------------------------------

@@ -546,6 +546,13 @@ class Lanes:
                 return str(found)
         return self._witness.first_failure()
 
+    def annotate(self, error: BaseException | None, what: str) -> None:
+        """If ``error`` says that ``what`` lost a connection, find out who was lost; log it, and add it to the error."""
+        explanation = self.explain(error)
+        if error is not None and explanation is not None:
+            logger.error("%s lost a connection: %s", what, explanation)
+            compat.add_note(error, explanation)
+
     def abandon(self, error: BaseException, farewell_s: float = 2.0) -> None:
         """This rank ends because of ``error``: tell the others, and wait a little for what is under way.
 

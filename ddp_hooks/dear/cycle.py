@@ -423,10 +423,7 @@ class StepCycle:
         error = sys.exc_info()[1] if output is None else None
         if error is not None and without_graphs:
             compat.add_note(error, _TRACED_NOTE)
-        explanation = self._lanes.explain(error) if error is not None else None
-        if error is not None and explanation is not None:  # DDP's own broadcast of buffers names nobody
-            logger.error("forward lost a connection: %s", explanation)
-            compat.add_note(error, explanation)
+        self._lanes.annotate(error, "forward")  # DDP's own broadcast of buffers names nobody
 
     # -- parts ------------------------------------------------------------------------------------------------------
 

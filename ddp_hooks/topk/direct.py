@@ -27,10 +27,10 @@ def direct_reduce_scatter(
         The region's sum, with indices that begin at 0 where it begins; formed in the order of the ranks.
     """
     world_size = len(bounds) - 1
-    cuts = torch.searchsorted(vector.indices, torch.tensor(bounds))
+    cuts = torch.searchsorted(vector.indices, torch.tensor(bounds, device=vector.indices.device))
     parts = [vector.at(slice(int(cuts[r]), int(cuts[r + 1]))).shifted(-bounds[r]) for r in range(world_size)]
-    counts = [torch.tensor([len(part)], dtype=torch.int32) for part in parts]
-    theirs = [torch.zeros(1, dtype=torch.int32) for _ in parts]
+    counts = [torch.tensor([len(part)], dtype=torch.int32, device=vector.indices.device) for part in parts]
+    theirs = [torch.zeros_like(count) for count in counts]
     yield from pairwise_exchange(counts, theirs, rank)
 
     mine = bounds[rank + 1] - bounds[rank]
@@ -46,9 +46,9 @@ def direct_reduce_scatter(
 
 
 def gather_numbers(
-    numbers: Sequence[int], rank: int, world_size: int
+    numbers: Sequence[int], rank: int, world_size: int, device: torch.device
 ) -> Generator[Round, None, list[list[int]]]:
-    """Some integers of every rank, on every rank."""
-    mine = torch.tensor(list(numbers), dtype=torch.int64)
+    """Some integers of every rank, on every rank; they travel from and to memory of ``device``."""
+    mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     gathered = yield from bruck_all_gather(mine, [mine.numel()] * world_size, range(world_size), rank)
     return [part.tolist() for part in gathered]

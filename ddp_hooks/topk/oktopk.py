@@ -84,7 +84,7 @@ def oktopk(ledger: Ledger, k: int, rank: int, world_size: int, wire: Wire, estim
 
 def _reaching_local_threshold(work: Tensor, k: int, anew: bool, estimates: OkTopkEstimates) -> Tensor:
     if not work.numel():
-        return torch.empty(0, dtype=torch.int64)
+        return torch.empty(0, dtype=torch.int64, device=work.device)
     if anew:
         estimates.local_threshold = kth_largest(work.abs(), min(k, work.numel()))
     indices = at_least(work, estimates.local_threshold)
@@ -99,19 +99,20 @@ def _balanced_regions(
     """Regions that hold about as many entries each: the mean over ranks of where each would cut."""
     positions = [len(indices) * part // world_size for part in range(1, world_size)]
     cuts = [int(indices[position]) if len(indices) else numel for position in positions]
-    everyone = yield from gather_numbers(cuts, rank, world_size)
+    everyone = yield from gather_numbers(cuts, rank, world_size, indices.device)
     means = [sum(cuts) // world_size for cuts in zip(*everyone, strict=True)]
     return [0, *means, numel]
 
 
 def _gather_magnitudes(values: Tensor, rank: int, world_size: int) -> Generator[Round, None, Tensor]:
-    counts = [numbers[0] for numbers in (yield from gather_numbers([values.numel()], rank, world_size))]
+    counts = [numbers[0] for numbers in (yield from gather_numbers([values.numel()], rank, world_size, values.device))]
     return torch.cat((yield from bruck_all_gather(values.abs(), counts, range(world_size), rank)))
 
 
 def _balanced_all_gather(vector: SparseVector, numel: int, rank: int, world_size: int, wire: Wire) -> Exchange:
     """All entries on all ranks; where one rank has very many, they are first spread evenly."""
-    counts = [numbers[0] for numbers in (yield from gather_numbers([len(vector)], rank, world_size))]
+    device = vector.values.device
+    counts = [numbers[0] for numbers in (yield from gather_numbers([len(vector)], rank, world_size, device))]
     if max(counts) * world_size > _IMBALANCE * sum(counts):
         vector, counts = yield from _spread(vector, counts, numel, rank, wire)
     sizes = [wire.nbytes(numel, count) if count else 0 for count in counts]
@@ -143,7 +144,8 @@ def _spread(
         parts[peer] = vector.at(slice(first - have[rank], last - have[rank]))
         first, last = overlap(peer, rank)
         if peer != rank and last > first:
-            arriving[peer] = torch.empty(wire.nbytes(numel, last - first), dtype=torch.uint8)
+            nbytes = wire.nbytes(numel, last - first)
+            arriving[peer] = torch.empty(nbytes, dtype=torch.uint8, device=vector.values.device)
             exchanges.append(Recv(peer, arriving[peer]))
     for peer, part in parts.items():
         if peer != rank and len(part):

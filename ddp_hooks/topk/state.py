@@ -10,6 +10,8 @@
 from __future__ import annotations
 
 import logging
+import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -110,7 +112,7 @@ class TopKState:
         self._groups: list[GradientGroup] = []
         self._group_anew()
         self._first_order: dict[int, None] | None = {}  # parameters, as the first backward reaches them
-        self._watches = [p.register_post_accumulate_grad_hook(self._noting(i)) for i, p in enumerate(self._parameters)]
+        self._watches = [p.register_post_accumulate_grad_hook(_noting(self, i)) for i, p in enumerate(self._parameters)]
         self._step = 0  # of those that were not skipped
         self._num_skipped = 0
         self._stats = TopKStats()
@@ -120,6 +122,7 @@ class TopKState:
         self._backward = _Backward()
         self._handles: list[Any] = [
             ddp.register_forward_pre_hook(self._before_forward),
+            ddp.register_forward_hook(self._after_forward, always_call=True),
             at_exit(self.close, self._abandon, self._is_stuck),
         ]
 
@@ -376,18 +379,17 @@ class TopKState:
         if not torch.is_grad_enabled() or not places:
             return
         missing = [name for index, name in enumerate(self._names) if index not in places]
+        if not missing:
+            raise RuntimeError("the last backward ended with an error in its exchange: wrap the model again")
         raise RuntimeError(
             f"the last backward ended without gradients for {', '.join(missing[:5])} or parameters of the same bucket, "
             f"so they were not reduced: pass find_unused_parameters=True to DistributedDataParallel; if it ended with "
             f"an exception, wrap the model again"
         )
 
-    def _noting(self, index: int) -> Callable[[Tensor], None]:
-        def note(_: Tensor) -> None:
-            if self._first_order is not None:
-                self._first_order.setdefault(index)
-
-        return note
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        if output is None:
+            self._lanes.annotate(sys.exc_info()[1], "forward")  # DDP's own broadcast of buffers names nobody
 
     def _abandon(self, error: BaseException) -> None:
         self._lanes.abandon(error)
@@ -400,6 +402,17 @@ class TopKState:
 
     def __reduce__(self) -> Any:
         raise TypeError("a DDP module with TopKState cannot be pickled: save ddp.module.state_dict() instead")
+
+
+def _noting(state: TopKState, index: int) -> Callable[[Tensor], None]:
+    reference = weakref.ref(state)  # the collector does not see through a parameter's hooks
+
+    def note(_: Tensor) -> None:
+        alive = reference()
+        if alive is not None and alive._first_order is not None:
+            alive._first_order.setdefault(index)
+
+    return note
 
 
 def _was_taken(gradient: Tensor | None, came_out: Tensor) -> bool:

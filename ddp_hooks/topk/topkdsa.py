@@ -30,7 +30,8 @@ def topkdsa(ledger: Ledger, selector: Selector, rank: int, world_size: int, wire
     lengths = [bounds[r + 1] - bounds[r] for r in range(world_size)]
     region = yield from direct_reduce_scatter(ledger.take(selector.select(0), wire), bounds, rank, wire)
     region = ledger.round(region.shifted(bounds[rank]), wire).shifted(-bounds[rank])
-    counts = [numbers[0] for numbers in (yield from gather_numbers([len(region)], rank, world_size))]
+    device = region.values.device
+    counts = [numbers[0] for numbers in (yield from gather_numbers([len(region)], rank, world_size, device))]
     sizes = [_nbytes(length, count, wire) for length, count in zip(lengths, counts, strict=True)]
     message = _encode(region, lengths[rank], wire)
     messages = yield from bruck_all_gather(message, sizes, range(world_size), rank)
@@ -52,7 +53,7 @@ def _nbytes(numel: int, count: int, wire: Wire) -> int:
 
 def _encode(vector: SparseVector, numel: int, wire: Wire) -> Tensor:
     if not len(vector):
-        return torch.empty(0, dtype=torch.uint8)
+        return vector.values.new_empty(0, dtype=torch.uint8)
     if not _is_dense(numel, len(vector), wire):
         return wire.encode(vector, numel, len(vector))
     dense = vector.values.new_zeros(numel)
@@ -62,7 +63,7 @@ def _encode(vector: SparseVector, numel: int, wire: Wire) -> Tensor:
 
 def _decode(message: Tensor, numel: int, count: int, wire: Wire) -> SparseVector:
     if not count:
-        return SparseVector(torch.empty(0, dtype=torch.int64), torch.empty(0, dtype=wire.dtype))
+        return SparseVector(message.new_empty(0, dtype=torch.int64), message.new_empty(0, dtype=wire.dtype))
     if not _is_dense(numel, count, wire):
         return wire.decode(message, numel, count)
     dense = wire.decode_dense(message)

@@ -72,7 +72,7 @@ class Wire:
             return SparseVector(indices[:num_entries], values[:num_entries])
         num_runs = _num_runs(numel)
         counts, places, values = message.split([4 * num_runs, 2 * capacity, 2 * capacity])
-        runs = torch.repeat_interleave(torch.arange(num_runs), _as(counts, torch.int32).long())
+        runs = torch.repeat_interleave(torch.arange(num_runs, device=message.device), _as(counts, torch.int32).long())
         places_in_run = _as(places, torch.int16)[: runs.numel()].long() & (_RUN - 1)
         return SparseVector((runs << 16) + places_in_run, _as(values, torch.bfloat16)[: runs.numel()].to(self.dtype))
 

@@ -9,19 +9,23 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from recipes.benchmarks.compiled_job import CompiledJob
 from recipes.benchmarks.job import Job
+from recipes.benchmarks.loss_job import LossJob
+from recipes.benchmarks.sparse_job import SparseJob
 from recipes.cluster import Cluster
 from recipes.cluster.launch import run_workers
+
+AnyJob: TypeAlias = Job | CompiledJob | SparseJob | LossJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE_S = 5.0  # for the other workers, once one has failed
 
 
 def run_job(
-    job: Job | CompiledJob, workers: int, rate: str | None, worker: str = "recipes.benchmarks.worker"
+    job: AnyJob, workers: int, rate: str | None, worker: str = "recipes.benchmarks.worker"
 ) -> dict[str, Any]:
     """Runs `job` on `workers` workers behind links of `rate` ("1gbit"), or on loopback if that is None.
 

@@ -14,18 +14,27 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from recipes.benchmarks.compiled_job import CompiledJob
 from recipes.benchmarks.job import Job
 from recipes.benchmarks.variants import OptimizerFactory, Trainee, build, parse_variant
 
 GOODPUT_PROBE_BYTES = 16 * 10**6
 # The longest legitimate wait: BERT-base on a slow link takes a minute per step.
 COLLECTIVE_TIMEOUT = timedelta(minutes=5)
+
+
+class Meeting(Protocol):
+    """What every job says: where workers meet, and where the result belongs."""
+
+    @property
+    def rendezvous(self) -> str: ...
+
+    @property
+    def result_path(self) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -53,7 +62,7 @@ def main() -> None:
     run(job, lambda: peak_memory(job) if job.memory else compare(job))
 
 
-def run(job: Job | CompiledJob, measure: Callable[[], dict[str, Any]]) -> None:
+def run(job: Meeting, measure: Callable[[], dict[str, Any]]) -> None:
     """Meets the other workers, measures, and writes rank 0's result where the job says."""
     torch.set_num_threads(1)
     dist.init_process_group(

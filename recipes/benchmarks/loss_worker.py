@@ -1,0 +1,167 @@
+"""One worker of the time-to-loss benchmark, started once per rank: `python -m … JOB.json`."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchvision import models
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from ddp_hooks import TopKConfig, TopKState, topk_hook
+from recipes.benchmarks.loss_job import LossJob, parse
+from recipes.benchmarks.worker import over_ranks, report, run
+from recipes.bert_mlm import python_documentation
+from recipes.images import endless_batches, load_images
+
+TOKENS = 48  # per worker and step; few, so that two cores can train four workers
+
+
+@dataclass(frozen=True)
+class Task:
+    """Something to learn.
+
+    Args:
+        model: makes the network; its forward takes a batch and returns the loss.
+        batches: this rank's, without end, the same in every run.
+        optimizer: of parameters.
+    """
+
+    model: Callable[[], nn.Module]
+    batches: Callable[[], Iterator[tuple[Tensor, ...]]]
+    optimizer: Callable[[Any], torch.optim.Optimizer]
+
+
+def main() -> None:
+    job = LossJob.load(Path(sys.argv[1]))
+    run(job, lambda: compare(job))
+
+
+def compare(job: LossJob) -> dict[str, Any]:
+    """Finds the fastest plain DDP, trains it, and then every sparse variant until it has the same loss."""
+    task = task_called(job.model, job.seed)
+    dense = [name for name in job.variants if parse(name).hook == "ddp"]
+    trials = {name: train(job, task, name, job.trial_steps, None)["step_s"] for name in dense}
+    best = min(trials, key=trials.__getitem__)
+    runs = {best: train(job, task, best, job.steps, None)}
+    target = runs[best]["averaged"][-1]
+    for name in job.variants:
+        if name not in dense:
+            runs[name] = train(job, task, name, round(job.patience * job.steps), target)
+    num_parameters = sum(parameter.numel() for parameter in task.model().parameters())
+    return {"trials": trials, "best": best, "target": target, "runs": runs, "num_parameters": num_parameters}
+
+
+def train(job: LossJob, task: Task, name: str, steps: int, target: float | None) -> dict[str, Any]:
+    """Trains for some steps, or until the loss is at most ``target``; losses are means over ranks and a window."""
+    torch.manual_seed(job.seed)
+    variant = parse(name)
+    model = task.model()
+    bucket_mb = variant.value if variant.hook == "ddp" else 25
+    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
+    optimizer = task.optimizer(ddp.parameters())
+    state = None
+    if variant.hook != "ddp":
+        config = TopKConfig(
+            density=variant.value,
+            algorithm=variant.hook,  # type: ignore[arg-type]
+            warmup_steps=job.warmup_steps,
+            dense_below_numel=1000,
+        )
+        state = TopKState(ddp, config)
+        ddp.register_comm_hook(state, topk_hook)
+    torch.manual_seed(job.seed + dist.get_rank())
+    losses: list[float] = []
+    averaged: list[float] = []
+    times_s: list[float] = []
+    dist.barrier()
+    begin_s = time.perf_counter()
+    for step, batch in enumerate(itertools.islice(task.batches(), steps)):
+        optimizer.zero_grad()
+        loss = ddp(*batch)
+        loss.backward()
+        optimizer.step()
+        times_s.append(time.perf_counter() - begin_s)
+        losses.append(over_ranks([loss.item()], dist.ReduceOp.SUM)[0] / dist.get_world_size())
+        window = losses[-job.window :]
+        averaged.append(sum(window) / len(window))
+        if step % 10 == 9:
+            report(f"{job.model} {name}, step {step + 1}: loss {averaged[-1]:.4f}, {times_s[-1]:.1f} s")
+        if target is not None and len(losses) >= job.window and averaged[-1] <= target:
+            break
+    if state is not None:
+        state.close()
+    del ddp, model, optimizer, state
+    gc.collect()
+    settled = min(3, len(times_s) - 1)
+    step_s = (times_s[-1] - times_s[settled - 1]) / max(1, len(times_s) - settled) if settled else times_s[-1]
+    return {"step_s": step_s, "times_s": times_s, "losses": losses, "averaged": averaged}
+
+
+def task_called(name: str, seed: int) -> Task:
+    """One of :data:`~recipes.benchmarks.loss_job.MODELS`."""
+    if name == "gpt2":
+        return text_task(768, 6, seed)
+    if name == "tiny":
+        return text_task(32, 1, seed)
+    images = load_images(None, 32)
+
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
+
+    return Task(lambda: Classifier(images.num_classes), lambda: endless_batches(images.train, 8), sgd)
+
+
+class Classifier(nn.Module):
+    """VGG-16 with its large linear layers, for small images, with its loss."""
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        self.vgg = models.vgg16_bn(num_classes=num_classes, dropout=0.0)
+
+    def forward(self, inputs: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.vgg(inputs), labels)
+
+
+class LanguageModel(nn.Module):
+    """A GPT-2 over bytes, with its loss."""
+
+    def __init__(self, width: int, layers: int) -> None:
+        super().__init__()
+        sizes: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": max(1, width // 64)}
+        dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        self.gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=TOKENS, **sizes, **dropout))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.gpt2(input_ids=ids, labels=ids).loss
+        return loss
+
+
+def text_task(width: int, layers: int, seed: int) -> Task:
+    text = torch.frombuffer(bytearray("\n".join(python_documentation()).encode()), dtype=torch.uint8).long()
+
+    def batches() -> Iterator[tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
+        while True:
+            start = int(torch.randint(len(text) - TOKENS, (1,), generator=generator))
+            yield (text[start : start + TOKENS][None],)
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=3e-4)
+
+    return Task(lambda: LanguageModel(width, layers), batches, adamw)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Sparse all-reduces beside dense ones, of one long gradient on the emulated cluster.
+
+    python -m recipes.benchmarks.sparse_allreduce
+    python -m recipes.benchmarks.sparse_allreduce --workers 8 --rate 100mbit --numels 25e6 --densities 0.01
+    python -m recipes.benchmarks.sparse_allreduce --quick --loopback
+
+`all-reduce`, `bf16` and `powersgd-4` are PyTorch's own hooks, the others ours. Prints a table per network, and writes
+JSON, a plot, and if asked a Markdown page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from ddp_hooks.topk.wire import Format
+from recipes.benchmarks.dear_table2 import command, environment, now
+from recipes.benchmarks.launch import run_job
+from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob
+from recipes.cluster.network import parse_rate
+
+COLUMNS = ("elements", "density", "variant", "s", "min–max", "× all-reduce", "computing", "messages alone", "MB sent")
+
+INTRODUCTION = """\
+One gradient of float32, the sum of which every worker is to have; one core's worth of threads per worker, two cores \
+for all of them together. Every worker runs in a network namespace of its own behind a shaped link. All variants \
+alternate in one run; a table shows medians, of the slowest worker."""
+
+LEGEND = """\
+* `s`: from the gradient to the mean of what was kept of all of them: adding to the residual, selecting, exchanging,
+  and writing a dense vector.
+* `× all-reduce`: how many times as fast as PyTorch's own all-reduce of the same run.
+* `computing`: seconds that the algorithm took between its rounds, on the slowest worker. Workers share two cores, so it
+  is several times what it is on a core of one's own.
+* `messages alone`: seconds that the same messages take once more, with nothing to compute between them.
+* `MB sent`: payload per worker, the largest. PowerSGD's is not counted."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """All rows of one network.
+
+    Args:
+        workers, rate: which; a rate of None is loopback.
+        rows: as the workers have measured them, one per variant, density and round.
+    """
+
+    workers: int
+    rate: str | None
+    rows: list[dict[str, Any]]
+
+    @property
+    def title(self) -> str:
+        return f"{self.workers} workers, {self.rate or 'loopback'}"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.workers, options.rate, options.numels, options.densities = [2], ["1gbit"], [2e6], [0.01]
+        options.rounds = 1
+    job = SparseJob(
+        tuple(options.variants),
+        tuple(int(numel) for numel in options.numels),
+        tuple(options.densities),
+        options.wire,
+        options.rounds,
+    )
+    rates: list[str | None] = [None] if options.loopback else options.rate
+    try:
+        for rate in filter(None, rates):
+            parse_rate(rate)
+        networks = [
+            Network(workers, rate, run_job(job, workers, rate, "recipes.benchmarks.sparse_worker")["rows"])
+            for workers in options.workers
+            for rate in rates
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    except RuntimeError as error:  # also ClusterUnavailable, which says what is missing
+        sys.exit(f"error: {error}")
+    for network in networks:
+        show(network)
+    options.output.mkdir(parents=True, exist_ok=True)
+    called = {"command": command("sparse_allreduce", arguments), "created": now(), "environment": environment()}
+    path = options.output / "sparse_allreduce.json"
+    path.write_text(json.dumps({**called, "networks": [asdict(network) for network in networks]}, indent=1))
+    plot(networks, path.with_suffix(".png"))
+    print(f"Wrote {path} and {path.with_suffix('.png')}")
+    if options.markdown:
+        plot(networks, options.markdown.with_suffix(".png"))
+        options.markdown.write_text(markdown(networks, options.markdown.with_suffix(".png").name, called))
+        print(f"Wrote {options.markdown}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.benchmarks.sparse_allreduce",
+        description="Compare sparse and dense all-reduces of one long gradient.",
+    )
+    add = parser.add_argument
+    add("--workers", nargs="+", type=int, default=[4], help="numbers of workers (default: 4)")
+    add("--rate", nargs="+", default=["1gbit"], help="link rates, as tc writes them (default: 1gbit)")
+    add("--numels", nargs="+", type=float, default=[25e6], help="lengths of the gradient (default: 25e6)")
+    add("--densities", nargs="+", type=float, default=[0.01, 0.001], help="parts to keep (default: 0.01 0.001)")
+    add("--variants", nargs="+", choices=(*DENSE, *SPARSE), default=[*DENSE, *SPARSE])
+    add("--wire", choices=get_args(Format), default="compact", help="how entries travel (default: compact)")
+    add("--rounds", type=int, default=3, help="timed runs of each (default: 3)")
+    add("--output", type=Path, default=Path("build/sparse_allreduce"), help="folder for JSON and plot")
+    add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
+    add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
+    add("--quick", action="store_true", help="a smoke test: two workers, a short gradient")
+    return parser
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a table: medians, seconds."""
+
+    numel: int
+    density: float
+    name: str
+    total_s: float
+    fastest_s: float
+    slowest_s: float
+    compute_s: float
+    exchange_s: float
+    sent_bytes: float
+    speedup: float | None  # over the all-reduce of the same length
+
+    @property
+    def cells(self) -> list[str]:
+        return [
+            f"{self.numel / 1e6:g} M",
+            f"{self.density:g}" if self.name in SPARSE else "",
+            self.name,
+            f"{self.total_s:.3f}",
+            f"{self.fastest_s:.3f}–{self.slowest_s:.3f}",
+            f"{self.speedup:.2f}" if self.speedup is not None else "",
+            f"{self.compute_s:.3f}" if self.name in SPARSE else "",
+            f"{self.exchange_s:.3f}",
+            f"{self.sent_bytes / 1e6:.2f}" if self.sent_bytes else "",
+        ]
+
+
+def lines_of(network: Network) -> list[Line]:
+    """Medians over rounds, in the order in which the variants ran."""
+    rounds: dict[tuple[int, float, str], list[dict[str, Any]]] = {}
+    for row in network.rows:
+        rounds.setdefault((row["numel"], row["density"], row["name"]), []).append(row)
+
+    def median(rows: list[dict[str, Any]], key: str) -> float:
+        return statistics.median(row[key] for row in rows)
+
+    plain = {key[0]: median(rows, "total_s") for key, rows in rounds.items() if key[2] == "all-reduce"}
+    return [
+        Line(
+            numel,
+            density,
+            name,
+            median(rows, "total_s"),
+            min(row["total_s"] for row in rows),
+            max(row["total_s"] for row in rows),
+            median(rows, "compute_s"),
+            median(rows, "exchange_s"),
+            median(rows, "sent_bytes"),
+            plain[numel] / median(rows, "total_s") if numel in plain else None,
+        )
+        for (numel, density, name), rows in rounds.items()
+    ]
+
+
+def show(network: Network) -> None:
+    table = Table(title=network.title, box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if index == 2 else "right")
+    for line in lines_of(network):
+        table.add_row(*line.cells)
+    Console().print(table)
+
+
+def plot(networks: Sequence[Network], path: Path) -> None:
+    """A panel per network and length: a bar per variant, of which the lower part is the messages alone."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    panels = [
+        (network, numel, [line for line in lines_of(network) if line.numel == numel])
+        for network in networks
+        for numel in dict.fromkeys(row["numel"] for row in network.rows)
+    ]
+    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 4.4 * len(panels), 4.4), squeeze=False)
+    for ax, (network, numel, lines) in zip(axes[0], panels, strict=True):
+        names = [f"{line.name} {line.density:g}" if line.name in SPARSE else line.name for line in lines]
+        ax.bar(names, [line.total_s for line in lines], color="tab:blue", label="in all")
+        ax.bar(names, [line.exchange_s for line in lines], color="tab:orange", label="messages alone")
+        ax.set_title(f"{numel / 1e6:g} M float32, {network.title}", fontsize=9)
+        ax.set_yscale("log")
+        ax.set_ylabel("seconds")
+        ax.tick_params(axis="x", rotation=75, labelsize=7)
+    axes[0][0].legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def markdown(networks: Sequence[Network], plot_name: str, called: dict[str, Any]) -> str:
+    """A page with the tables, the plot, and what it takes to repeat them."""
+    sections = ["# Sparse all-reduces", INTRODUCTION, f"![Seconds of every variant]({plot_name})"]
+    for network in networks:
+        rows = [f"| {' | '.join(COLUMNS)} |", f"|{' --: |' * len(COLUMNS)}"]
+        rows += [f"| {' | '.join(line.cells)} |" for line in lines_of(network)]
+        sections += [f"## {network.title}", "\n".join(rows)]
+    versions = ", ".join(f"{name} {value}" for name, value in called["environment"].items())
+    sections += ["## Reading the columns", LEGEND, "## Repeating it", f"```\n{called['command']}\n```"]
+    return "\n\n".join([*sections, f"{called['created']}; {versions}."]) + "\n"
+
+
+if __name__ == "__main__":
+    main()

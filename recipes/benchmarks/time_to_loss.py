@@ -1,0 +1,156 @@
+"""How much sooner a sparse all-reduce brings a model to the loss of plain DDP, on the emulated cluster.
+
+    python -m recipes.benchmarks.time_to_loss
+    python -m recipes.benchmarks.time_to_loss --models gpt2 --rate 500mbit --variants ddp-25mb spardl-0.01 auto-0.01
+    python -m recipes.benchmarks.time_to_loss --quick --loopback
+
+Everything is computed: a VGG-16 on scikit-learn's digits, a GPT-2 on Python's documentation. Prints a table, and writes
+JSON, a plot of losses over time, and if asked a Markdown page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from recipes.benchmarks.dear_table2 import command, environment, now
+from recipes.benchmarks.launch import run_job
+from recipes.benchmarks.loss_job import MODELS, LossJob, parse
+
+COLUMNS = ("model", "variant", "steps", "s/step", "loss", "s to loss", "× DDP")
+
+INTRODUCTION = """\
+The fastest plain DDP trains for a number of steps; its loss then, averaged over ten steps and all workers, is what \
+the other variants are to reach, from the same weights and on the same batches. Everything is computed, by all workers \
+on two cores. Every worker runs in a network namespace of its own behind a shaped link. `s to loss`: seconds until the \
+average is there; `× DDP`: how many times sooner."""
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.quick:
+        options.models, options.workers, options.steps = ["tiny"], 2, [30]
+        options.variants = ["ddp-25mb", "spardl-0.05"]
+    if len(options.steps) not in (1, len(options.models)):
+        parser.error(f"--steps takes one number, or one per model: got {len(options.steps)} for {options.models}")
+    steps = options.steps * len(options.models) if len(options.steps) == 1 else options.steps
+    try:
+        if not any(parse(name).hook == "ddp" for name in options.variants):
+            raise ValueError("one variant at least must be plain DDP, such as ddp-25mb")
+        jobs = [
+            LossJob(model, tuple(options.variants), count, warmup_steps=options.warmup)
+            for model, count in zip(options.models, steps, strict=True)
+        ]
+    except ValueError as error:
+        parser.error(str(error))
+    rate = None if options.loopback else options.rate
+    try:
+        found = {job.model: run_job(job, options.workers, rate, "recipes.benchmarks.loss_worker") for job in jobs}
+    except RuntimeError as error:  # also ClusterUnavailable, which says what is missing
+        sys.exit(f"error: {error}")
+    title = f"{options.workers} workers, {rate or 'loopback'}"
+    rows = [row for model, measured in found.items() for row in table_rows(model, measured)]
+    show(title, rows)
+    options.output.mkdir(parents=True, exist_ok=True)
+    called = {"command": command("time_to_loss", arguments), "created": now(), "environment": environment()}
+    path = options.output / "time_to_loss.json"
+    path.write_text(json.dumps({**called, "jobs": [asdict(job) for job in jobs], "found": found}, indent=1))
+    plot(found, path.with_suffix(".png"))
+    print(f"Wrote {path} and {path.with_suffix('.png')}")
+    if options.markdown:
+        plot(found, options.markdown.with_suffix(".png"))
+        options.markdown.write_text(markdown(title, rows, options.markdown.with_suffix(".png").name, called))
+        print(f"Wrote {options.markdown}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m recipes.benchmarks.time_to_loss",
+        description="Compare how soon plain DDP and sparse all-reduces reach a loss.",
+    )
+    add = parser.add_argument
+    add("--models", nargs="+", choices=MODELS, default=["vgg16", "gpt2"])
+    add("--workers", type=int, default=4)
+    add("--rate", default="1gbit", help="link rate, as tc writes it (default: 1gbit)")
+    add("--steps", nargs="+", type=int, default=[60, 100], help="of plain DDP, one or one per model (default: 60 100)")
+    add("--warmup", type=int, default=20, help="steps in which the density falls (default: 20)")
+    add("--variants", nargs="+", default=["ddp-5mb", "ddp-25mb", "ddp-64mb", "spardl-0.01"])
+    add("--output", type=Path, default=Path("build/time_to_loss"), help="folder for JSON and plot")
+    add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
+    add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
+    add("--quick", action="store_true", help="a smoke test: two workers, a tiny model")
+    return parser
+
+
+def table_rows(model: str, measured: dict[str, Any]) -> list[list[str]]:
+    """One row per run; a run that did not get there says so."""
+    target, runs = measured["target"], measured["runs"]
+    dense_s = runs[measured["best"]]["times_s"][-1]
+    rows = []
+    for name, run in runs.items():
+        arrived = name == measured["best"] or run["averaged"][-1] <= target
+        seconds = run["times_s"][-1]
+        rows.append([
+            model,
+            name,
+            str(len(run["losses"])),
+            f"{run['step_s']:.2f}",
+            f"{run['averaged'][-1]:.4f}",
+            f"{seconds:.1f}" if arrived else "not reached",
+            f"{dense_s / seconds:.2f}" if arrived else "",
+        ])
+    return rows
+
+
+def show(title: str, rows: list[list[str]]) -> None:
+    table = Table(title=title, box=box.SIMPLE_HEAD)
+    for index, column in enumerate(COLUMNS):
+        table.add_column(column, justify="left" if index < 2 else "right")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+
+
+def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
+    """A panel per model: averaged losses over time."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(1, len(found), figsize=(1 + 4.6 * len(found), 3.8), squeeze=False)
+    for ax, (model, measured) in zip(axes[0], found.items(), strict=True):
+        for name, run in measured["runs"].items():
+            ax.plot(run["times_s"], run["averaged"], label=name)
+        ax.axhline(measured["target"], color="black", linewidth=1, linestyle=":")
+        ax.set_title(f"{model}, {measured['num_parameters'] / 1e6:.0f} M parameters", fontsize=9)
+        ax.set_xlabel("seconds")
+        ax.set_ylabel("loss")
+        ax.legend(fontsize=8)
+    figure.tight_layout()
+    figure.savefig(path, dpi=110, bbox_inches="tight")
+    plt.close(figure)
+
+
+def markdown(title: str, rows: list[list[str]], plot_name: str, called: dict[str, Any]) -> str:
+    """A page with the table, the plot, and what it takes to repeat them."""
+    table = [f"| {' | '.join(COLUMNS)} |", f"| :-- | :-- |{' --: |' * (len(COLUMNS) - 2)}"]
+    table += [f"| {' | '.join(row)} |" for row in rows]
+    versions = ", ".join(f"{name} {value}" for name, value in called["environment"].items())
+    sections = ["# Time to loss", INTRODUCTION, f"![Losses over time]({plot_name})", f"## {title}", "\n".join(table)]
+    sections += ["## Repeating it", f"```\n{called['command']}\n```", f"{called['created']}; {versions}."]
+    return "\n\n".join(sections) + "\n"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,54 @@
+"""The sparse all-reduce benchmark: its arithmetic, and a run from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddp_hooks.comm import Algorithm, Recv, Send, run_on_fabric
+from recipes.benchmarks import sparse_allreduce
+from recipes.benchmarks.sparse_allreduce import Network, lines_of
+from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob
+from recipes.benchmarks.sparse_worker import Recording
+
+
+def test_job_survives_its_file(tmp_path: Path) -> None:
+    job = SparseJob(("spardl",), (1000, 2000), (0.1,), rounds=2)
+    job.save(tmp_path / "job.json")
+    assert SparseJob.load(tmp_path / "job.json") == job
+
+
+def test_a_recording_sends_the_same_messages_again() -> None:
+    def ring(rank: int) -> Algorithm:
+        for numel in (3, 5):
+            yield [Recv((rank + 1) % 3, torch.empty(numel)), Send((rank + 2) % 3, torch.ones(numel))]
+
+    recordings = [Recording() for _ in range(3)]
+    first = run_on_fabric([recording.of(ring(rank)) for rank, recording in enumerate(recordings)])
+    again = run_on_fabric([recording.again() for recording in recordings])
+    assert [traffic.sent_bytes for traffic in again] == [traffic.sent_bytes for traffic in first] == [32] * 3
+    assert [recording.sent_bytes for recording in recordings] == [32] * 3
+
+
+def test_ratios_are_to_the_all_reduce_of_the_same_length() -> None:
+    def row(name: str, numel: int, total_s: float) -> dict[str, object]:
+        times = {"total_s": total_s, "compute_s": 0.5, "exchange_s": 0.25, "sent_bytes": 1e6}
+        return {"name": name, "numel": numel, "density": 0.01, **times}
+
+    rows = [row("all-reduce", 100, 4.0), row("all-reduce", 100, 6.0), row("spardl", 100, 1.0), row("spardl", 200, 1.0)]
+    lines = {(line.name, line.numel): line for line in lines_of(Network(4, "1gbit", rows))}
+    assert lines["spardl", 100].speedup == 5.0 and lines["spardl", 200].speedup is None
+    assert (lines["all-reduce", 100].fastest_s, lines["all-reduce", 100].slowest_s) == (4.0, 6.0)
+
+
+@pytest.mark.slow
+def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "sparse.md"
+    sparse_allreduce.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
+    (network,) = json.loads((tmp_path / "sparse_allreduce.json").read_text())["networks"]
+    assert [row["name"] for row in network["rows"]] == [*DENSE, *SPARSE]
+    assert all(row["total_s"] > 0 for row in network["rows"])
+    assert "× all-reduce" in capsys.readouterr().out and "spardl" in page.read_text()
