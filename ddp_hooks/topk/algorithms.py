@@ -97,9 +97,9 @@ class SparseSum:
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered, as plain numbers and lists."""
-        return self.memory.state_dict() if self.memory is not None else {}
+        return {"k": self._k, **self.memory.state_dict()} if self.memory is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`."""
-        if self.memory is not None and state:
-            self.memory = type(self.memory).from_state(state)
+        """The reverse of :meth:`state_dict`; what belongs to another number of entries is left aside."""
+        if self.memory is not None and state.get("k") == self._k:
+            self.memory = type(self.memory).from_state({key: value for key, value in state.items() if key != "k"})

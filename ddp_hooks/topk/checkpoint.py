@@ -6,7 +6,7 @@ bits: the order of the parameters in groups, what algorithms remember, and which
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,59 +36,78 @@ def restore(
     groups: Sequence[GradientGroup],
     parameters: Sequence[Tensor],
     names: Sequence[str],
-    saved: Sequence[Mapping[str, Any]],
+    mine: Sequence[Mapping[str, Any]],
+    everyones: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Let groups keep the sums of what some workers have saved; nothing is left of what they kept before."""
+    """Let groups keep the sums of what some workers have saved; nothing is left of what they kept before.
+
+    Args:
+        groups, parameters, names: of this worker.
+        mine: the states that it takes over.
+        everyones: all states: a group that has a residual on one worker has one on all of them.
+    """
     group_of = {index: group for group in groups for index in (*group.offsets, *group.dense_offsets)}
     for group in groups:
         group.residual = None
         for vector in (group.velocity, group.dense_velocity):
             if vector is not None:
                 vector.zero_()
-    for index, name in enumerate(names):
+    for index, (name, like) in enumerate(zip(names, parameters, strict=True)):
+        group = group_of[index]
+        if any(name in state["residual"] for state in everyones):
+            group.opened()
         for kind in _KINDS:
-            found = [state[kind][name] for state in saved if name in state[kind]]
-            if not found:
-                continue
-            total = found[0].clone()
-            for other in found[1:]:
-                total += other
-            like = parameters[index]
-            flat = in_order_of(total, like) if is_dense(like) else total.contiguous().view(-1)
-            group_of[index].keep(kind, index, flat)
+            found = [state[kind][name] for state in mine if name in state[kind]]
+            if found:
+                total = found[0].clone()
+                for other in found[1:]:
+                    total += other
+                group.keep(kind, index, in_order_of(total, like) if is_dense(like) else total.contiguous().view(-1))
 
 
 def find_problem(
-    saved: Sequence[Mapping[str, Any]], rank: int, world_size: int, shapes: Mapping[str, torch.Size]
+    saved: Sequence[Mapping[str, Any]],
+    own_rank: int | None,
+    world_size: int,
+    shapes: Mapping[str, torch.Size],
+    dense: Collection[str],
 ) -> str | None:
-    """Why these states cannot be loaded, with a remedy; None if they can."""
+    """Why these states cannot be loaded, with a remedy; None if they can.
+
+    Args:
+        saved: what is to be loaded.
+        own_rank: if it is this rank's own state; None: if it is those of all ranks.
+        world_size: the number of ranks now.
+        shapes: of the parameters, by name.
+        dense: names of those that are summed in full now.
+    """
+    if not saved:
+        return "there is no state to load"
     for state in saved:
-        missing = {"rank", "world_size", "step", "order", *_KINDS} - set(state)
+        missing = {"rank", "world_size", "step", "num_skipped", "order", "chosen", "memories", *_KINDS} - set(state)
         if missing:
             return f"this is no state of TopKState: it lacks {sorted(missing)}"
+        if state["order"] is not None and set(state["order"]) != set(shapes):
+            differing = sorted(set(state["order"]) ^ set(shapes))
+            return f"the state is of other parameters: {differing[0]} is trained only before or only now"
         for kind in _KINDS:
             for name, values in state[kind].items():
                 if name not in shapes:
                     return f"the state has a {kind} of {name}, which the model has not"
                 if values.shape != shapes[name]:
                     return f"the {kind} of {name} has shape {tuple(values.shape)}, the parameter {tuple(shapes[name])}"
+                if kind == "residual" and name in dense:
+                    return f"{name} is summed in full now, and its residual would be lost: keep dense_below_numel"
     before, ranks = saved[0]["world_size"], [state["rank"] for state in saved]
-    if len(saved) == 1:
+    if own_rank is not None:
         if before != world_size:
             return (
                 f"the state was saved by one of {before} ranks, and there are {world_size} now: pass the states of all "
                 f"of them, as a list, on every rank"
             )
-        return None if ranks == [rank] else f"rank {rank} was given the state of rank {ranks[0]}"
+        return None if ranks == [own_rank] else f"rank {own_rank} was given the state of rank {ranks[0]}"
     if sorted(ranks) != list(range(before)):
         return f"the states of all {before} ranks are needed, each once, got those of {sorted(ranks)}"
     if len({state["step"] for state in saved}) > 1:
         return f"the states are of different steps, {sorted({state['step'] for state in saved})}"
     return None
-
-
-def share_of(saved: Sequence[Mapping[str, Any]], rank: int, world_size: int) -> list[Mapping[str, Any]]:
-    """Those states whose sum a rank takes over, so that the sum over all ranks stays what it was."""
-    if len(saved) == 1:
-        return list(saved)
-    return [state for state in saved if state["rank"] % world_size == rank]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import compat
 from ddp_hooks.topk.config import TopKConfig
+from ddp_hooks.topk.variants import candidates
 
 
 def find_problem(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
@@ -15,7 +18,20 @@ def find_problem(ddp: DistributedDataParallel, config: TopKConfig, world_size: i
         return f"TopKState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
     if not isinstance(config, TopKConfig):
         return f"TopKState takes its settings as TopKConfig(...), got {type(config).__name__}"
-    return _problem_of_ddp(ddp) or _problem_of_parameters(ddp) or _problem_of_teams(config, world_size)
+    return (
+        _problem_of_ddp(ddp)
+        or _problem_of_parameters(ddp)
+        or _problem_of_teams(config, world_size)
+        or _problem_of_trials(ddp, config, world_size)
+    )
+
+
+def refuse_join(*_: Any, **__: Any) -> Any:
+    """Stands for ``join`` and ``join_hook`` of a DDP module; raises."""
+    raise RuntimeError(
+        "join() cannot work with TopKState: a rank that has run out of data selects nothing. Give every rank the same "
+        "number of batches: DistributedSampler(drop_last=True), or stop with the rank that has the fewest"
+    )
 
 
 def fingerprint(ddp: DistributedDataParallel, config: TopKConfig, scales: bool) -> dict[str, object]:
@@ -83,3 +99,12 @@ def _problem_of_teams(config: TopKConfig, world_size: int) -> str | None:
     if config.sag == "r" and config.teams & (config.teams - 1):
         return f'sag="r" needs a power of two of teams, got {config.teams}: use sag="b" or "auto"'
     return None
+
+
+def _problem_of_trials(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
+    device = next(iter(compat.managed_parameters(ddp).values())).device
+    possible = candidates(config, world_size)
+    if device.type == "cpu" or len(possible) == 1:
+        return None
+    names = ", ".join(variant.name for variant in possible)
+    return f"on {device.type} there is no choosing by trial yet: name algorithm, teams and sag, of {names}"

@@ -41,7 +41,8 @@ class TopKConfig:
         warmup_steps: steps in which the density falls from ``warmup_density`` to ``density``, by the same factor each.
         warmup_density: density of the first step, if there are any of those.
         on_nonfinite: if a gradient is infinite or not a number on any rank: ``"skip"`` the update on all of them (with
-            a gradient scaler it does that), or ``"raise"`` on all of them. Residuals are as before either way.
+            a gradient scaler it does that), or ``"raise"`` on all of them. What is not finite enters no residual; what
+            is finite in that step is kept for the next one where gradients are sparse, and dropped where not.
         lanes: streams of communication side by side, and so selections.
         timeout_s: a wait that takes longer fails.
         stall_warning_s: a wait that takes longer is logged, with what it waits for.

@@ -90,11 +90,11 @@ class Reduction:
         """How long it took from its first moment on a lane, if ``work`` is complete; 0 on accelerators."""
         return max(0.0, work.finished_s - self._begin_s) if isinstance(work, ThreadWork) else 0.0
 
-    def _build_up(self, velocity: Tensor | None, runs: Sequence[Run]) -> Tensor | None:
-        """Momentum correction, ``v = m v + g`` in place, if there is any."""
-        if velocity is not None and self._momentum is not None:
-            velocity.mul_(self._momentum)
-            self.gradients.add_to(velocity, runs)
+    def _build_up(self, velocity: Tensor, runs: Sequence[Run]) -> Tensor:
+        """Momentum correction, ``v = m v + g``, in place."""
+        assert self._momentum is not None
+        velocity.mul_(self._momentum)
+        self.gradients.add_to(velocity, runs)
         return velocity
 
 
@@ -159,15 +159,19 @@ class SparseReduction(Reduction):
         """The means of what travels in full."""
         gradients, world_size, rank = self.gradients, self._lanes.world_size, self._lanes.rank
         parts = [gradients.part(run) for run in gradients.dense]
-        velocity = self._build_up(self.group.dense_velocity, gradients.dense) if self.finite else None
-        flat = torch.cat(parts).div_(gradients.scale) if velocity is None else velocity.clone()
+        velocity, scale = self.group.dense_velocity, 1.0
+        if velocity is None:
+            flat = torch.cat(parts)
+        else:  # in its type on every rank
+            flat = self._build_up(velocity, gradients.dense).clone() if self.finite else torch.zeros_like(velocity)
+            scale = gradients.scale
         bounds = aligned_bounds(flat.numel(), world_size, flat.element_size())
         chunks = [flat[start:end] for start, end in itertools.pairwise(bounds)]
         scratch = flat.new_empty(max(chunk.numel() for chunk in chunks))
         yield from ring_reduce_scatter(chunks, rank, scratch, world_size)
         yield from ring_all_gather(chunks, rank)
         for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(mean * gradients.scale)
+            part.copy_(mean if scale == 1.0 else mean * scale)
 
     def give_back(self, part: slice | None = None) -> None:
         """See :class:`Reduction`."""
@@ -181,60 +185,75 @@ class SparseReduction(Reduction):
 
 
 class DenseReduction(Reduction):
-    """Everything is summed, with what is still left from steps in which it was not."""
+    """Everything is summed, with what is still left from steps in which it was not.
 
-    _partitions: Sequence[Partition]
-    _carries = False
+    In the order of the group's vector, wherever DDP's buckets have its parts: sums are formed in the same order then,
+    also after a resume. A group that lies in one piece is not copied.
+    """
+
+    def __init__(self, group: GradientGroup, gradients: Gradients, momentum: float | None, lanes: Lanes) -> None:
+        super().__init__(group, gradients, momentum, lanes)
+        dense = [run._replace(offset=run.offset + group.numel) for run in gradients.dense]
+        self._runs = [*gradients.sparse, *dense]
+        self._flat = gradients.part(self._runs[0]) if len(self._runs) == 1 else self._room()
+        self._bounds = aligned_bounds(self._flat.numel(), lanes.world_size, self._flat.element_size())
+        self._carries = False
 
     def submit(self) -> Work:
         """Begin; see :class:`Reduction`."""
-        world_size = self._lanes.world_size
-        parts = [self.gradients.part(run) for run in (*self.gradients.sparse, *self.gradients.dense)]
-        self._partitions = [Partition(p, aligned_bounds(p.numel(), world_size, p.element_size())) for p in parts]
+        name = self.group.name
         lane = self._lanes.next_lane()  # the same one, so that each part follows the one before
-        lane.run(_without_messages(self._prepare), self.group.name)
-        lane.reduce_scatter(self._partitions, self.group.name, world_size)
-        return lane.all_gather(self._partitions, self.group.name)
+        partitions = [Partition(self._flat, self._bounds)]
+        lane.run(_without_messages(self._prepare), name)
+        lane.reduce_scatter(partitions, name, self._lanes.world_size)
+        work = lane.all_gather(partitions, name)
+        return work if len(self._runs) == 1 else lane.run(_without_messages(self._copy_back), name)
+
+    def give_back(self, part: slice | None = None) -> None:
+        """See :class:`Reduction`; only if there was a residual in it."""
+        if not self._carries:
+            return
+        rank, numel = self._lanes.rank, self.group.numel
+        start, end = self._bounds[rank], min(self._bounds[rank + 1], numel)
+        if part is not None:
+            start, end = max(start, part.start), min(end, part.stop)
+        residual = self.group.opened()
+        if start < end:
+            residual[start:end] += self._flat[start:end] * (self._lanes.world_size / self.gradients.scale)
+
+    def _room(self) -> Tensor:
+        buffer = self.gradients.buffers[self._runs[0].bucket]
+        return buffer.new_empty(sum(run.numel for run in self._runs))
+
+    def _part(self, run: Run) -> Tensor:
+        return self._flat[run.offset : run.offset + run.numel]
 
     def _prepare(self) -> None:
         group, gradients = self.group, self.gradients
         self._begin_s = time.perf_counter()
         self.finite = gradients.are_finite()
         self._carries = group.residual is not None
+        if len(self._runs) > 1:
+            for run in self._runs:
+                self._part(run).copy_(gradients.part(run))
         if not self.finite:
             if self._carries:  # others add their residuals, and want them back
-                for partition in self._partitions:
-                    partition.flat.zero_()
+                self._flat.zero_()
             return
-        for runs, velocity in ((gradients.sparse, group.velocity), (gradients.dense, group.dense_velocity)):
-            if self._build_up(velocity, runs) is not None:
-                for run in runs:
-                    gradients.part(run).zero_()
-                self._add(velocity, runs)
+        sparse, dense = self._flat[: group.numel], self._flat[group.numel :]
+        for flat, velocity, runs in (
+            (sparse, group.velocity, gradients.sparse),
+            (dense, group.dense_velocity, gradients.dense),
+        ):
+            if velocity is not None:
+                flat.copy_(self._build_up(velocity, runs)).mul_(gradients.scale)
         if group.residual is not None:
-            self._add(group.residual, gradients.sparse)
+            sparse.add_(group.residual, alpha=gradients.scale)
             group.residual = None
 
-    def _add(self, vector: Tensor | None, runs: Sequence[Run]) -> None:
-        """Add ``vector``, with the scale, to the gradients."""
-        assert vector is not None
-        for run in runs:
-            part = vector[run.offset : run.offset + run.numel]
-            self.gradients.part(run).add_(part, alpha=self.gradients.scale)
-
-    def give_back(self, part: slice | None = None) -> None:
-        """See :class:`Reduction`; only if there was a residual in it."""
-        if not self._carries:
-            return
-        residual = self.group.opened()
-        for run, partition in zip(self.gradients.sparse, self._partitions, strict=False):
-            rank = self._lanes.rank
-            start, end = partition.bounds[rank], partition.bounds[rank + 1]
-            if part is not None:
-                start, end = max(start, part.start - run.offset), min(end, part.stop - run.offset)
-            if start < end:
-                sums = partition.flat[start:end] * (self._lanes.world_size / self.gradients.scale)
-                residual[run.offset + start : run.offset + end] += sums
+    def _copy_back(self) -> None:
+        for run in self._runs:
+            self.gradients.part(run).copy_(self._part(run))
 
 
 def _without_messages(function: Callable[[], None]) -> Algorithm:

@@ -42,7 +42,7 @@ from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.groups import GradientGroup, Place, form_groups, runs_of
 from ddp_hooks.topk.reduction import DenseReduction, Gradients, Reduction, SparseReduction
 from ddp_hooks.topk.stats import TopKStats
-from ddp_hooks.topk.variants import Variant, VariantChooser
+from ddp_hooks.topk.variants import VariantChooser
 from ddp_hooks.topk.wire import Wire
 
 logger = logging.getLogger("ddp_hooks")
@@ -92,6 +92,7 @@ class TopKState:
         group = getattr(ddp, "process_group", None) or dist.group.WORLD
         assert group is not None, "torch.distributed is not initialised"
         problem = checks.find_problem(ddp, config, dist.get_world_size(group))
+        scaler = scaler if scaler is not None and scaler.is_enabled() else None
         entries = checks.fingerprint(ddp, config, scaler is not None) if problem is None else {}
         agree(entries, problem, group, "the set-up of TopKState")
 
@@ -102,7 +103,7 @@ class TopKState:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._scaler = scaler
         self._finds_unused = ddp.find_unused_parameters
-        self._static_graph = ddp.static_graph
+        self._ddp = weakref.proxy(ddp)  # the collector does not see that DDP's reducer holds the hook's state
         settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
         device = self._parameters[0].device
         self._recorder = Recorder(False)
@@ -120,6 +121,11 @@ class TopKState:
         self._mark = (self._lanes.traffic, 0.0)
         self._closed = False
         self._backward = _Backward()
+        ddp.join = ddp.join_hook = checks.refuse_join  # type: ignore[method-assign]
+        if config.teams == self._lanes.world_size > 1 and self._lanes.rank == 0:
+            logger.warning(
+                "as many teams as ranks: each reduces by itself, and more is left out; fewer teams lose less accuracy"
+            )
         self._handles: list[Any] = [
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward, always_call=True),
@@ -163,10 +169,12 @@ class TopKState:
             ValueError: on every rank, before anything is changed, if a state does not fit.
         """
         self._refuse_under_way("load_state_dict()")
-        saved = [state] if isinstance(state, Mapping) else list(state)
+        own = isinstance(state, Mapping)
+        saved: list[Mapping[str, Any]] = [state] if isinstance(state, Mapping) else list(state)
         shapes = {name: p.shape for name, p in zip(self._names, self._parameters, strict=True)}
         rank, world_size = self._lanes.rank, self._lanes.world_size
-        problem = checkpoint.find_problem(saved, rank, world_size, shapes) if saved else "there is no state to load"
+        dense = {self._names[index] for group in self._groups for index in group.members.dense}
+        problem = checkpoint.find_problem(saved, rank if own else None, world_size, shapes, dense)
         entries = {} if problem is not None else {key: saved[0][key] for key in ("step", "order", "chosen")}
         agree(entries, problem, self._lanes.group, "the state of TopKState")
         first = saved[0]
@@ -176,13 +184,12 @@ class TopKState:
             index_of = {name: index for index, name in enumerate(self._names)}
             self._order = [index_of[name] for name in first["order"]]
         self._group_anew()
-        checkpoint.restore(
-            self._groups, self._parameters, self._names, checkpoint.share_of(saved, rank, world_size)
-        )
-        if len(saved) == 1 and len(first["memories"]) == len(self._groups):
-            self._chooser.chosen = [Variant(*variant) for variant in first["chosen"]] if first["chosen"] else None
-            for group, memories in zip(self._groups, first["memories"], strict=True):
-                group.memories = dict(memories)
+        mine = saved if own else [state for state in saved if state["rank"] % world_size == rank]
+        checkpoint.restore(self._groups, self._parameters, self._names, mine, saved)
+        same_groups = own and len(first["memories"]) == len(self._groups)
+        self._chooser.begin(self._step, first["chosen"] if same_groups else None)
+        for group, memories in zip(self._groups, first["memories"], strict=False):
+            group.memories = dict(memories) if same_groups else {}
 
     def close(self) -> None:
         """Finish communication, let every rank do the same, and end the lanes. DDP cannot remove its hook."""
@@ -202,22 +209,24 @@ class TopKState:
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        if self._lanes.world_size == 1:
-            future.set_result(buffer)
-            return future
         backward = self._backward
         position, start = len(backward.buffers), 0
         backward.buffers.append(buffer)
         backward.futures.append(future)
         for parameter in bucket.parameters():
-            index = self._index_of[id(parameter)]
+            index = self._index_of.get(id(parameter))
+            if index is None:
+                raise RuntimeError(
+                    "DDP reduces a parameter that was frozen when TopKState was created: freeze it before wrapping the "
+                    "model, or after creating the state"
+                )
             backward.places[index] = Place(position, start)
             start += self._numels[index]
         self._submit_complete_groups(backward)
         if len(backward.places) == len(self._parameters):
             question = self._ask_all(backward)
             backward.verdict = self._lanes.run(question, "whether gradients are finite", after=backward.works)
-            if self._static_graph and self._stats.step == 0:
+            if self._ddp.static_graph and self._stats.step == 0:
                 self._end_exchange()  # this is DDP's end-of-backward callback, which is about to wait for the futures
             else:  # it will be queued after ours
                 compat.queue_engine_callback(self._end_exchange)
@@ -243,7 +252,7 @@ class TopKState:
         config = self.config
         density = config.density_at(self._step)
         variant = self._chooser.variant_of(number, self._step)
-        if variant.algorithm == "dense" or density == 1.0:
+        if variant.algorithm == "dense" or density == 1.0 or self._lanes.world_size == 1:
             return DenseReduction(group, gradients, config.momentum, self._lanes)
         sparsity = Sparsity(
             variant.algorithm,
@@ -282,7 +291,8 @@ class TopKState:
                     buffer.fill_(torch.inf)  # so that it skips the step, and scales less, on every rank
         for future, buffer in zip(backward.futures, backward.buffers, strict=True):
             future.set_result(buffer)
-        compat.queue_engine_callback(self._end_backward)  # after DDP's own
+        # After DDP's own, also if that is not queued yet.
+        compat.queue_engine_callback(lambda: compat.queue_engine_callback(self._end_backward))
 
     # -- 3. DDP has made the buckets the model's gradients ----------------------------------------------------------
 
@@ -338,7 +348,7 @@ class TopKState:
     def _refuse_or_skip(self, ranks: Sequence[int]) -> None:
         where = f"gradients were not finite on ranks {[dist.get_global_rank(self._lanes.group, r) for r in ranks]}"
         if self.config.on_nonfinite == "raise":
-            raise RuntimeError(f"{where}; residuals are as they were before this backward")
+            raise RuntimeError(f"{where}, so no rank has any; what was finite is kept for the next step")
         self._num_skipped += 1
         self._stats = replace(self._stats, skipped_steps=self._num_skipped)
         if self._scaler is not None:

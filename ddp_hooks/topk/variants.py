@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
@@ -67,11 +67,18 @@ class VariantChooser:
 
     def __init__(self, config: TopKConfig, lanes: Lanes) -> None:
         self.chosen: list[Variant] | None = None
-        """Per group; None as long as variants are tried."""
+        """Per group; None as long as variants are tried, or if there is but one."""
         self._candidates = candidates(config, lanes.world_size)
-        self._first_trial = max(_FIRST_TRIAL, config.warmup_steps)
+        self._warmup_steps = config.warmup_steps
         self._lanes = lanes
         self._times_s: dict[Variant, list[list[float]]] = {}  # per step, per group
+        self.begin(0, None)
+
+    def begin(self, step: int, chosen: Sequence[Sequence[Any]] | None) -> None:
+        """Training goes on with ``step``, with what was chosen before, or with new trials."""
+        self.chosen = [Variant(*variant) for variant in chosen] if chosen is not None else None
+        self._times_s.clear()
+        self._first_trial = max(_FIRST_TRIAL, self._warmup_steps, step)
 
     def variant_of(self, group: int, step: int) -> Variant:
         """The variant for a group in a step, counted from 0."""
@@ -85,22 +92,17 @@ class VariantChooser:
             times_s: how long each group has taken.
             names: of the groups.
         """
-        if self.chosen is not None or step < self._first_trial:
+        if self.chosen is not None or step < self._first_trial or len(self._candidates) == 1:
             return
-        if len(self._candidates) > 1:
-            self._times_s.setdefault(self._on_trial(step), []).append(list(times_s))
-            if step + 1 < self._first_trial + _STEPS_PER_TRIAL * len(self._candidates):
-                return
-        self._choose(names)
+        self._times_s.setdefault(self._on_trial(step), []).append(list(times_s))
+        if step + 1 == self._first_trial + _STEPS_PER_TRIAL * len(self._candidates):
+            self._choose(names)
 
     def _on_trial(self, step: int) -> Variant:
         trial = max(0, step - self._first_trial) // _STEPS_PER_TRIAL
         return self._candidates[min(trial, len(self._candidates) - 1)]
 
     def _choose(self, names: Sequence[str]) -> None:
-        if len(self._candidates) == 1:
-            self.chosen = self._candidates * len(names)
-            return
         mine = [
             [statistics.median(column) for column in zip(*self._times_s[variant][_WARM_UP:], strict=True)]
             for variant in self._candidates

@@ -303,7 +303,7 @@ def spoil(rank: int, world_size: int, on_nonfinite: Any, scaled: bool) -> dict[s
     torch.manual_seed(7)
     ddp = DistributedDataParallel(WholeNumbers(world_size), bucket_cap_mb=0.05)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0, momentum=0.5, weight_decay=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000) if scaled else None
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=1000, enabled=scaled)
     state = TopKState(ddp, replace(CONFIG, on_nonfinite=on_nonfinite), scaler=scaler)
     ddp.register_comm_hook(state, topk_hook)
     found: dict[str, Any] = {"changed": [], "error": "", "scales": []}
@@ -314,16 +314,13 @@ def spoil(rank: int, world_size: int, on_nonfinite: Any, scaled: bool) -> dict[s
             loss = loss + float("nan") * ddp.module.layers[7].weight.sum()
         before = [p.detach().clone() for p in ddp.parameters()]
         try:
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            scaler.scale(loss).backward()
         except RuntimeError as error:
             found["error"] = str(error)
             break
-        if scaler is None:
-            optimizer.step()
-        else:
-            scaler.step(optimizer)
-            scaler.update()
-            found["scales"].append(scaler.get_scale())
+        scaler.step(optimizer)
+        scaler.update()
+        found["scales"].append(scaler.get_scale())
         found["changed"].append(any(not torch.equal(b, p) for b, p in zip(before, ddp.parameters(), strict=True)))
     saved = state.state_dict()
     found["finite"] = all(torch.isfinite(values).all() for values in (*saved["residual"].values(), *ddp.parameters()))
@@ -337,12 +334,12 @@ def spoil(rank: int, world_size: int, on_nonfinite: Any, scaled: bool) -> dict[s
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("scaled", [False, True], ids=["", "scaled"])
+@pytest.mark.parametrize("scaled", [False, True], ids=["scaler disabled", "scaled"])
 def test_all_ranks_skip_together(workers: WorkerPools, world_size: int, scaled: bool) -> None:
     for found in workers(world_size).run(spoil, "skip", scaled):
         assert found["changed"] == [True, True, True, False, True, True]
         assert found["finite"] and found["agree"] and found["skipped"] == 1
-        assert found["scales"] == ([8.0, 8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [])
+        assert found["scales"] == ([8.0, 8.0, 8.0, 4.0, 4.0, 4.0] if scaled else [1.0] * 6)
 
 
 def test_all_ranks_raise_together(workers: WorkerPools) -> None:
@@ -379,6 +376,47 @@ def test_residuals_are_kept_without_the_scale(workers: WorkerPools, changes: dic
     check(workers(2).run(conserve_scaled, changes))
 
 
+class Half(nn.Module):
+    """A bfloat16 model."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 16)).bfloat16()
+
+    def forward(self, seed: int) -> Tensor:
+        values = torch.randn(4, 16, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        return self.layers(values).float().square().mean() * (float("nan") if seed == 54 else 1.0)  # step 3, rank 2
+
+
+def train_half(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[int, bool, bool]:
+    torch.manual_seed(7)
+    ddp = DistributedDataParallel(Half(world_size))
+    state = TopKState(ddp, replace(CONFIG, wire="compact", **changes))
+    ddp.register_comm_hook(state, topk_hook)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    for step in range(6):
+        optimizer.zero_grad()
+        ddp(17 * step + rank + 1).backward()
+        optimizer.step()
+    flat = torch.cat([p.detach().flatten() for p in ddp.parameters()])
+    everyone = [torch.empty_like(flat) for _ in range(world_size)]
+    dist.all_gather(everyone, flat)
+    skipped = state.stats().skipped_steps
+    kept = state.state_dict()["residual"].values()
+    state.close()
+    same = all(torch.equal(flat, other) for other in everyone)
+    return skipped, same, all(values.dtype == torch.float32 and torch.isfinite(values).all() for values in kept)
+
+
+@pytest.mark.parametrize("changes", [
+    {}, {"momentum": 0.5, "dense_below_numel": 100}, {"dense_below_numel": 100},
+    {"warmup_steps": 5, "warmup_density": 1.0},
+], ids=lambda changes: "-".join(changes))  # fmt: skip
+def test_sixteen_bits(workers: WorkerPools, changes: dict[str, Any]) -> None:
+    for skipped, same, kept in workers(3).run(train_half, changes):
+        assert skipped == 1 and same and kept
+
+
 # -- momentum correction ----------------------------------------------------------------------------------------------
 
 
@@ -402,6 +440,7 @@ def test_momentum_correction(workers: WorkerPools) -> None:
     for changes, same in (({"density": 1.0}, True), ({"dense_below_numel": 10**9}, True), ({}, False)):
         for gap in workers(2).run(with_momentum, changes):
             assert (gap < 1e-3) == same, changes
+    assert workers(1).run(with_momentum, {}) == [0.0], "one rank has nobody to leave it to"
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -436,14 +475,15 @@ def resume(rank: int, world_size: int, changes: dict[str, Any], before: int, aft
 @pytest.mark.parametrize("before", [1, 3])
 @pytest.mark.parametrize("changes", [
     {}, {"teams": 2, "sag": "b"}, {"algorithm": "oktopk"}, {"momentum": 0.5, "warmup_steps": 5},
+    {"algorithm": "oktopk", "warmup_steps": 5}, {"teams": 2, "sag": "b", "warmup_steps": 5},
     {"dense_below_numel": 200, "momentum": 0.5},
 ], ids=lambda changes: "-".join(changes) or "spardl")  # fmt: skip
 def test_resuming_ends_in_the_same_bits(workers: WorkerPools, changes: dict[str, Any], before: int) -> None:
     assert all(workers(4).run(resume, changes, before, 4))
 
 
-def save(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    pair = Pair.of(rank, world_size, CONFIG)
+def save(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    pair = Pair.of(rank, world_size, replace(CONFIG, **changes))
     for step in range(4):
         plain(pair, step)
     result = pair.state.state_dict(), pair.residuals()
@@ -451,21 +491,35 @@ def save(rank: int, world_size: int) -> tuple[dict[str, Any], dict[str, Tensor]]
     return result
 
 
-def load(rank: int, world_size: int, saved: list[dict[str, Any]]) -> dict[str, Tensor]:
-    pair = Pair.of(rank, world_size, CONFIG)
+def load(rank: int, world_size: int, saved: list[dict[str, Any]], changes: dict[str, Any]) -> dict[str, Tensor]:
+    pair = Pair.of(rank, world_size, replace(CONFIG, **changes))
     pair.state.load_state_dict(saved)
     total = pair.residuals()
-    plain(pair, 4)
+    before = [p.detach().clone() for p in pair.ours.parameters()]
+    for step in range(4, 6):
+        plain(pair, step)
+    after = pair.residuals()
+    for (name, p), q, old in zip(
+        pair.ours.module.named_parameters(), pair.plain.module.parameters(), before, strict=True
+    ):  # the plain one has begun where ours had: what has been applied since, and what is kept, is all there was
+        assert torch.equal(world_size * (old.double() - p.double()) + after[name], world_size * (old - q) + total[name])
     assert pair.replicas_agree()
     pair.state.close()
     return total
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_another_number_of_ranks_takes_over_all_residuals(workers: WorkerPools, world_size: int) -> None:
-    outcomes = workers(3).run(save)
+@pytest.mark.parametrize(("before", "after"), [(3, 2), (3, 4), (3, 1), (1, 3)])
+@pytest.mark.parametrize("changes", [{}, {"density": 1.0}, {"algorithm": "auto"}], ids=["sparse", "dense", "auto"])
+def test_another_number_of_ranks_takes_over_all_residuals(
+    workers: WorkerPools, before: int, after: int, changes: dict[str, Any]
+) -> None:
+    outcomes = workers(before).run(save, {})
     states, total = [state for state, _ in outcomes], outcomes[0][1]
-    for found in workers(world_size).run(load, states):
+    if before == 1:
+        assert not any(values.any() for values in total.values()), "on one rank nothing is left out"
+        workers(after).run(load, states, changes)
+        return
+    for found in workers(after).run(load, states, changes):
         assert found.keys() == total.keys() and any(values.any() for values in total.values())
         assert all(torch.equal(found[name], total[name]) for name in total)
 
@@ -483,6 +537,7 @@ def load_wrongly(rank: int, world_size: int) -> list[str]:
         {**saved, "residual": {"elsewhere": torch.zeros(1)}},
         {**saved, "residual": {**saved["residual"], "layers.0.weight": torch.zeros(5)}},
         {**saved, "step": rank},
+        {**saved, "order": saved["order"][1:]},
     ]
     messages = []
     for state in wrong:
@@ -499,6 +554,7 @@ def test_states_that_do_not_fit_are_refused(workers: WorkerPools) -> None:
     expected = [
         "was given the state of rank", "pass the states of all", "each once, got those of",
         "there is no state", "it lacks", "which the model has not", "has shape (5,)", "step is",
+        "the state is of other parameters",
     ]  # fmt: skip
     for messages in workers(2).run(load_wrongly):
         for message, part in zip(messages, expected, strict=True):
@@ -510,8 +566,11 @@ def test_states_that_do_not_fit_are_refused(workers: WorkerPools) -> None:
 
 def choose(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[Any, float, bool]:
     pair = Pair.of(rank, world_size, replace(CONFIG, **changes))
-    for step in range(24):
+    for step in range(29):
         plain(pair, step)
+        if step in (9, 28):  # in the middle of the trials, and after them
+            pair.state.load_state_dict(copy.deepcopy(pair.state.state_dict()))
+    plain(pair, 29)
     result = pair.state._chooser.chosen, pair.gap(), pair.replicas_agree()
     pair.state.close()
     return result
