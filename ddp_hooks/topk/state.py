@@ -31,8 +31,6 @@ from ddp_hooks.comm import (
     agree,
     at_exit,
     compat,
-    in_storage_order,
-    is_dense,
     mebibytes,
 )
 from ddp_hooks.topk import checkpoint, checks
@@ -59,6 +57,8 @@ class _Backward:
     works: list[Work] = field(default_factory=list)
     verdict: Work | None = None
     spoilt_by: list[int] = field(default_factory=list)  # ranks with gradients that are not finite
+    stale: list[int] = field(default_factory=list)  # parameters that this rank has not used, but with a gradient
+    unused: set[int] = field(default_factory=set)  # parameters that no rank has used
 
 
 class TopKState:
@@ -102,7 +102,7 @@ class TopKState:
         self._numels = [parameter.numel() for parameter in self._parameters]
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._scaler = scaler
-        self._finds_unused = ddp.find_unused_parameters
+        self._finds_unused = ddp.find_unused_parameters and dist.get_world_size(group) > 1
         self._ddp = weakref.proxy(ddp)  # the collector does not see that DDP's reducer holds the hook's state
         settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
         device = self._parameters[0].device
@@ -112,6 +112,7 @@ class TopKState:
         self._order = list(reversed(range(len(self._parameters))))  # most backwards go this way
         self._groups: list[GradientGroup] = []
         self._group_anew()
+        self._used: set[int] = set()  # parameters, since the last synchronised backward
         self._first_order: dict[int, None] | None = {}  # parameters, as the first backward reaches them
         self._watches = [p.register_post_accumulate_grad_hook(_noting(self, i)) for i, p in enumerate(self._parameters)]
         self._step = 0  # of those that were not skipped
@@ -238,6 +239,9 @@ class TopKState:
             sparse, dense = group.members.sparse, group.members.dense
             if any(index not in backward.places for index in sparse + dense):
                 return
+            if self._finds_unused:
+                left = [index for index in sparse + dense if index not in self._used]
+                backward.stale += [index for index in left if self._part(backward, index).any()]
             gradients = Gradients(
                 backward.buffers,
                 runs_of(sparse, self._numels, backward.places),
@@ -267,12 +271,18 @@ class TopKState:
         return SparseReduction(group, gradients, config.momentum, self._lanes, summation)
 
     def _ask_all(self, backward: _Backward) -> Algorithm:
-        """Whether all gradients of all ranks are finite; begins when this rank knows about its own."""
+        """Which ranks have gradients that are not finite, and which parameters nobody has used.
+
+        Begins when this rank knows about its own.
+        """
         finite = all(reduction.finite for reduction in backward.reductions)
-        mine = torch.tensor([not finite], dtype=torch.uint8, device=self._parameters[0].device)
+        used = [index in self._used for index in range(len(self._parameters))] if self._finds_unused else []
+        mine = torch.tensor([not finite, *used], dtype=torch.uint8, device=self._parameters[0].device)
         ranks = range(self._lanes.world_size)
-        flags = yield from bruck_all_gather(mine, [1] * len(ranks), ranks, self._lanes.rank)
-        backward.spoilt_by = [rank for rank, flag in enumerate(flags) if flag.item()]
+        flags = yield from bruck_all_gather(mine, [mine.numel()] * len(ranks), ranks, self._lanes.rank)
+        backward.spoilt_by = [rank for rank, flag in enumerate(flags) if flag[0].item()]
+        by_anybody = torch.stack(flags)[:, 1:].any(0).tolist()
+        backward.unused = {index for index, is_used in enumerate(by_anybody) if not is_used}
 
     # -- 2. the backward ends, but DDP has not waited for its buckets ------------------------------------------------
 
@@ -283,7 +293,10 @@ class TopKState:
             if not work.done:
                 with self._stall.measure(self._recorder, work.label):
                     work.wait()
-        if backward.spoilt_by:
+        if not backward.spoilt_by:
+            if backward.unused:
+                self._leave_out_unused(backward)
+        else:
             for reduction in backward.reductions:
                 reduction.give_back()
             if self._scaler is not None:
@@ -298,12 +311,18 @@ class TopKState:
 
     def _end_backward(self) -> None:
         backward, self._backward = self._backward, _Backward()
+        self._used.clear()
         self._note_stats(backward.reductions)
         if backward.spoilt_by:
             self._refuse_or_skip(backward.spoilt_by)
             return
-        if self._finds_unused:
-            self._keep_what_nobody_takes(backward)
+        stale = [self._names[index] for index in backward.stale if index in backward.unused]
+        if stale:  # the same on every rank, because it was a mean over ranks
+            raise RuntimeError(
+                f"no rank has used {', '.join(stale[:5])} in this backward, and gradients of an earlier one are still "
+                f"there, which would be added to what is left out: call zero_grad() for all parameters of the model "
+                f"before a backward, also for those of other optimizers"
+            )
         if self._first_order is not None:
             self._settle_order(self._first_order)
         pairs = zip(backward.reductions, backward.works, strict=True)
@@ -311,14 +330,18 @@ class TopKState:
         self._chooser.stepped(self._step, times_s, [group.name for group in self._groups])
         self._step += 1
 
-    def _keep_what_nobody_takes(self, backward: _Backward) -> None:
+    def _leave_out_unused(self, backward: _Backward) -> None:
         """DDP leaves the gradients of parameters that no rank has used as they were: what came out for them stays."""
         for reduction in backward.reductions:
             for index, start in reduction.group.offsets.items():
-                bucket, place = backward.places[index]
-                came_out = backward.buffers[bucket][place : place + self._numels[index]]
-                if not _was_taken(self._parameters[index].grad, came_out):
+                if index in backward.unused:
                     reduction.give_back(slice(start, start + self._numels[index]))
+                    self._part(backward, index).zero_()  # which may be the gradient itself
+
+    def _part(self, backward: _Backward, index: int) -> Tensor:
+        """A parameter's part of its bucket, (numel,)."""
+        bucket, start = backward.places[index]
+        return backward.buffers[bucket][start : start + self._numels[index]]
 
     def _settle_order(self, seen: dict[int, None]) -> None:
         """Groups follow the first backward from now on, as the first rank has seen it."""
@@ -330,7 +353,7 @@ class TopKState:
 
     def _end_watch(self) -> None:
         self._first_order = None
-        for watch in self._watches:
+        for watch in [] if self._finds_unused else self._watches:
             watch.remove()
 
     def _group_anew(self) -> None:
@@ -419,16 +442,10 @@ def _noting(state: TopKState, index: int) -> Callable[[Tensor], None]:
 
     def note(_: Tensor) -> None:
         alive = reference()
-        if alive is not None and alive._first_order is not None:
+        if alive is None:
+            return
+        alive._used.add(index)
+        if alive._first_order is not None:
             alive._first_order.setdefault(index)
 
     return note
-
-
-def _was_taken(gradient: Tensor | None, came_out: Tensor) -> bool:
-    """Whether a parameter's gradient is what its part of a bucket holds, (numel,)."""
-    if gradient is None:
-        return False
-    if gradient.data_ptr() == came_out.data_ptr():
-        return True
-    return is_dense(gradient) and torch.equal(in_storage_order(gradient), came_out)

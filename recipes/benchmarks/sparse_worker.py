@@ -158,7 +158,8 @@ class Bench:
 
     def __init__(self, gradient: Tensor, lanes: Lanes) -> None:
         self._gradient = gradient
-        self._flat = torch.empty_like(gradient)  # what a variant may change
+        self._flat = torch.zeros_like(gradient)  # what a variant may change
+        self._mean = torch.zeros_like(gradient)  # memory that has been touched, as DDP's buckets
         self._lanes = lanes
         self._world_size = dist.get_world_size()
 
@@ -205,7 +206,7 @@ class Bench:
     def _sparse(self, summation: SparseSum) -> Timing:
         """Ours: residual plus gradient, selection, exchange, and the mean as a dense vector."""
         self._flat.zero_()  # the residual
-        mean = torch.empty_like(self._gradient)
+        mean = self._mean
         recording = Recording()
 
         def exchange() -> Algorithm:

@@ -22,6 +22,7 @@ from ddp_hooks import TopKConfig, TopKState, topk_hook
 from ddp_hooks.comm import run_on_fabric
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.wire import Wire
+from tests.dear.test_refusals import message_of
 from tests.dear.twins import WholeNumbers
 from tests.topk.test_spardl import returning
 from tests.workers import WorkerPools
@@ -175,8 +176,8 @@ def everywhere() -> list[Any]:
         for changes in ALGORITHMS:
             if world_size % changes.get("teams", 1) == 0:
                 name = f"{world_size}-{'-'.join(map(str, changes.values()))}"
-                marks = [] if world_size in (3, 4) else [pytest.mark.slow]
-                cases.append(pytest.param(world_size, changes, marks=marks, id=name))
+                quick = world_size == 3 or (world_size == 4 and "teams" in changes)
+                cases.append(pytest.param(world_size, changes, marks=[] if quick else pytest.mark.slow, id=name))
     return cases
 
 
@@ -235,10 +236,26 @@ class Sometimes(WholeNumbers):
 
 
 @pytest.mark.parametrize("changes", [{}, {"algorithm": "oktopk"}, {"dense_below_numel": 200}], ids=str)
-def test_unused_parameters(workers: WorkerPools, changes: dict[str, Any]) -> None:
+@pytest.mark.parametrize("loop", [plain, zero_to_zeros, accumulate], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("view", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_unused_parameters(workers: WorkerPools, changes: dict[str, Any], loop: Any, view: bool) -> None:
     """What comes out for a parameter that nobody used is not applied by DDP, so it is kept."""
-    run = partial(conserve, model=Sometimes, find_unused_parameters=True)
-    check(workers(3).run(run, replace(CONFIG, density=0.3, **changes), plain, 9))
+    run = partial(conserve, model=Sometimes, find_unused_parameters=True, gradient_as_bucket_view=view)
+    check(workers(3).run(run, replace(CONFIG, density=0.3, **changes), loop, 9))
+
+
+def never_zero(rank: int, world_size: int) -> str:
+    """Gradients of an earlier step are still there when nobody uses their parameters."""
+    pair = Pair.of(rank, world_size, CONFIG, Sometimes, find_unused_parameters=True)
+    pair.ours(pair.seed(0)).backward()
+    message = message_of(lambda: pair.ours(pair.seed(1)).backward())
+    pair.state.close()
+    return message
+
+
+def test_stale_gradients_of_unused_parameters_are_refused(workers: WorkerPools) -> None:
+    for message in workers(2).run(never_zero):
+        assert "call zero_grad() for all parameters of the model" in message
 
 
 # -- the same as the algorithm on whole vectors -----------------------------------------------------------------------
@@ -472,7 +489,7 @@ def resume(rank: int, world_size: int, changes: dict[str, Any], before: int, aft
     return same
 
 
-@pytest.mark.parametrize("before", [1, 3])
+@pytest.mark.parametrize("before", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("changes", [
     {}, {"teams": 2, "sag": "b"}, {"algorithm": "oktopk"}, {"momentum": 0.5, "warmup_steps": 5},
     {"algorithm": "oktopk", "warmup_steps": 5}, {"teams": 2, "sag": "b", "warmup_steps": 5},
