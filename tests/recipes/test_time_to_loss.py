@@ -1,0 +1,42 @@
+"""The time-to-loss benchmark: names that are refused, runs that do not get there, and a run from end to end."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from recipes.benchmarks import time_to_loss
+from recipes.benchmarks.loss_job import LossJob, LossVariant, parse
+
+
+def test_names() -> None:
+    assert parse("ddp-25mb") == LossVariant("ddp", 25.0) and parse("spardl-0.01") == LossVariant("spardl", 0.01)
+    for wrong in ("ddp", "spardl", "spardl-1", "topk-0.1"):
+        with pytest.raises(ValueError, match="variant must read"):
+            parse(wrong)
+
+
+def test_job_survives_its_file(tmp_path: Path) -> None:
+    job = LossJob("tiny", ("ddp-25mb",), 10)
+    job.save(tmp_path / "job.json")
+    assert LossJob.load(tmp_path / "job.json") == job
+
+
+def test_a_run_that_does_not_get_there_has_no_ratio() -> None:
+    def run(seconds: float, loss: float) -> dict[str, object]:
+        return {"step_s": 1.0, "times_s": [1.0, seconds], "losses": [9.0, loss], "averaged": [9.0, loss]}
+
+    runs = {"ddp-25mb": run(8.0, 2.0), "spardl-0.01": run(4.0, 1.9), "gtopk-0.01": run(12.0, 2.1)}
+    rows = time_to_loss.table_rows("tiny", {"best": "ddp-25mb", "target": 2.0, "runs": runs})
+    assert [row[-2:] for row in rows] == [["8.0", "1.00"], ["4.0", "2.00"], ["not reached", ""]]
+
+
+@pytest.mark.slow
+def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "loss.md"
+    time_to_loss.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
+    found = json.loads((tmp_path / "time_to_loss.json").read_text())["found"]["tiny"]
+    assert set(found["runs"]) == {"ddp-25mb", "spardl-0.05"} and found["best"] == "ddp-25mb"
+    assert "s to loss" in capsys.readouterr().out and "spardl-0.05" in page.read_text()
