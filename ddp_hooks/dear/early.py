@@ -61,14 +61,14 @@ class EarlyGathers:
         self._begin_s = 0.0  # of this one
         self._num_steps = 0
         self._num_left_alone = 0  # of them
-        self._room: _Room | None = None  # of all ranks, as soon as it is asked for
+        self._room: _Numbers | None = None  # what fraction of all bytes ranks have room for, once they have told
         self._due: list[tuple[int, int]] = []  # (atoms that are reduced first, group), for those that begin early
         self._launched = 0  # of them, in this backward
         self._reduced: dict[int, tuple[Partition, Work]] = {}  # atoms of this backward
         # Early gathers that nobody has asked for yet, per group: the same groups on every rank, so what changes their
         # number happens where all ranks are.
         self._works: dict[int, Work] = {}
-        self._verdict: _Verdict | None = None  # of the latest step
+        self._verdict: _Numbers | None = None  # which ranks have changed their gradients before the latest step
         self._wrong = 0.0  # guesses of late
 
     def plan(self) -> None:
@@ -133,15 +133,19 @@ class EarlyGathers:
                 after = self._arrival.under_way(arranged.gather_groups[number])
                 works.append(self._lanes.all_gather(partitions, label, after))
             else:  # the last ones, so nothing that is needed sooner waits for the verdict
-                verdict = verdict or _Verdict.ask(self._lanes, left_alone)
+                verdict = verdict or _Numbers.gather(
+                    self._lanes, not left_alone, torch.uint8, "whether gradients were left alone"
+                )
                 after = {early[number], verdict.work}
-                works.append(self._lanes.all_gather(partitions, label, after, only_if=verdict.is_negative))
+                works.append(self._lanes.all_gather(partitions, label, after, only_if=verdict.any))
         self._verdict = verdict
         if self._is_measuring:
             self._num_steps += 1
             self._num_left_alone += left_alone
             if not self._is_measuring:
-                self._room = _Room.ask(self._lanes, self._own_room())
+                self._room = _Numbers.gather(
+                    self._lanes, self._own_room(), torch.float64, "the idle times of backwards"
+                )
         return works
 
     def conclude(self) -> None:
@@ -149,7 +153,7 @@ class EarlyGathers:
         verdict, self._verdict = self._verdict, None
         room, self._room = self._room, None
         if verdict is not None:
-            self._note(right=not verdict.is_negative())
+            self._note(right=not verdict.any())
         if room is not None:
             self._begin_early(room.smallest())
             logger.debug(
@@ -197,41 +201,22 @@ class EarlyGathers:
 
 
 @dataclass
-class _Verdict:
-    """Whether every rank has left its gradients alone: known on all of them when ``work`` is complete."""
+class _Numbers:
+    """A number of every rank: known on all of them when ``work`` is complete."""
 
-    changed: Tensor  # (world_size,), uint8
+    values: Tensor  # (world_size,)
     work: Work
 
     @classmethod
-    def ask(cls, lanes: Lanes, left_alone: bool) -> _Verdict:
-        changed = torch.zeros(lanes.world_size, dtype=torch.uint8, device="cpu")
-        changed[lanes.rank] = not left_alone
-        return cls(changed, _gather_numbers(lanes, changed, "whether gradients were left alone"))
+    def gather(cls, lanes: Lanes, own: float, dtype: torch.dtype, label: str) -> _Numbers:
+        values = torch.zeros(lanes.world_size, dtype=dtype, device="cpu")
+        values[lanes.rank] = own
+        return cls(values, lanes.all_gather([Partition(values, tuple(range(lanes.world_size + 1)))], label))
 
-    def is_negative(self) -> bool:
-        """Whether a rank has changed something."""
-        return bool(self.changed.any())
-
-
-@dataclass
-class _Room:
-    """What fraction of all bytes every rank has room for in its backward."""
-
-    fractions: Tensor  # (world_size,), float64
-    work: Work
-
-    @classmethod
-    def ask(cls, lanes: Lanes, own: float) -> _Room:
-        fractions = torch.zeros(lanes.world_size, dtype=torch.float64, device="cpu")
-        fractions[lanes.rank] = own
-        return cls(fractions, _gather_numbers(lanes, fractions, "the idle times of backwards"))
+    def any(self) -> bool:
+        """Whether a rank's number is not zero; its work is complete."""
+        return bool(self.values.any())
 
     def smallest(self) -> float:
         self.work.wait()
-        return float(self.fractions.min())
-
-
-def _gather_numbers(lanes: Lanes, numbers: Tensor, label: str) -> Work:
-    """Give every rank the number of every rank, in place."""
-    return lanes.all_gather([Partition(numbers, tuple(range(lanes.world_size + 1)))], label)
+        return float(self.values.min())
