@@ -29,7 +29,7 @@ from recipes.benchmarks.launch import run_job
 from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob
 from recipes.cluster.network import parse_rate
 
-COLUMNS = ("elements", "density", "variant", "s", "min–max", "× all-reduce", "computing", "messages alone", "MB sent")
+COLUMNS = ("elements", "density", "variant", "s", "min–max", "× dense", "computing", "messages", "MB sent")
 
 INTRODUCTION = """\
 One gradient of float32, the sum of which every worker is to have; one core's worth of threads per worker, two cores \
@@ -39,10 +39,10 @@ alternate in one run; a table shows medians, of the slowest worker."""
 LEGEND = """\
 * `s`: from the gradient to the mean of what was kept of all of them: adding to the residual, selecting, exchanging,
   and writing a dense vector.
-* `× all-reduce`: how many times as fast as PyTorch's own all-reduce of the same run.
+* `× dense`: how many times as fast as PyTorch's own all-reduce of the same run.
 * `computing`: seconds that the algorithm took between its rounds, on the slowest worker. Workers share two cores, so it
   is several times what it is on a core of one's own.
-* `messages alone`: seconds that the same messages take once more, with nothing to compute between them.
+* `messages`: seconds that the same messages take once more, with nothing to compute between them.
 * `MB sent`: payload per worker, the largest. PowerSGD's is not counted."""
 
 
@@ -124,6 +124,11 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def seconds(value: float) -> str:
+    """Milliseconds do not matter beyond ten seconds, and the table has to fit a terminal."""
+    return f"{value:.3f}" if value < 10 else f"{value:.1f}"
+
+
 @dataclass(frozen=True)
 class Line:
     """One line of a table: medians, seconds."""
@@ -145,11 +150,11 @@ class Line:
             f"{self.numel / 1e6:g} M",
             f"{self.density:g}" if self.name in SPARSE else "",
             self.name,
-            f"{self.total_s:.3f}",
-            f"{self.fastest_s:.3f}–{self.slowest_s:.3f}",
+            seconds(self.total_s),
+            f"{seconds(self.fastest_s)}–{seconds(self.slowest_s)}",
             f"{self.speedup:.2f}" if self.speedup is not None else "",
-            f"{self.compute_s:.3f}" if self.name in SPARSE else "",
-            f"{self.exchange_s:.3f}",
+            seconds(self.compute_s) if self.name in SPARSE else "",
+            seconds(self.exchange_s),
             f"{self.sent_bytes / 1e6:.2f}" if self.sent_bytes else "",
         ]
 
