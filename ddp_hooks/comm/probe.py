@@ -41,6 +41,11 @@ class LinkProfile:
     num_lanes: int
     message_bytes: int
 
+    @property
+    def outruns_processor(self) -> bool:
+        """Whether messages cost a CPU more time than they travel."""
+        return self.goodput_bytes_s is not None and self.goodput_bytes_s > _FAST_BYTES_S
+
 
 def profile_link(lanes: Lanes) -> LinkProfile:
     """Measure the link with a few messages around the ring, in well under a second; collective.

@@ -46,6 +46,11 @@ def find_problem(
     return _problem_of_ddp(ddp) or _problem_of_optimizer(ddp, optimizer, config) or _problem_of_parameters(ddp)
 
 
+def updates_whole_parameters(optimizer: torch.optim.Optimizer, config: DearConfig) -> bool:
+    """Whether the settings, or else the optimizer, ask for replicated updates."""
+    return config.update == "replicated" or (config.update == "auto" and not updates_elements(optimizer, config))
+
+
 def updates_elements(optimizer: torch.optim.Optimizer, config: DearConfig) -> bool:
     """Whether the optimizer updates every element by itself, as far as is known or vouched for."""
     return type(optimizer) in ELEMENTWISE or config.assume_elementwise

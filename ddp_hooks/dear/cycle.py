@@ -62,6 +62,7 @@ logger = logging.getLogger("ddp_hooks")
 
 _LARGE_ATOM_BYTES = 16 << 20
 _MIN_ATOMS = 8  # of a model, where atoms are larger than that
+_MIN_ATOMS_OF_GRADIENTS = 4  # likewise, where the processor limits and has whole updates to do, too
 _SMALL_GROUP_BYTES = 4 << 20
 _MIN_GROUPS = 16  # of a model, where groups are larger than that
 
@@ -100,8 +101,9 @@ class StepCycle:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._recorder = Recorder(config.trace)
         model_bytes = sum(parameter.nbytes for parameter in self._parameters)
+        replicates = checks.updates_whole_parameters(optimizer, config)
         self._lanes, atom_bytes, fusion_bytes, link = _open_lanes(
-            config, group, self.device, self._recorder, model_bytes
+            config, group, self.device, self._recorder, model_bytes, replicates
         )
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
@@ -109,7 +111,7 @@ class StepCycle:
         self._arrangement = Arrangement(
             self._parameters, self._names, ddp.module, self._lanes.world_size, rule, atom_bytes, self._watches
         )
-        self._replicated = self._replicate(optimizer)
+        self._replicated = self._replicate(optimizer) if replicates else None
         self._sharded = self._replicated or ShardedOptimizer(
             optimizer, self._parameters, self._names, self._lanes, config.master_dtype
         )
@@ -427,13 +429,9 @@ class StepCycle:
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
-    def _replicate(self, optimizer: torch.optim.Optimizer) -> ReplicatedOptimizer | None:
-        """The replicated optimizer, if the settings or the optimizer ask for one."""
-        config = self.config
-        if config.update == "sharded" or (config.update == "auto" and checks.updates_elements(optimizer, config)):
-            return None
-        deferred = checks.updates_parameters(optimizer, config)
-        if config.update == "auto" and self._lanes.rank == 0:
+    def _replicate(self, optimizer: torch.optim.Optimizer) -> ReplicatedOptimizer:
+        deferred = checks.updates_parameters(optimizer, self.config)
+        if self.config.update == "auto" and self._lanes.rank == 0:
             logger.info(
                 "%s looks at whole parameters, so updates are replicated%s",
                 type(optimizer).__name__,
@@ -446,7 +444,10 @@ class StepCycle:
         config, goodput_bytes_s = self.config, link.goodput_bytes_s if link is not None else None
         if not self._begins_early or self._lanes.world_size == 1 or config.reduce_dtype is not None:
             return None
-        return EarlyGathers(self._lanes, self._arrangement, self._arrival, config.early_gathers, goodput_bytes_s)
+        fraction = config.early_gathers
+        if fraction is None and link is not None and link.outruns_processor:
+            fraction = 0.0  # the time in which the link is idle there is not the processor's
+        return EarlyGathers(self._lanes, self._arrangement, self._arrival, fraction, goodput_bytes_s)
 
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._arrangement.layout is not None:  # until then the optimizer holds the parameters themselves
@@ -466,7 +467,12 @@ class _Mark:
 
 
 def _open_lanes(
-    config: DearConfig, group: dist.ProcessGroup, device: torch.device, recorder: Recorder, model_bytes: int
+    config: DearConfig,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    recorder: Recorder,
+    model_bytes: int,
+    replicates: bool,
 ) -> tuple[Lanes, int, int, LinkProfile | None]:
     """The lanes, the sizes of atoms and groups in bytes: as configured, or as link and model suggest; and the link."""
     link = None
@@ -484,7 +490,9 @@ def _open_lanes(
     if config.atom_mb is not None:
         return lanes, mebibytes(config.atom_mb), mebibytes(config.atom_mb), link
     # Where messages are large, still enough atoms for something to overlap with.
-    atom_bytes = min(4 * settings.slice_bytes, max(_LARGE_ATOM_BYTES, model_bytes // _MIN_ATOMS))
+    busy = replicates and link is not None and link.outruns_processor
+    num_atoms = _MIN_ATOMS_OF_GRADIENTS if busy else _MIN_ATOMS
+    atom_bytes = min(4 * settings.slice_bytes, max(_LARGE_ATOM_BYTES, model_bytes // num_atoms))
     if lanes.native or settings.slice_bytes > _SMALL_GROUP_BYTES:  # there every group costs more than it hides
         return lanes, atom_bytes, atom_bytes, link
     return lanes, atom_bytes, min(atom_bytes, max(_SMALL_GROUP_BYTES, model_bytes // _MIN_GROUPS)), link

@@ -15,6 +15,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -23,7 +24,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
+from ddp_hooks.comm import LinkProfile, Recorder
 from ddp_hooks.comm.exchange import Algorithm
+from ddp_hooks.dear import cycle
 from tests.dear import test_clipping, twins
 from tests.dear.test_checkpoint import differences, save_every_step
 from tests.dear.test_exact import LOOPS, adamw_two_groups, momentum_sgd
@@ -424,14 +427,20 @@ def test_clipping_inside_of_the_step_is_refused(workers: WorkerPools) -> None:
 
 
 def test_idle_time_decides(workers: WorkerPools) -> None:
-    """On a fast link with a small model the backward is all idle: the largest share, and on every rank the same."""
-    outcomes = workers(3).run(measure_and_begin)
+    """With a small model the backward is all idle: the largest share, and on every rank the same."""
+    outcomes = workers(3).run(measure_and_begin, 100e6)
     assert len({tuple(begun) for begun in outcomes}) == 1
     assert not any(outcomes[0][:6]) and outcomes[0][-1] >= 1, outcomes
 
 
-def measure_and_begin(rank: int, world_size: int) -> list[int]:
-    ddp, optimizer, state = wrapped(lanes=None, early_gathers=None)
+def test_where_the_processor_limits_nothing_begins_early(workers: WorkerPools) -> None:
+    assert not any(any(begun) for begun in workers(2).run(measure_and_begin, 1e9))
+
+
+def measure_and_begin(rank: int, world_size: int, goodput_bytes_s: float) -> list[int]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cycle, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 1 << 20))
+        ddp, optimizer, state = wrapped(lanes=None, early_gathers=None)
     begun = []
     for _ in range(12):
         optimizer.zero_grad()
@@ -440,6 +449,18 @@ def measure_and_begin(rank: int, world_size: int) -> list[int]:
         optimizer.step()
     state.close()
     return begun
+
+
+@pytest.mark.parametrize("goodput_bytes_s", [100e6, 1e9])
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_sizes_where_the_processor_limits(monkeypatch: pytest.MonkeyPatch, update: Any, goodput_bytes_s: float) -> None:
+    """Messages cost it time, so a model that has whole updates to do as well is cut into fewer pieces."""
+    monkeypatch.setattr(cycle, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 16 << 20))
+    lanes = MagicMock(native=False)
+    monkeypatch.setattr(cycle, "Lanes", lambda *args: lanes)
+    config, device = DearConfig(update=update), torch.device("cpu")
+    _, atom_bytes, *_ = cycle._open_lanes(config, MagicMock(), device, Recorder(False), 160 << 20, update != "sharded")
+    assert atom_bytes == (40 if update == "replicated" and goodput_bytes_s == 1e9 else 20) << 20
 
 
 class Halving(torch.optim.SGD):
