@@ -12,7 +12,7 @@ from ddp_hooks.comm.collectives import (
     ring_reduce_scatter,
 )
 from ddp_hooks.comm.ending import Undo, at_exit
-from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send, round_of
+from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send, round_of, without_messages
 from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings
@@ -57,4 +57,5 @@ __all__ = [
     "round_of",
     "run_on_fabric",
     "shaped_like",
+    "without_messages",
 ]

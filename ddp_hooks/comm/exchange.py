@@ -8,7 +8,7 @@ It knows ranks and tensors, never process groups, so that one piece of code is t
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
@@ -35,3 +35,9 @@ Algorithm: TypeAlias = Generator[Round, None, None]
 def round_of(*exchanges: Send | Recv) -> Round:
     """A round of these exchanges, but for messages of no length, which neither side waits for."""
     return [exchange for exchange in exchanges if exchange.tensor.numel()]
+
+
+def without_messages(function: Callable[[], None]) -> Algorithm:
+    """An algorithm that only calls ``function``, when its turn comes."""
+    function()
+    yield from ()

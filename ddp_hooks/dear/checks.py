@@ -12,18 +12,7 @@ from ddp_hooks.comm import compat
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.registry import state_of
 from ddp_hooks.dear.storage import overlapping
-
-ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in (
-        "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
-    )
-)  # fmt: skip
-
-# Whose update of a parameter looks at no other one.
-PARAMETERWISE = ELEMENTWISE + tuple(
-    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
-)
+from ddp_hooks.feed import ELEMENTWISE, PARAMETERWISE
 
 _claimed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

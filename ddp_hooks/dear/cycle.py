@@ -8,7 +8,7 @@ In the order of DESIGN.md's "public hooks and nothing else":
 3. The optimizer is about to step; every shard gets its reduced gradient (:meth:`StepCycle._before_step`).
 4. The user's optimizer steps on this rank's shards.
 5. It has stepped; the gathers of the updated parameters start (:meth:`StepCycle._after_step`).
-6. The next forward waits for each module's parameters (:class:`~ddp_hooks.dear.feedpipe.FeedPipe`).
+6. The next forward waits for each module's parameters (:class:`~ddp_hooks.feed.pipe.FeedPipe`).
 
 With replicated updates the gathers of step 5 are those of gradients, some of which begin in step 1
 (:class:`~ddp_hooks.dear.early.EarlyGathers`), and the optimizer's code runs in step 6
@@ -47,7 +47,6 @@ from ddp_hooks.dear.backpipe import Reduction
 from ddp_hooks.dear.checkpoint import OptimizerCheckpoint
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.early import EarlyGathers
-from ddp_hooks.dear.feedpipe import FeedPipe
 from ddp_hooks.dear.gradients import GradientKeeper
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule, Layout
@@ -57,6 +56,7 @@ from ddp_hooks.dear.replicated import ReplicatedOptimizer
 from ddp_hooks.dear.sharded import ShardedOptimizer
 from ddp_hooks.dear.stats import DearStats, StatsLog
 from ddp_hooks.dear.watch import GradientWatch
+from ddp_hooks.feed import ELEMENTWISE, FeedPipe
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -121,7 +121,13 @@ class StepCycle:
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         arrived = self._replicated.arrived if self._replicated is not None else None
         self._pipe = FeedPipe(
-            ddp.module, self._parameters, self._names, self._recorder, ddp.bucket_bytes_cap, arrived
+            ddp.module,
+            self._parameters,
+            self._names,
+            self._recorder,
+            ddp.bucket_bytes_cap,
+            "DearConfig(overlap_forward=False)",
+            arrived,
         )
         self._watch = GradientWatch(self._parameters, self._advance)
         self._arrival = GradientArrival(self._sharded, self._keeper, self._recorder)
@@ -130,7 +136,7 @@ class StepCycle:
         self._in_backward = False
         self._inspects = config.max_grad_norm is not None or config.on_nonfinite is not None
         # Optimizers that look at one gradient after the other, and are seen to; or at none before the next forward.
-        early = type(optimizer) in checks.ELEMENTWISE if self._replicated is None else self._replicated.deferred
+        early = type(optimizer) in ELEMENTWISE if self._replicated is None else self._replicated.deferred
         self._begins_early = early and self.device.type == "cpu" and not self._inspects
         self._early = self._early_gathers(link) if self._replicated is not None else None
         self._left_alone = False  # whether the gradients of the step under way lie as they were reduced

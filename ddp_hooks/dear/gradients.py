@@ -1,7 +1,7 @@
 """Who owns a gradient between backward and step, and after it until the next backward.
 
 Reduced gradients live in shards, where ``zero_grad`` on the model cannot reach them, and the model's ``.grad`` means
-nothing. So guards stand in both places (:mod:`~ddp_hooks.dear.guard`). A guard that is still in its place says that the
+nothing. So guards stand in both places (:mod:`~ddp_hooks.feed.guard`). A guard that is still in its place says that the
 gradient behind it is wanted; one that was removed or zeroed says what the user has done to it.
 """
 
@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import compat
-from ddp_hooks.dear.guard import GradientGuard
-from ddp_hooks.dear.shards import Shard, ShardSet
+from ddp_hooks.dear.shards import Shard, ShardSet, held_in_shards
+from ddp_hooks.feed import GradientGuard
 
 
 class GradientKeeper:
@@ -33,7 +33,10 @@ class GradientKeeper:
         self._parameters = parameters
         self._names = names
         self._sharded = sharded
-        self._guards = [GradientGuard.standing_for(p, name) for p, name in zip(parameters, names, strict=True)]
+        self._guards = [
+            GradientGuard.standing_for(parameter, name, held_in_shards)
+            for parameter, name in zip(parameters, names, strict=True)
+        ]
         self._kept: list[int] = []  # parameters with gradients of earlier backwards, while DDP prepares a forward
         self._carried: list[int] = []  # likewise, since the latest backward began
         self._watch: list[Any] = []  # handles of hooks that notice the next backward

@@ -83,11 +83,6 @@ class _Other(NamedTuple):
         return self.value
 
 
-def copied(value: Any) -> Any:
-    """The value, with memory of its own if it is a tensor."""
-    return value.clone() if isinstance(value, Tensor) else value
-
-
 @dataclass(frozen=True)
 class _Move:
     """Elements ``[start, end)`` of a parameter change hands (or stay)."""

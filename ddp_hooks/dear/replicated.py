@@ -11,19 +11,16 @@ schedulers do meanwhile.
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, compat, shaped_like
-from ddp_hooks.dear.guard import GradientGuard
+from ddp_hooks.comm import Lanes, shaped_like
 from ddp_hooks.dear.layout import Interval, Layout
-from ddp_hooks.dear.moves import Placement, State, WholeOn, copied, is_elementwise, move_states
+from ddp_hooks.dear.moves import Placement, State, WholeOn, is_elementwise, move_states
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, ShardSet
+from ddp_hooks.feed import DeferredUpdates, GradientGuard
 
 
 class ReplicatedOptimizer(ShardSet):
@@ -50,14 +47,7 @@ class ReplicatedOptimizer(ShardSet):
         self._places: dict[int, tuple[int, int]] = {}  # parameter -> the atom in which it begins, and where there
         self._marks: dict[int, Tensor] = {}  # guards that make room for gradients while the optimizer's code runs
         self._wanted: set[int] = set()  # parameters that still await their update
-        self.updating = False  # the optimizer's code runs for some parameters
-        self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, at the step
-        self._slot_of = {
-            slot: (group, position)
-            for group, slots in enumerate(self.slots.groups)
-            for position, slot in enumerate(slots)
-            if isinstance(slot, int)
-        }
+        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
@@ -108,10 +98,7 @@ class ReplicatedOptimizer(ShardSet):
         gradients = [parameter.grad for parameter in self._parameters]
         self._marks = {i: mark for i, mark in enumerate(gradients) if isinstance(mark, GradientGuard)}
         self._wanted = set(self._marks)
-        self._settings = [
-            {key: copied(value) for key, value in group.items() if key != "params"}
-            for group in self._optimizer.param_groups
-        ]
+        self._updates.note_settings()
         for index in self._marks:
             self._parameters[index].grad = None
 
@@ -123,7 +110,7 @@ class ReplicatedOptimizer(ShardSet):
             for index in indices:
                 self._parameters[index].grad = self._gradient_of(index)
         elif indices:
-            self._update(indices)
+            self._updates.run(indices)
         if not self._wanted:
             self.memory = []  # DDP may rebuild its buckets: keep no second set of them alive
 
@@ -133,6 +120,11 @@ class ReplicatedOptimizer(ShardSet):
             if self.deferred or self._parameters[index].grad is not None or index in self._wanted:
                 self._parameters[index].grad = guard
         self._marks = {}
+
+    @property
+    def updating(self) -> bool:
+        """Whether the optimizer's code runs for some parameters."""
+        return self._updates.running
 
     @property
     def is_stepping(self) -> bool:
@@ -149,35 +141,6 @@ class ReplicatedOptimizer(ShardSet):
     def leave_buckets(self) -> None:
         """A forward begins with nothing on its way: its backward will write the buckets, so gather elsewhere."""
         self.memory = []
-
-    def _update(self, indices: Sequence[int]) -> None:
-        """Run the optimizer's own code over these parameters, with the settings of the step."""
-        optimizer = self._optimizer
-        indices = sorted(indices, key=self._slot_of.__getitem__)  # as the optimizer has them
-        parameters = [self._parameters[index] for index in indices]
-        marks = [parameter.grad for parameter in parameters]
-        for index, parameter in zip(indices, parameters, strict=True):
-            parameter.grad = self._gradient_of(index)
-        live = optimizer.param_groups
-        partial: list[tuple[int, dict[str, Any]]] = []
-        for position, members in itertools.groupby(indices, lambda index: self._slot_of[index][0]):
-            own = {key: copied(value) for key, value in self._settings[position].items()}
-            partial.append((position, {**own, "params": [self._parameters[index] for index in members]}))
-        optimizer.param_groups = [group for _, group in partial]
-        self.updating = True
-        try:
-            with _outside_of_any_forward(self._device):
-                compat.unhooked_step(optimizer)(optimizer)
-        finally:
-            self.updating = False
-            optimizer.param_groups = live
-            for parameter, mark in zip(parameters, marks, strict=True):
-                parameter.grad = mark
-        for position, group in partial:  # an optimizer may count steps in its groups
-            for key, value in group.items():
-                before = self._settings[position].get(key)
-                if key != "params" and not isinstance(value, Tensor) and value != before:
-                    live[position][key] = value
 
     def _gradient_of(self, index: int) -> Tensor:
         """The gradient of a parameter, in its shape, where it lies in the buckets."""
@@ -226,13 +189,6 @@ class ReplicatedOptimizer(ShardSet):
 
     def drop_early_states(self) -> None:
         """There are none."""
-
-
-@contextmanager
-def _outside_of_any_forward(device: torch.device) -> Iterator[None]:
-    """An update in the middle of a forward is none of its operations."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
 
 
 def _blank_buckets(layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:

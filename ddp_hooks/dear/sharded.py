@@ -15,9 +15,10 @@ from torch import Tensor
 
 from ddp_hooks.comm import Lanes, in_order_of
 from ddp_hooks.dear.layout import Interval, Layout
-from ddp_hooks.dear.moves import Placement, State, WholeOn, copied, is_elementwise, move_states
+from ddp_hooks.dear.moves import Placement, State, WholeOn, is_elementwise, move_states
 from ddp_hooks.dear.pieces import Even
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, Shard, ShardSet
+from ddp_hooks.feed import copied
 
 
 class ShardedOptimizer(ShardSet):

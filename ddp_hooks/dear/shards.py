@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes
-from ddp_hooks.dear.guard import GradientGuard
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import State, is_elementwise
 from ddp_hooks.dear.pending import PendingGradient
+from ddp_hooks.feed import GradientGuard
 
 GRADIENT_KEY = "ddp_hooks.gradient"  # a gradient kept from an earlier backward travels like optimizer state
 MASTER_KEY = "ddp_hooks.master"  # in a saved state: the parameter as the optimizer has it, before rounding
@@ -79,7 +79,7 @@ class ShardSet:
             view = flats[atom_index][offset : offset + end - start]
             state = states.get(interval, {})
             tensor = torch.nn.Parameter(self._tensor_for(view, state))
-            guard = GradientGuard.standing_for(tensor, self._names[parameter])
+            guard = GradientGuard.standing_for(tensor, self._names[parameter], held_in_shards)
             shard = Shard(interval, atom_index, offset, tensor, guard)
             shard.rounded = view if tensor.dtype != view.dtype else None
             shard.tensor.grad = state.pop(GRADIENT_KEY, None)
@@ -137,3 +137,18 @@ class ShardSet:
     def _dtype_of(self, parameter: Tensor) -> torch.dtype:
         """The type in which the optimizer has a parameter."""
         return parameter.dtype
+
+
+def held_in_shards(what: str) -> str:
+    """Why the function of that name may not touch a gradient, and what to do instead."""
+    reason = "which DearState holds in shards: between backward and step it is neither local nor reduced here."
+    if "non_finite_check" in what:
+        return (
+            f"{reason} torch.amp.GradScaler looks for overflows on one rank alone, so ranks would part: use "
+            f"ddp_hooks.GradScaler in its place, or bfloat16 autocast, which needs none."
+        )
+    return (
+        f"{reason} To clip, call state.clip_grad_norm_(max_norm) or state.clip_grad_value_(clip_value), or set "
+        f"DearConfig(max_grad_norm=...). To read or change gradients, use `with state.reduced_gradients() as shards:`, "
+        f"which gives this rank's reduced shard of each parameter."
+    )

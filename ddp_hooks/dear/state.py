@@ -14,13 +14,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Span, agree, at_exit
 from ddp_hooks.dear import checks, clipping, registry, seams
-from ddp_hooks.dear.averaging import synchronize_before_averaging
 from ddp_hooks.dear.config import DearConfig, Fusion
 from ddp_hooks.dear.cycle import StepCycle
-from ddp_hooks.dear.inert import InertOnCopy
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
+from ddp_hooks.feed import InertOnCopy, extend_zero_grad, synchronize_before_averaging
 
 
 class DearState(StepCycle):
@@ -304,7 +303,7 @@ class DearState(StepCycle):
             handles.append(module.register_load_state_dict_pre_hook(wait))
             synchronize_before_averaging(module, self.synchronize)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
-        handles.append(seams.extend_zero_grad(optimizer, self._zero_grad))
+        handles.append(extend_zero_grad(optimizer, self._zero_grad))
         handles.append(at_exit(self.close, self._abandon, self._is_stuck))
         return handles
 

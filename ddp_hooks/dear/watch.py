@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.dear.guard import GradientGuard
 from ddp_hooks.dear.layout import Atom, Layout
+from ddp_hooks.feed import GradientGuard
 
 
 class GradientWatch:

@@ -71,29 +71,27 @@ class SparseSum:
             residual: (n,), of the step before; becomes that of this step.
             gradient: (n,); None if the residual has it already.
         """
-        ledger = Ledger(residual, self.sparsity.collection)
+        sparsity, memory, place = self.sparsity, self.memory, (self._rank, self._world_size)
+        ledger = Ledger(residual, sparsity.collection)
+        if sparsity.algorithm == "oktopk":  # selects in its own way
+            assert isinstance(memory, OkTopkEstimates)
+            return (yield from oktopk(ledger, gradient, self._k, *place, sparsity.wire, memory))
         bounds: tuple[int, ...] = (0, residual.numel())
         counts: tuple[int, ...] = (self._k,)
-        if self.sparsity.algorithm == "spardl":
+        if sparsity.algorithm == "spardl":
             bounds, counts = self._plan.bounds, self._plan.counts
         selector = BlockSelector(residual, bounds, counts)
         if gradient is not None:
             selector.add(gradient)
-        return (yield from self._exchange(ledger, selector))
-
-    def _exchange(self, ledger: Ledger, selector: BlockSelector) -> Exchange:
-        sparsity, memory, place = self.sparsity, self.memory, (self._rank, self._world_size)
         if sparsity.algorithm == "topka":
-            return topka(ledger, selector, self._k, *place, sparsity.wire)
+            return (yield from topka(ledger, selector, self._k, *place, sparsity.wire))
         if sparsity.algorithm == "topkdsa":
-            return topkdsa(ledger, selector, *place, sparsity.wire)
+            return (yield from topkdsa(ledger, selector, *place, sparsity.wire))
         if sparsity.algorithm == "gtopk":
-            return gtopk(ledger, selector, self._k, *place, sparsity.wire)
-        if sparsity.algorithm == "oktopk":
-            assert isinstance(memory, OkTopkEstimates)
-            return oktopk(ledger, self._k, *place, sparsity.wire, memory)
+            return (yield from gtopk(ledger, selector, self._k, *place, sparsity.wire))
         assert not isinstance(memory, OkTopkEstimates)
-        return spardl(ledger, selector, self._plan, sparsity.wire, sparsity.sag, sparsity.split, memory)
+        plan, sag, split = self._plan, sparsity.sag, sparsity.split
+        return (yield from spardl(ledger, selector, plan, sparsity.wire, sag, split, memory))
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered, as plain numbers and lists."""

@@ -8,6 +8,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import compat
+from ddp_hooks.feed import PARAMETERWISE
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.variants import candidates
 
@@ -24,6 +25,42 @@ def find_problem(ddp: DistributedDataParallel, config: TopKConfig, world_size: i
         or _problem_of_teams(config, world_size)
         or _problem_of_trials(ddp, config, world_size)
     )
+
+
+def find_problem_of_pipeline(
+    ddp: DistributedDataParallel,
+    config: TopKConfig,
+    scaler: torch.amp.GradScaler | None,
+    optimizer: torch.optim.Optimizer | None,
+) -> str | None:
+    """The first reason why gradients cannot arrive in the next forward, if they are to."""
+    if config.pipeline == "backward":
+        return None
+    if scaler is not None:
+        return (
+            'a gradient scaler reads gradients before the step, when pipeline="forward" has none yet: use '
+            'pipeline="backward", or bfloat16 autocast, which needs no scaler'
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return (
+            'pipeline="forward" runs the updates in forwards, so it needs the optimizer: '
+            "TopKState(ddp, config, optimizer=optimizer)"
+        )
+    if not ddp.gradient_as_bucket_view:
+        return 'pipeline="forward" needs DistributedDataParallel(..., gradient_as_bucket_view=True)'
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in compat.managed_parameters(ddp).items() if id(parameter) not in held]
+    if missing:
+        return (
+            f'pipeline="forward" needs one optimizer of all parameters, and this one does not have '
+            f"{', '.join(missing[:5])}: give it all, or use pipeline=\"backward\""
+        )
+    return None
+
+
+def updates_parameters(optimizer: torch.optim.Optimizer, config: TopKConfig) -> bool:
+    """Whether the optimizer updates every parameter by itself, as far as is known or vouched for."""
+    return type(optimizer) in PARAMETERWISE or config.assume_parameterwise
 
 
 def refuse_join(*_: Any, **__: Any) -> Any:

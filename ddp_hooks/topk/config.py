@@ -13,6 +13,7 @@ AlgorithmName: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktop
 Choice: TypeAlias = Literal["auto"]
 Sag: TypeAlias = Literal["r", "b", "auto"]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
+Pipeline: TypeAlias = Literal["backward", "forward"]
 
 _ALGORITHMS = (*get_args(AlgorithmName), "auto")
 
@@ -43,6 +44,12 @@ class TopKConfig:
         on_nonfinite: if a gradient is infinite or not a number on any rank: ``"skip"`` the update on all of them (with
             a gradient scaler it does that), or ``"raise"`` on all of them. What is not finite enters no residual; what
             is finite in that step is kept for the next one where gradients are sparse, and dropped where not.
+        pipeline: when gradients arrive. ``"backward"``: before it ends. ``"forward"``: in the next forward, where each
+            parameter is updated just before it is read, to the same bits; needs the optimizer, and DDP's
+            ``gradient_as_bucket_view=True``. Until then gradients may not be read.
+        assume_parameterwise: with ``pipeline="forward"``, vouch for an optimizer that is not from ``torch.optim``: the
+            update of each parameter depends on that parameter, its gradient and its state alone. Others wait for all
+            gradients inside of ``step()``.
         lanes: streams of communication side by side, and so selections.
         timeout_s: a wait that takes longer fails.
         stall_warning_s: a wait that takes longer is logged, with what it waits for.
@@ -61,6 +68,8 @@ class TopKConfig:
     warmup_steps: int = 0
     warmup_density: float = 0.25
     on_nonfinite: OnNonfinite = "skip"
+    pipeline: Pipeline = "backward"
+    assume_parameterwise: bool = False
     lanes: int = 2
     timeout_s: float = 600.0
     stall_warning_s: float = 60.0
@@ -76,6 +85,7 @@ class TopKConfig:
             "split": get_args(Split),
             "wire": get_args(Format),
             "on_nonfinite": get_args(OnNonfinite),
+            "pipeline": get_args(Pipeline),
         }
         for name, values in allowed.items():
             if getattr(self, name) not in values:

@@ -20,5 +20,5 @@ class Selector(Protocol):
     def received(self, block: int, indices: Tensor) -> None:
         """These entries of the block, (m,) ascending, have changed."""
 
-    def select(self, block: int) -> Tensor:
-        """Indices of the block's largest entries, ascending, in the working vector."""
+    def select(self, block: int) -> SparseVector:
+        """The block's largest entries, with their indices in the working vector."""

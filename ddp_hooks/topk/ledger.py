@@ -21,6 +21,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ddp_hooks.topk.primitives import is_in
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
 
@@ -38,24 +39,24 @@ class Ledger:
     def __init__(self, work: Tensor, collection: Collection = "global") -> None:
         self.work = work
         self._collection = collection
-        self._changes: list[SparseVector] = []  # entries and what they were before they were changed, oldest first
-        self._sent: list[Tensor] = []  # indices
+        self._before: list[SparseVector] = []  # entries before something was added to them, oldest first
+        self._taken: list[SparseVector] = []  # what rounding has left of them
         self._discarded: list[SparseVector] = []  # what was discarded when it had left the working vector
 
     def receive(self, vector: SparseVector) -> None:
-        """Add what another worker has sent to the working vector."""
-        before = self.work[vector.indices]
-        self._changes.append(SparseVector(vector.indices, before))
-        self.work[vector.indices] = before + vector.values
+        """Add what another worker has sent to the working vector; none of it has been taken before."""
+        before = self.work.index_select(0, vector.indices)
+        self._before.append(SparseVector(vector.indices, before))
+        self.work.index_copy_(0, vector.indices, before + vector.values)
 
-    def take(self, indices: Tensor, wire: Wire) -> SparseVector:
-        """Take entries, (k,) ascending, out of the working vector, as they will arrive; what rounding takes stays."""
-        values = self.work[indices]
-        self._changes.append(SparseVector(indices, values))
-        self._sent.append(indices)
-        arriving, lost = wire.round(values)
-        self.work[indices] = torch.zeros_like(values) if lost is None else lost
-        return SparseVector(indices, arriving)
+    def take(self, vector: SparseVector, wire: Wire) -> SparseVector:
+        """Take these entries out of the working vector, as they will arrive; what rounding takes stays.
+
+        Not before :meth:`close` do they go: most of what is taken comes back then, and nobody looks there meanwhile.
+        """
+        arriving, lost = wire.round(vector.values)
+        self._taken.append(SparseVector(vector.indices, torch.zeros_like(arriving) if lost is None else lost))
+        return SparseVector(vector.indices, arriving)
 
     def round(self, vector: SparseVector, wire: Wire) -> SparseVector:
         """Entries that had been taken, as they will arrive; what rounding takes from them is discarded."""
@@ -75,26 +76,22 @@ class Ledger:
         Args:
             result: (m,), ascending: the indices of the result, on every rank.
         """
+        work = self.work
         if self._collection == "global":
-            self._undo_outside_of(result)
+            for vector in reversed(self._before):  # the oldest value last
+                outside = vector.at(~is_in(vector.indices, result))
+                work.index_copy_(0, outside.indices, outside.values)
+            for vector in self._taken:
+                inside = vector.at(is_in(vector.indices, result))
+                work.index_copy_(0, inside.indices, inside.values)
             for vector in self._discarded:
                 inside = vector.at(is_in(vector.indices, result))
-                self.work[inside.indices] += inside.values
+                work.index_add_(0, inside.indices, inside.values)
             return
-        self._undo_outside_of(result.new_empty(0))
-        for indices in self._sent:
-            gone = indices if self._collection == "local" else indices[is_in(indices, result)]
-            self.work[gone] = 0.0
-
-    def _undo_outside_of(self, result: Tensor) -> None:
-        for change in reversed(self._changes):  # the oldest value last
-            before = change.at(~is_in(change.indices, result))
-            self.work[before.indices] = before.values
-
-
-def is_in(indices: Tensor, others: Tensor) -> Tensor:
-    """Which of ``indices`` are among ``others``; both ascending, (n,) and (m,)."""
-    if not others.numel():
-        return torch.zeros_like(indices, dtype=torch.bool)
-    positions = torch.searchsorted(others, indices)
-    return others[positions.clamp_(max=others.numel() - 1)] == indices
+        for vector in reversed(self._before):
+            work.index_copy_(0, vector.indices, vector.values)
+        for vector in self._taken:
+            gone = vector.indices
+            if self._collection == "partial":
+                gone = gone[is_in(gone, result)]
+            work.index_fill_(0, gone, 0.0)

@@ -19,8 +19,8 @@ from ddp_hooks.topk.bruck import bruck_all_gather
 from ddp_hooks.topk.direct import direct_reduce_scatter, gather_numbers
 from ddp_hooks.topk.exchange import Exchange
 from ddp_hooks.topk.ledger import Ledger
-from ddp_hooks.topk.selection import at_least, exact_top_k
-from ddp_hooks.topk.sparse import SparseVector, concatenated, empty_like, kth_largest
+from ddp_hooks.topk.primitives import kth_largest, reaching
+from ddp_hooks.topk.sparse import SparseVector, concatenated, empty_like, largest
 from ddp_hooks.topk.wire import Wire
 
 _IMBALANCE = 4  # times the mean, from which on entries are spread evenly before the all-gather
@@ -52,11 +52,20 @@ class OkTopkEstimates:
         return OkTopkEstimates(**state)
 
 
-def oktopk(ledger: Ledger, k: int, rank: int, world_size: int, wire: Wire, estimates: OkTopkEstimates) -> Exchange:
+def oktopk(
+    ledger: Ledger,
+    gradient: Tensor | None,
+    k: int,
+    rank: int,
+    world_size: int,
+    wire: Wire,
+    estimates: OkTopkEstimates,
+) -> Exchange:
     """The entries of the sum that reach a global threshold, about ``k``.
 
     Args:
-        ledger: of this worker's residual plus gradient; closed in the end.
+        ledger: of this worker's residual; closed in the end.
+        gradient: added to it, in the pass that selects; None if it was.
         k: entries to keep.
         rank, world_size: of the group.
         wire: how entries travel.
@@ -64,11 +73,11 @@ def oktopk(ledger: Ledger, k: int, rank: int, world_size: int, wire: Wire, estim
     """
     numel = ledger.work.numel()
     anew = estimates.step % estimates.threshold_interval == 0
-    indices = _reaching_local_threshold(ledger.work, k, anew, estimates)
+    mine = _reaching_local_threshold(ledger.work, gradient, k, anew, estimates)
     if estimates.step % estimates.region_interval == 0 or not estimates.bounds:
-        estimates.bounds = yield from _balanced_regions(indices, numel, rank, world_size)
+        estimates.bounds = yield from _balanced_regions(mine.indices, numel, rank, world_size)
     estimates.step += 1
-    region = yield from direct_reduce_scatter(ledger.take(indices, wire), estimates.bounds, rank, wire)
+    region = yield from direct_reduce_scatter(ledger.take(mine, wire), estimates.bounds, rank, wire)
     region = region.shifted(estimates.bounds[rank])
     if anew:
         magnitudes = yield from _gather_magnitudes(region.values, rank, world_size)
@@ -82,15 +91,20 @@ def oktopk(ledger: Ledger, k: int, rank: int, world_size: int, wire: Wire, estim
     return result
 
 
-def _reaching_local_threshold(work: Tensor, k: int, anew: bool, estimates: OkTopkEstimates) -> Tensor:
+def _reaching_local_threshold(
+    work: Tensor, gradient: Tensor | None, k: int, anew: bool, estimates: OkTopkEstimates
+) -> SparseVector:
     if not work.numel():
-        return torch.empty(0, dtype=torch.int64, device=work.device)
+        return empty_like(work)
     if anew:
+        if gradient is not None:
+            work += gradient
+            gradient = None
         estimates.local_threshold = kth_largest(work.abs(), min(k, work.numel()))
-    indices = at_least(work, estimates.local_threshold)
-    if indices.numel() > 2 * k:  # also where many are equal: messages stay bounded
-        indices = indices[exact_top_k(work[indices], 2 * k)]
-    return indices
+    entries = SparseVector(*reaching(work, estimates.local_threshold, gradient))
+    if len(entries) > 2 * k:  # also where many are equal: messages stay bounded
+        entries = entries.at(largest(entries.values.abs(), 2 * k))
+    return entries
 
 
 def _balanced_regions(

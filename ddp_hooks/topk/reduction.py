@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,6 +20,7 @@ from ddp_hooks.comm import (
     aligned_bounds,
     ring_all_gather,
     ring_reduce_scatter,
+    without_messages,
 )
 from ddp_hooks.topk.algorithms import SparseSum
 from ddp_hooks.topk.groups import GradientGroup, Run
@@ -69,13 +70,20 @@ class Reduction:
     def __init__(self, group: GradientGroup, gradients: Gradients, momentum: float | None, lanes: Lanes) -> None:
         self.group = group
         self.gradients = gradients
-        self.finite = True  # this rank's gradients; known when the work is complete
+        self.finite = True  # this rank's gradients; known when they were checked
+        self._is_checked = False
         self._begin_s = 0.0
         self._momentum = momentum
         self._lanes = lanes
 
-    def submit(self) -> Work:
-        """Begin."""
+    def check(self) -> None:
+        """Look whether gradients are finite, unless that was done."""
+        if not self._is_checked:
+            self.finite = self.gradients.are_finite()
+            self._is_checked = True
+
+    def submit(self, after: Collection[Work] = ()) -> Work:
+        """Begin when other work is complete."""
         raise NotImplementedError
 
     def give_back(self, part: slice | None = None) -> None:
@@ -117,19 +125,19 @@ class SparseReduction(Reduction):
         self._summation = summation
         self._result: SparseVector | None = None  # the sum over ranks
 
-    def submit(self) -> Work:
+    def submit(self, after: Collection[Work] = ()) -> Work:
         """Begin; see :class:`Reduction`."""
-        return self._lanes.run(self._exchange(), self.group.name)
+        return self._lanes.run(self._exchange(), self.group.name, after=after)
 
     def _exchange(self) -> Algorithm:
         group, gradients = self.group, self.gradients
         self._begin_s = time.perf_counter()
-        self.finite = gradients.are_finite()
+        self.check()
         if group.numel:
             gradient = self._bring_in() if self.finite else None
             self._result = yield from self._summation.run(group.opened(), gradient)
             if group.velocity is not None:  # what has been sent begins anew (momentum factor masking)
-                group.velocity[self._result.indices] = 0.0
+                group.velocity.index_fill_(0, self._result.indices, 0.0)
             self._write(self._result)
         if gradients.dense:
             yield from self._sum_dense()
@@ -153,7 +161,7 @@ class SparseReduction(Reduction):
             values *= self.gradients.scale
         for run, first, last in zip(self.gradients.sparse, cuts, cuts[1:], strict=False):
             part = self.gradients.part(run).zero_()
-            part[result.indices[first:last] - run.offset] = values[first:last].to(part.dtype)
+            part.index_copy_(0, result.indices[first:last] - run.offset, values[first:last].to(part.dtype))
 
     def _sum_dense(self) -> Generator[Round, None, None]:
         """The means of what travels in full."""
@@ -181,7 +189,7 @@ class SparseReduction(Reduction):
         mine = indices % self._lanes.world_size == self._lanes.rank
         if part is not None:
             mine &= (indices >= part.start) & (indices < part.stop)
-        self.group.opened()[indices[mine]] += values[mine]
+        self.group.opened().index_add_(0, indices[mine], values[mine])
 
 
 class DenseReduction(Reduction):
@@ -199,15 +207,15 @@ class DenseReduction(Reduction):
         self._bounds = aligned_bounds(self._flat.numel(), lanes.world_size, self._flat.element_size())
         self._carries = False
 
-    def submit(self) -> Work:
+    def submit(self, after: Collection[Work] = ()) -> Work:
         """Begin; see :class:`Reduction`."""
         name = self.group.name
         lane = self._lanes.next_lane()  # the same one, so that each part follows the one before
         partitions = [Partition(self._flat, self._bounds)]
-        lane.run(_without_messages(self._prepare), name)
+        lane.run(without_messages(self._prepare), name, after=after)
         lane.reduce_scatter(partitions, name, self._lanes.world_size)
         work = lane.all_gather(partitions, name)
-        return work if len(self._runs) == 1 else lane.run(_without_messages(self._copy_back), name)
+        return work if len(self._runs) == 1 else lane.run(without_messages(self._copy_back), name)
 
     def give_back(self, part: slice | None = None) -> None:
         """See :class:`Reduction`; only if there was a residual in it."""
@@ -231,7 +239,7 @@ class DenseReduction(Reduction):
     def _prepare(self) -> None:
         group, gradients = self.group, self.gradients
         self._begin_s = time.perf_counter()
-        self.finite = gradients.are_finite()
+        self.check()
         self._carries = group.residual is not None
         if len(self._runs) > 1:
             for run in self._runs:
@@ -254,9 +262,3 @@ class DenseReduction(Reduction):
     def _copy_back(self) -> None:
         for run in self._runs:
             self.gradients.part(run).copy_(self._part(run))
-
-
-def _without_messages(function: Callable[[], None]) -> Algorithm:
-    """An algorithm that only calls ``function``, when its turn comes."""
-    function()
-    yield from ()

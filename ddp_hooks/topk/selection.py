@@ -1,7 +1,7 @@
 """Finding the largest entries of a vector without sorting it.
 
 A sample gives a threshold that a little more than k entries exceed. One pass adds the gradient to the residual and
-compares with the threshold; the few positions that exceed it form a *shortlist*, of which the k largest are picked
+compares with the threshold; the few entries that exceed it form a *shortlist*, of which the k largest are picked
 exactly. The result is that of an exact selection, ties going to the lowest index; only the work depends on the sample.
 """
 
@@ -13,16 +13,15 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.sparse import kth_largest, largest
+from ddp_hooks.topk.primitives import is_in, kth_largest, positions_of, reaching, stable_order
+from ddp_hooks.topk.sparse import SparseVector, concatenated, largest
 
 _SAMPLE = 1 << 15  # elements per block
-_CHUNK = 1 << 16  # elements that one pass handles at a time: they stay in the cache
-_PART = 1 << 22  # elements whose mask is kept at a time
 
 
 def exact_top_k(values: Tensor, k: int) -> Tensor:
     """Positions of the ``k`` entries of largest magnitude, ascending; of equals, the first ones."""
-    return torch.nonzero(largest(values.abs(), k)).squeeze(1)
+    return positions_of(largest(values.abs(), k))
 
 
 class BlockSelector:
@@ -50,53 +49,71 @@ class BlockSelector:
         """These entries of the block have changed."""
         shortlist = self._shortlists[block]
         if shortlist is not None:
-            shortlist.add(indices - self._bounds[block])
+            shortlist.change(indices - self._bounds[block])
 
-    def select(self, block: int) -> Tensor:
-        """Indices of the block's largest entries, ascending, in the working vector."""
+    def select(self, block: int) -> SparseVector:
+        """The block's largest entries, with their indices in the working vector."""
         start, end, k = self._bounds[block], self._bounds[block + 1], self._counts[block]
         values, shortlist = self._work[start:end], self._shortlists[block]
         chosen = shortlist.pick(values, k) if shortlist is not None else None
         if chosen is None:  # no shortlist, or one that has become too short
-            fresh = _shortlist(values, None, k)
-            chosen = fresh.pick(values, k)
-            if chosen is None:
-                chosen = exact_top_k(values, k)
-        return chosen + start
+            chosen = _shortlist(values, None, k).pick(values, k)
+        if chosen is None:
+            positions = exact_top_k(values, k)
+            chosen = SparseVector(positions, values.index_select(0, positions))
+        return chosen.shifted(start)
 
 
 class _Shortlist:
-    """Positions of a block that hold everything of at least a threshold, and perhaps more."""
+    """Everything of a block that is of at least a threshold, and perhaps more: positions and values.
 
-    def __init__(self, threshold: float, positions: Tensor) -> None:
+    Args:
+        threshold: above 0.
+        entries: what reached it when the list was made.
+    """
+
+    def __init__(self, threshold: float, entries: SparseVector) -> None:
         self._threshold = threshold
-        self._positions = positions
+        self._entries = entries
+        self._changed: Tensor | None = None  # positions, ascending, that have other values by now
 
-    def add(self, positions: Tensor) -> None:
-        """These may have become large."""
-        self._positions = torch.unique(torch.cat([self._positions, positions]))
+    def change(self, positions: Tensor) -> None:
+        """These, ascending, have other values now."""
+        earlier = self._changed
+        if earlier is not None:
+            positions = torch.cat([earlier, positions[~is_in(positions, earlier)]])
+            positions = positions.index_select(0, stable_order(positions))
+        self._changed = positions
 
-    def pick(self, values: Tensor, k: int) -> Tensor | None:
+    def pick(self, values: Tensor, k: int) -> SparseVector | None:
         """The ``k`` largest of the block, exactly; None if they cannot all be on the list."""
-        if self._positions.numel() < min(k, values.numel()):
+        entries = self._entries
+        if self._changed is not None:
+            unchanged = entries.at(~is_in(entries.indices, self._changed))
+            entries = concatenated([unchanged, SparseVector(self._changed, values.index_select(0, self._changed))])
+            entries = entries.at(stable_order(entries.indices))
+        if len(entries) < min(k, values.numel()):
             return None
-        magnitudes = values[self._positions].abs()
-        if k < values.numel() and k > 0 and kth_largest(magnitudes, k) < self._threshold:
+        chosen = entries.at(largest(entries.values.abs(), k))
+        if k and k < values.numel() and chosen.values.abs().min() < self._threshold:
             return None
-        return self._positions[largest(magnitudes, k)]
+        return chosen
 
 
 def _shortlist(values: Tensor, gradient: Tensor | None, k: int) -> _Shortlist:
     """Add ``gradient``, if there is one, to ``values``, and list what may be among the ``k`` largest."""
     threshold = _sampled_threshold(values, gradient, k)
-    return _Shortlist(threshold, at_least(values, threshold, gradient))
+    return _Shortlist(threshold, SparseVector(*reaching(values, threshold, gradient)))
 
 
 def _sampled_threshold(values: Tensor, gradient: Tensor | None, k: int) -> float:
-    """A magnitude that a little more than ``k`` of the sums should reach."""
-    numel = values.numel()
+    """A magnitude above 0 that a little more than ``k`` of the sums should reach.
+
+    Where that would be 0, the smallest normal number: of a vector that is mostly zeros, only what is not is listed.
+    """
+    numel, smallest = values.numel(), torch.finfo(values.dtype).smallest_normal
     if k == 0 or k >= numel:
-        return 0.0
+        return math.inf
     stride = max(1, numel // _SAMPLE)
     sample = values[::stride].clone()
     if gradient is not None:
@@ -104,37 +121,5 @@ def _sampled_threshold(values: Tensor, gradient: Tensor | None, k: int) -> float
     expected = k / stride
     wanted = round(expected + 3 * math.sqrt(expected)) + 2  # so that one sample in a thousand gives too few
     if wanted >= sample.numel():
-        return 0.0
-    return kth_largest(sample.abs_(), wanted)
-
-
-def _add_and_compare(values: Tensor, gradient: Tensor | None, threshold: float) -> Tensor:
-    """Which sums reach the threshold, (n,) bool; a pass over memory in pieces that stay in the cache."""
-    numel = values.numel()
-    mask = torch.empty(-(-numel // 8) * 8, dtype=torch.bool, device=values.device)
-    mask[numel:] = False
-    magnitudes = torch.empty(min(_CHUNK, numel), dtype=values.dtype, device=values.device)
-    for start in range(0, numel, _CHUNK):
-        end = min(start + _CHUNK, numel)
-        part = values[start:end]
-        if gradient is not None:
-            part += gradient[start:end]
-        torch.ge(torch.abs(part, out=magnitudes[: end - start]), threshold, out=mask[start:end])
-    return mask
-
-
-def positions_of(mask: Tensor) -> Tensor:
-    """Where a mask is set, ascending int64; (n,) bool, n a multiple of 8. Where little is, much faster than nonzero."""
-    words = torch.nonzero(mask.view(torch.int64)).squeeze(1)
-    bits = torch.nonzero(mask.view(-1, 8)[words].view(-1)).squeeze(1)
-    return words[bits >> 3] * 8 + (bits & 7)
-
-
-def at_least(values: Tensor, threshold: float, gradient: Tensor | None = None) -> Tensor:
-    """Positions of the entries whose magnitude reaches ``threshold``, ascending; ``gradient`` is added before."""
-    found = []
-    for start in range(0, values.numel(), _PART):
-        part = slice(start, start + _PART)
-        mask = _add_and_compare(values[part], None if gradient is None else gradient[part], threshold)
-        found.append(positions_of(mask) + start)
-    return torch.cat(found) if found else torch.empty(0, dtype=torch.int64, device=values.device)
+        return smallest
+    return max(kth_largest(sample.abs_(), wanted), smallest)

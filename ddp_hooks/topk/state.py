@@ -5,6 +5,8 @@
 2. Backward ends: just before DDP waits for its buckets, wait for the groups, and hear whether a rank had gradients that
    are not finite.
 3. DDP has made the buckets the model's gradients.
+
+With ``pipeline="forward"`` nobody waits in step 2; see :mod:`~ddp_hooks.topk.forward`.
 """
 
 from __future__ import annotations
@@ -13,52 +15,27 @@ import logging
 import sys
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import (
-    Algorithm,
-    Lanes,
-    LaneSettings,
-    Recorder,
-    Stall,
-    Work,
-    agree,
-    at_exit,
-    compat,
-    mebibytes,
-)
+from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, compat, mebibytes
 from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.algorithms import Sparsity
-from ddp_hooks.topk.bruck import bruck_all_gather
+from ddp_hooks.topk.backward import Backward
 from ddp_hooks.topk.config import TopKConfig
-from ddp_hooks.topk.groups import GradientGroup, Place, form_groups, runs_of
+from ddp_hooks.topk.forward import ForwardPipeline
+from ddp_hooks.topk.groups import GradientGroup, form_groups
 from ddp_hooks.topk.reduction import DenseReduction, Gradients, Reduction, SparseReduction
 from ddp_hooks.topk.stats import TopKStats
 from ddp_hooks.topk.variants import VariantChooser
 from ddp_hooks.topk.wire import Wire
 
 logger = logging.getLogger("ddp_hooks")
-
-
-@dataclass
-class _Backward:
-    """One synchronised backward, from its first bucket on."""
-
-    buffers: list[Tensor] = field(default_factory=list)  # of the buckets
-    futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
-    places: dict[int, Place] = field(default_factory=dict)  # of parameters, in the buckets that are there
-    reductions: list[Reduction] = field(default_factory=list)  # of the groups that are complete
-    works: list[Work] = field(default_factory=list)
-    verdict: Work | None = None
-    spoilt_by: list[int] = field(default_factory=list)  # ranks with gradients that are not finite
-    stale: list[int] = field(default_factory=list)  # parameters that this rank has not used, but with a gradient
-    unused: set[int] = field(default_factory=set)  # parameters that no rank has used
 
 
 class TopKState:
@@ -74,6 +51,7 @@ class TopKState:
         config: the settings.
         scaler: the ``torch.amp.GradScaler`` of the loop, if it has one: residuals are kept without its scale, which
             changes from step to step.
+        optimizer: of all parameters, for ``TopKConfig(pipeline="forward")``, which runs its updates in forwards.
 
     Raises:
         ValueError: on every rank, before anything is changed, when this cannot be right, or when ranks differ.
@@ -87,12 +65,14 @@ class TopKState:
         config: TopKConfig | None = None,
         *,
         scaler: torch.amp.GradScaler | None = None,
+        optimizer: torch.optim.Optimizer | None = None,
     ) -> None:
         self.config = config = config if config is not None else TopKConfig()
         group = getattr(ddp, "process_group", None) or dist.group.WORLD
         assert group is not None, "torch.distributed is not initialised"
-        problem = checks.find_problem(ddp, config, dist.get_world_size(group))
         scaler = scaler if scaler is not None and scaler.is_enabled() else None
+        problem = checks.find_problem(ddp, config, dist.get_world_size(group))
+        problem = problem or checks.find_problem_of_pipeline(ddp, config, scaler, optimizer)
         entries = checks.fingerprint(ddp, config, scaler is not None) if problem is None else {}
         agree(entries, problem, group, "the set-up of TopKState")
 
@@ -109,6 +89,13 @@ class TopKState:
         self._recorder = Recorder(False)
         self._lanes = Lanes(group, config.lanes, device, settings, self._recorder)
         self._chooser = VariantChooser(config, self._lanes)
+        self._pipeline: ForwardPipeline | None = None
+        self._early_lane: Lanes | None = None
+        if config.pipeline == "forward" and self._lanes.world_size > 1:
+            assert optimizer is not None
+            deferred = checks.updates_parameters(optimizer, config)
+            self._pipeline = ForwardPipeline(ddp, optimizer, self._parameters, self._names, self._recorder, deferred)
+            self._early_lane = Lanes(group, 1, device, settings, self._recorder)
         self._order = list(reversed(range(len(self._parameters))))  # most backwards go this way
         self._groups: list[GradientGroup] = []
         self._group_anew()
@@ -121,7 +108,7 @@ class TopKState:
         self._stall = Stall()
         self._mark = (self._lanes.traffic, 0.0)
         self._closed = False
-        self._backward = _Backward()
+        self._backward: Backward | None = None  # from its first bucket on
         ddp.join = ddp.join_hook = checks.refuse_join  # type: ignore[method-assign]
         if config.teams == self._lanes.world_size > 1 and self._lanes.rank == 0:
             logger.warning(
@@ -138,6 +125,20 @@ class TopKState:
     def stats(self) -> TopKStats:
         """What the last synchronised backward cost on this rank."""
         return self._stats
+
+    def synchronize(self) -> None:
+        """Wait for updates that are on their way. Communicates nothing itself: one rank alone may call it."""
+        if self._pipeline is not None:
+            self._pipeline.finish()
+
+    def wait_for_gradients(self) -> None:
+        """With ``pipeline="forward"``: let gradients arrive now, to be read, clipped or changed; all ranks call it.
+
+        After a backward; the next ``optimizer.step()`` then updates at once, as with ``pipeline="backward"``, where
+        this does nothing.
+        """
+        if self._pipeline is not None:
+            self._pipeline.settle()
 
     def state_dict(self) -> dict[str, Any]:
         """What this rank keeps, to be saved by every rank for itself, between two steps. Not collective.
@@ -197,9 +198,15 @@ class TopKState:
         if self._closed:
             return
         self._closed = True
-        for handle in (*self._handles, *self._watches):
-            handle.remove()
-        self._lanes.close()
+        try:
+            if self._pipeline is not None:
+                self._pipeline.close()
+        finally:
+            for handle in (*self._handles, *self._watches):
+                handle.remove()
+            self._lanes.close()
+            if self._early_lane is not None:
+                self._early_lane.close()
 
     # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
 
@@ -210,50 +217,39 @@ class TopKState:
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        backward = self._backward
-        position, start = len(backward.buffers), 0
-        backward.buffers.append(buffer)
-        backward.futures.append(future)
-        for parameter in bucket.parameters():
-            index = self._index_of.get(id(parameter))
-            if index is None:
-                raise RuntimeError(
-                    "DDP reduces a parameter that was frozen when TopKState was created: freeze it before wrapping the "
-                    "model, or after creating the state"
-                )
-            backward.places[index] = Place(position, start)
-            start += self._numels[index]
-        self._submit_complete_groups(backward)
-        if len(backward.places) == len(self._parameters):
-            question = self._ask_all(backward)
-            backward.verdict = self._lanes.run(question, "whether gradients are finite", after=backward.works)
+        indices = [self._index_of.get(id(parameter)) for parameter in bucket.parameters()]
+        if None in indices:
+            raise RuntimeError(
+                "DDP reduces a parameter that was frozen when TopKState was created: freeze it before wrapping the "
+                "model, or after creating the state"
+            )
+        if self._backward is None:
+            self._backward = self._begin_backward()
+        self._backward.add_bucket(cast(list[int], indices), buffer, future)
+        if self._pipeline is not None:
+            future.set_result(buffer)  # whose values come later
+            if self._backward.is_complete:  # after DDP's own end of the backward
+                compat.queue_engine_callback(lambda: compat.queue_engine_callback(self._leave_to_forward))
+        elif self._backward.is_complete:
             if self._ddp.static_graph and self._stats.step == 0:
                 self._end_exchange()  # this is DDP's end-of-backward callback, which is about to wait for the futures
             else:  # it will be queued after ours
                 compat.queue_engine_callback(self._end_exchange)
         return future
 
-    def _submit_complete_groups(self, backward: _Backward) -> None:
-        scale = self._scaler.get_scale() if self._scaler is not None else 1.0
-        for number, group in enumerate(self._groups[len(backward.reductions) :], len(backward.reductions)):
-            sparse, dense = group.members.sparse, group.members.dense
-            if any(index not in backward.places for index in sparse + dense):
-                return
-            if self._finds_unused:
-                left = [index for index in sparse + dense if index not in self._used]
-                backward.stale += [index for index in left if self._part(backward, index).any()]
-            gradients = Gradients(
-                backward.buffers,
-                runs_of(sparse, self._numels, backward.places),
-                runs_of(dense, self._numels, backward.places),
-                scale,
-            )
-            reduction = self._reduction_of(group, number, gradients)
-            backward.reductions.append(reduction)
-            backward.works.append(reduction.submit())
+    def _begin_backward(self) -> Backward:
+        return Backward(
+            self._groups,
+            self._numels,
+            self._used if self._finds_unused else None,
+            self._reduction_of,
+            self._lanes,
+            self._early_lane,
+            self._scaler.get_scale() if self._scaler is not None else 1.0,
+        )
 
-    def _reduction_of(self, group: GradientGroup, number: int, gradients: Gradients) -> Reduction:
-        config = self.config
+    def _reduction_of(self, number: int, gradients: Gradients) -> Reduction:
+        config, group = self.config, self._groups[number]
         density = config.density_at(self._step)
         variant = self._chooser.variant_of(number, self._step)
         if variant.algorithm == "dense" or density == 1.0 or self._lanes.world_size == 1:
@@ -270,59 +266,43 @@ class TopKState:
         summation = group.sum_of(variant.name, sparsity, self._lanes.rank, self._lanes.world_size)
         return SparseReduction(group, gradients, config.momentum, self._lanes, summation)
 
-    def _ask_all(self, backward: _Backward) -> Algorithm:
-        """Which ranks have gradients that are not finite, and which parameters nobody has used.
-
-        Begins when this rank knows about its own.
-        """
-        finite = all(reduction.finite for reduction in backward.reductions)
-        used = [index in self._used for index in range(len(self._parameters))] if self._finds_unused else []
-        mine = torch.tensor([not finite, *used], dtype=torch.uint8, device=self._parameters[0].device)
-        ranks = range(self._lanes.world_size)
-        flags = yield from bruck_all_gather(mine, [mine.numel()] * len(ranks), ranks, self._lanes.rank)
-        backward.spoilt_by = [rank for rank, flag in enumerate(flags) if flag[0].item()]
-        by_anybody = torch.stack(flags)[:, 1:].any(0).tolist()
-        backward.unused = {index for index, is_used in enumerate(by_anybody) if not is_used}
-
     # -- 2. the backward ends, but DDP has not waited for its buckets ------------------------------------------------
 
     def _end_exchange(self) -> None:
         backward = self._backward
-        assert backward.verdict is not None
-        for work in (*backward.works, backward.verdict):
-            if not work.done:
-                with self._stall.measure(self._recorder, work.label):
-                    work.wait()
-        if not backward.spoilt_by:
-            if backward.unused:
-                self._leave_out_unused(backward)
-        else:
-            for reduction in backward.reductions:
-                reduction.give_back()
-            if self._scaler is not None:
-                for buffer in backward.buffers:
-                    buffer.fill_(torch.inf)  # so that it skips the step, and scales less, on every rank
+        assert backward is not None
+        self._bring_home(backward)
+        if backward.spoilt_by and self._scaler is not None:
+            for buffer in backward.buffers:
+                buffer.fill_(torch.inf)  # so that it skips the step, and scales less, on every rank
         for future, buffer in zip(backward.futures, backward.buffers, strict=True):
             future.set_result(buffer)
         # After DDP's own, also if that is not queued yet.
         compat.queue_engine_callback(lambda: compat.queue_engine_callback(self._end_backward))
 
+    def _bring_home(self, backward: Backward) -> None:
+        """Wait for everything; what is not used stays here."""
+        backward.wait(self._stall, self._recorder)
+        if backward.spoilt_by:
+            backward.take_back()
+        else:
+            backward.leave_out_unused()
+
     # -- 3. DDP has made the buckets the model's gradients ----------------------------------------------------------
 
     def _end_backward(self) -> None:
-        backward, self._backward = self._backward, _Backward()
+        backward, self._backward = self._backward, None
+        assert backward is not None
         self._used.clear()
+        self._conclude(backward)
+
+    def _conclude(self, backward: Backward) -> None:
+        """Everything is there; collective."""
         self._note_stats(backward.reductions)
         if backward.spoilt_by:
             self._refuse_or_skip(backward.spoilt_by)
             return
-        stale = [self._names[index] for index in backward.stale if index in backward.unused]
-        if stale:  # the same on every rank, because it was a mean over ranks
-            raise RuntimeError(
-                f"no rank has used {', '.join(stale[:5])} in this backward, and gradients of an earlier one are still "
-                f"there, which would be added to what is left out: call zero_grad() for all parameters of the model "
-                f"before a backward, also for those of other optimizers"
-            )
+        self._refuse_stale(backward)
         if self._first_order is not None:
             self._settle_order(self._first_order)
         pairs = zip(backward.reductions, backward.works, strict=True)
@@ -330,18 +310,26 @@ class TopKState:
         self._chooser.stepped(self._step, times_s, [group.name for group in self._groups])
         self._step += 1
 
-    def _leave_out_unused(self, backward: _Backward) -> None:
-        """DDP leaves the gradients of parameters that no rank has used as they were: what came out for them stays."""
-        for reduction in backward.reductions:
-            for index, start in reduction.group.offsets.items():
-                if index in backward.unused:
-                    reduction.give_back(slice(start, start + self._numels[index]))
-                    self._part(backward, index).zero_()  # which may be the gradient itself
+    def _refuse_stale(self, backward: Backward) -> None:
+        stale = [self._names[index] for index in backward.stale if index in backward.unused]
+        if stale:  # the same on every rank, because it was a mean over ranks
+            raise RuntimeError(
+                f"no rank has used {', '.join(stale[:5])} in this backward, and gradients of an earlier one are still "
+                f"there, which would be added to what is left out: call zero_grad() for all parameters of the model "
+                f"before a backward, also for those of other optimizers"
+            )
 
-    def _part(self, backward: _Backward, index: int) -> Tensor:
-        """A parameter's part of its bucket, (numel,)."""
-        bucket, start = backward.places[index]
-        return backward.buffers[bucket][start : start + self._numels[index]]
+    # -- or: they arrive in the next forward ------------------------------------------------------------------------
+
+    def _leave_to_forward(self) -> None:
+        backward, self._backward = self._backward, None
+        assert backward is not None and self._pipeline is not None
+        self._used.clear()
+        if self._first_order is not None or self._chooser.is_trying:
+            self._bring_home(backward)
+            self._conclude(backward)
+        else:
+            self._pipeline.hold(_OnItsWay(self, backward))
 
     def _settle_order(self, seen: dict[int, None]) -> None:
         """Groups follow the first backward from now on, as the first rank has seen it."""
@@ -362,6 +350,8 @@ class TopKState:
         members = form_groups(self._order, self._parameters, mebibytes(config.group_mb), config.dense_below_numel)
         with_velocity = config.momentum is not None
         self._groups = [GradientGroup.of(m, self._parameters, self._names, with_velocity) for m in members]
+        if self._pipeline is not None:
+            self._pipeline.plan([(*group.members.sparse, *group.members.dense) for group in self._groups])
         group_of = {i: group for group in self._groups for i in (*group.members.sparse, *group.members.dense)}
         for group in former:
             for kind, kept in group.kept().items():
@@ -385,7 +375,8 @@ class TopKState:
             parameter.grad = None
 
     def _note_stats(self, reductions: Sequence[Reduction]) -> None:
-        before, now = self._mark, (self._lanes.traffic, self._stall.seconds)
+        stall_s = self._stall.seconds + (self._pipeline.stall_s if self._pipeline is not None else 0.0)
+        before, now = self._mark, (self._lanes.traffic, stall_s)
         self._mark = now
         traffic = now[0] - before[0]
         self._stats = TopKStats(
@@ -404,14 +395,17 @@ class TopKState:
     # -- around it --------------------------------------------------------------------------------------------------
 
     def _refuse_under_way(self, what: str) -> None:
-        if self._backward.buffers:
+        if self._backward is not None:
             raise RuntimeError(f"{what} in the middle of a backward: call it between two steps")
+        if self._pipeline is not None:
+            self._pipeline.finish()
+            if self._pipeline.is_holding:
+                raise RuntimeError(f"{what} between a backward and optimizer.step(): call it between two steps")
 
     def _before_forward(self, *_: Any) -> None:
-        places = self._backward.places
-        if not torch.is_grad_enabled() or not places:
+        if not torch.is_grad_enabled() or self._backward is None:
             return
-        missing = [name for index, name in enumerate(self._names) if index not in places]
+        missing = [name for index, name in enumerate(self._names) if index not in self._backward.places]
         if not missing:
             raise RuntimeError("the last backward ended with an error in its exchange: wrap the model again")
         raise RuntimeError(
@@ -435,6 +429,42 @@ class TopKState:
 
     def __reduce__(self) -> Any:
         raise TypeError("a DDP module with TopKState cannot be pickled: save ddp.module.state_dict() instead")
+
+
+class _OnItsWay:
+    """A backward that the forward pipeline waits for."""
+
+    def __init__(self, state: TopKState, backward: Backward) -> None:
+        self._state = state
+        self._backward = backward
+
+    @property
+    def works(self) -> Sequence[Work]:
+        """See :class:`~ddp_hooks.topk.forward.Reduced`."""
+        return self._backward.works
+
+    def approve(self) -> bool:
+        """See :class:`~ddp_hooks.topk.forward.Reduced`."""
+        state, backward = self._state, self._backward
+        backward.hear_verdict(state._stall, state._recorder)
+        if backward.spoilt_by:
+            return False
+        state._refuse_stale(backward)
+        state._step += 1
+        return True
+
+    def arrived(self, parameters: Sequence[int]) -> None:
+        """See :class:`~ddp_hooks.topk.forward.Reduced`."""
+        self._backward.leave_out_unused(parameters)
+
+    def landed(self) -> None:
+        """See :class:`~ddp_hooks.topk.forward.Reduced`."""
+        self._state._note_stats(self._backward.reductions)
+
+    def settle(self) -> None:
+        """See :class:`~ddp_hooks.topk.forward.Reduced`."""
+        self._state._bring_home(self._backward)
+        self._state._conclude(self._backward)
 
 
 def _noting(state: TopKState, index: int) -> Callable[[Tensor], None]:

@@ -80,6 +80,11 @@ class VariantChooser:
         self._times_s.clear()
         self._first_trial = max(_FIRST_TRIAL, self._warmup_steps, step)
 
+    @property
+    def is_trying(self) -> bool:
+        """Whether steps are timed, or will be."""
+        return self.chosen is None and len(self._candidates) > 1
+
     def variant_of(self, group: int, step: int) -> Variant:
         """The variant for a group in a step, counted from 0."""
         return self.chosen[group] if self.chosen is not None else self._on_trial(step)
@@ -92,7 +97,7 @@ class VariantChooser:
             times_s: how long each group has taken.
             names: of the groups.
         """
-        if self.chosen is not None or step < self._first_trial or len(self._candidates) == 1:
+        if not self.is_trying or step < self._first_trial:
             return
         self._times_s.setdefault(self._on_trial(step), []).append(list(times_s))
         if step + 1 == self._first_trial + _STEPS_PER_TRIAL * len(self._candidates):

@@ -45,10 +45,10 @@ LEGEND = """\
 def print_results(results: list[Result], console: Console | None = None) -> None:
     console = console or Console()
     for result in results:
-        # Narrow enough for a terminal of 80 columns.
+        # Narrow enough for a terminal of 80 columns: names of variants are folded, numbers never.
         table = Table(title=result.title, box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
         for index, column in enumerate(COLUMNS):
-            table.add_column(column, justify="right" if index else "left", no_wrap=True)
+            table.add_column(column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
         for row in _variant_rows(result):
             table.add_row(*row)
         table.add_section()

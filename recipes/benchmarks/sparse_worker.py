@@ -211,7 +211,7 @@ class Bench:
 
         def exchange() -> Algorithm:
             result = yield from summation.run(self._flat, self._gradient)
-            mean.zero_()[result.indices] = result.values / self._world_size
+            mean.zero_().index_copy_(0, result.indices, result.values / self._world_size)
 
         dist.barrier()
         start_s = time.perf_counter()

@@ -1,7 +1,7 @@
-"""The ways to train that are compared: plain DDP, DDP with bf16 all-reduce, FSDP2, and DeAR.
+"""The ways to train that are compared: plain DDP, DDP with bf16 all-reduce, FSDP2, DeAR, and sparse all-reduce.
 
-A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp2`, `dear`, or `dear` with
-settings of its own, as in `dear:lanes=1,slice_mb=4` or `dear:bucket_mb=1`.
+A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp2`, `dear`, `topk`, or one of these two
+with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1` or `topk:density=0.001,pipeline=forward`.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
@@ -24,7 +24,7 @@ from recipes.benchmarks.workloads import Workload
 DDP_BUCKETS_MB = (1, 5, 25, 64)
 DEFAULT_VARIANTS = (*(f"ddp-{mb}mb" for mb in DDP_BUCKETS_MB), "ddp-bf16", "fsdp2", "dear", "dear:update=replicated")
 FSDP_BLOCK_BYTES = 25 * 2**20  # DDP's default bucket size
-DEAR_BUCKET_MB = 5  # the smallest that keeps messages large; see docs/dear.md
+HOOK_BUCKET_MB = 5  # the smallest that keeps messages large; see docs/dear.md
 
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
 
@@ -43,10 +43,10 @@ class Trainee:
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """A variant's name, taken apart. `settings` are fields of `DearConfig`; DDP's `bucket_mb` may stand among them."""
+    """A variant's name, taken apart; `settings` are fields of `DearConfig` or `TopKConfig`."""
 
     name: str
-    kind: str  # "ddp", "ddp-bf16", "fsdp2" or "dear"
+    kind: str  # "ddp", "ddp-bf16", "fsdp2", "dear" or "topk"
     bucket_mb: float = 25.0  # DDP's default
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -62,10 +62,13 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
     if name in ("ddp-bf16", "fsdp2"):
         return VariantSpec(name, name)
     kind, _, own = name.partition(":")
-    if kind == "dear":
-        settings = {**(dear_settings or {}), **parse_settings(own.split(",") if own else [])}
-        return VariantSpec(name, kind, settings.pop("bucket_mb", DEAR_BUCKET_MB), settings)
-    raise ValueError(f"variant must be ddp-<size>mb, ddp-bf16, fsdp2, dear or dear:key=value,…, got {name!r}")
+    if kind in ("dear", "topk"):
+        common = dear_settings or {} if kind == "dear" else {}
+        settings = {**common, **parse_settings(own.split(",") if own else [])}
+        return VariantSpec(name, kind, settings.pop("bucket_mb", HOOK_BUCKET_MB), settings)
+    raise ValueError(
+        f"variant must be ddp-<size>mb, ddp-bf16, fsdp2, dear, topk, dear:key=value,… or topk:key=value,…, got {name!r}"
+    )
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
@@ -74,7 +77,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not (key and equals):
-            raise ValueError(f"a DeAR setting must read key=value, got {pair!r}")
+            raise ValueError(f"a setting must read key=value, got {pair!r}")
         try:
             settings[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -84,18 +87,19 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 def why_unavailable(spec: VariantSpec) -> str | None:
     """Why this variant cannot run here, or None if it can. Wrong settings raise."""
-    if spec.kind != "dear":
+    if spec.kind not in ("dear", "topk"):
         return None
     if importlib.util.find_spec("ddp_hooks") is None:
         return "package ddp_hooks is not installed"
     try:
-        from ddp_hooks import DearConfig
+        from ddp_hooks import DearConfig, TopKConfig
     except ImportError as error:
         return str(error)
-    unknown = set(spec.settings) - {entry.name for entry in dataclasses.fields(DearConfig)}
+    config: Any = DearConfig if spec.kind == "dear" else TopKConfig
+    unknown = set(spec.settings) - {entry.name for entry in dataclasses.fields(config)}
     if unknown:
-        raise ValueError(f"{spec.name}: DearConfig has no field {', '.join(sorted(unknown))}")
-    DearConfig(**spec.settings)
+        raise ValueError(f"{spec.name}: {config.__name__} has no field {', '.join(sorted(unknown))}")
+    config(**spec.settings)
     return None
 
 
@@ -110,8 +114,8 @@ def build(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: Op
         init_sync=False,  # every rank made the same weights: spare the slow link
     )
     optimizer = make_optimizer(ddp.parameters())
-    if spec.kind == "dear":
-        return _dear(ddp, optimizer, spec.settings)
+    if spec.kind in ("dear", "topk"):
+        return _hooked(ddp, optimizer, spec)
     if spec.kind == "ddp-bf16":
         ddp.register_comm_hook(None, bf16_allreduce)
     return Trainee(ddp, optimizer)
@@ -157,11 +161,16 @@ def _fsdp2(workload: Workload, slow: float, make_optimizer: OptimizerFactory) ->
     return Trainee(model, make_optimizer(model.parameters()), begin_step=launch_gathers)
 
 
-def _dear(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, settings: dict[str, Any]) -> Trainee:
-    from ddp_hooks import DearConfig, DearState, dear_hook
+def _hooked(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:
+    from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, topk_hook
 
-    state = DearState(ddp, optimizer, DearConfig(**settings))
-    ddp.register_comm_hook(state, dear_hook)
+    state: DearState | TopKState
+    if spec.kind == "dear":
+        state = DearState(ddp, optimizer, DearConfig(**spec.settings))
+        ddp.register_comm_hook(state, dear_hook)
+    else:
+        state = TopKState(ddp, TopKConfig(**spec.settings), optimizer=optimizer)
+        ddp.register_comm_hook(state, topk_hook)
 
     def finish() -> dict[str, float]:
         state.synchronize()

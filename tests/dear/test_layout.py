@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_hooks.comm import in_order_of, is_dense
-from ddp_hooks.dear.guard import GradientGuard
 from ddp_hooks.dear.layout import FusionRule, Layout, ParameterShape, cut_bucket, fuse
+from ddp_hooks.dear.shards import held_in_shards
 from ddp_hooks.dear.storage import flatten, overlapping, unflatten
+from ddp_hooks.feed import GradientGuard
 
 numels = st.lists(st.integers(0, 3000), min_size=1, max_size=12)
 
@@ -118,7 +119,7 @@ def test_overlapping_parameters_are_found() -> None:
 @pytest.mark.parametrize("shape", [(3, 4), (), (1,), (0,)])
 def test_guard_refuses_everything_but_metadata_and_zeroing(shape: tuple[int, ...]) -> None:
     parameter = nn.Parameter(torch.ones(shape))
-    guard = GradientGuard.standing_for(parameter, "layer.weight")
+    guard = GradientGuard.standing_for(parameter, "layer.weight", held_in_shards)
     parameter.grad = guard
     assert parameter.grad.shape == shape and parameter.grad.dtype == torch.float32 and not parameter.grad.is_sparse
     for use in (lambda g: g + 1, lambda g: g.sum(), lambda g: g.mul_(2), lambda g: torch.isnan(g), lambda g: g.clone()):
@@ -144,6 +145,6 @@ def test_the_last_bucket_is_cut_finer() -> None:
 
 def test_autograd_cannot_add_to_a_guard() -> None:
     parameter = nn.Parameter(torch.ones(3))
-    parameter.grad = GradientGuard.standing_for(parameter, "weight")
+    parameter.grad = GradientGuard.standing_for(parameter, "weight", held_in_shards)
     with pytest.raises(RuntimeError):
         parameter.sum().backward()

@@ -12,8 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hooks.dear.checks import ELEMENTWISE
 from ddp_hooks.dear.pending import PendingGradient
+from ddp_hooks.feed import ELEMENTWISE
 from tests.dear.test_refusals import trained
 from tests.dear.twins import whole_batches
 from tests.workers import WorkerPools

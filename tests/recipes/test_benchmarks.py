@@ -327,7 +327,7 @@ def test_variants_train_alike(single_rank: None) -> None:
 
     expected = [torch.full(spec.shape, 0.01) for layer in load("tiny").layers for spec in layer.owned]
     moved = 1e-3 * (1 + 1.9 + 2.71)
-    for name in ("ddp-25mb", "ddp-bf16", "fsdp2", "dear"):
+    for name in ("ddp-25mb", "ddp-bf16", "fsdp2", "dear", "topk"):
         for found, start in zip(weights_after_three_steps(name), expected, strict=True):
             torch.testing.assert_close(found, start - moved, rtol=4e-3, atol=0)  # 4e-3: bf16
 
@@ -350,6 +350,7 @@ def test_window_holds_exactly_the_timed_steps(single_rank: None) -> None:
         ("fsdp2", "fsdp2", 25),
         ("dear", "dear", 5),
         ("dear:bucket_mb=1", "dear", 1),
+        ("topk:density=0.1,bucket_mb=25", "topk", 25),
     ],
 )
 def test_variant_names(name: str, kind: str, bucket_mb: float) -> None:
@@ -360,6 +361,7 @@ def test_variant_names(name: str, kind: str, bucket_mb: float) -> None:
 def test_dear_settings_of_a_variant_win_over_common_ones() -> None:
     spec = parse_variant("dear:lanes=1,fusion=layers", {"lanes": 3, "slice_mb": 4})
     assert spec.settings == {"lanes": 1, "slice_mb": 4, "fusion": "layers"}
+    assert parse_variant("topk:density=0.1", {"lanes": 3}).settings == {"density": 0.1}
 
 
 @pytest.mark.parametrize("name", ["ddp", "ddp-mb", "fsdp", "dears", "dear:lanes"])
@@ -385,6 +387,7 @@ def test_settings_are_numbers_or_text() -> None:
         (["--variants", "horovod"], "variant must be"),
         (["--variants", "dear", "--dear", "lane=3"], "no field lane"),
         (["--variants", "dear", "--dear", "lanes=0"], "lanes must be >= 1"),
+        (["--variants", "topk:slice_mb=4"], "TopKConfig has no field slice_mb"),
     ],
 )
 def test_wrong_options_are_refused_before_anything_runs(

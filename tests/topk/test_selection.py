@@ -14,9 +14,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_hooks.topk import selection
-from ddp_hooks.topk.selection import BlockSelector, at_least, exact_top_k, positions_of
-from ddp_hooks.topk.sparse import SparseVector, add, kth_largest, split_largest
+from ddp_hooks.topk import primitives, selection
+from ddp_hooks.topk.primitives import is_in, kth_largest, positions_of, reaching, stable_order
+from ddp_hooks.topk.selection import BlockSelector, exact_top_k
+from ddp_hooks.topk.sparse import SparseVector, add, split_largest
 from tests.topk.twins import top
 
 
@@ -34,8 +35,7 @@ def by_sorting(values: Tensor, k: int) -> Tensor:
 
 @pytest.mark.parametrize("density", [0.0001, 0.001, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("kind", ["normal", "heavy tails", "equal", "zeros", "sorted", "few values"])
-def test_the_fast_path_selects_the_same(density: float, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(selection, "_PART", 1 << 17)  # several parts, one of them short
+def test_the_fast_path_selects_the_same(density: float, kind: str) -> None:
     numel = 300_007
     generator = torch.Generator().manual_seed(1)
     residual = torch.randn(numel, generator=generator)
@@ -58,7 +58,9 @@ def test_the_fast_path_selects_the_same(density: float, kind: str, monkeypatch: 
     assert torch.equal(work, residual + gradient)
     for block, k in enumerate(counts):
         part = work[bounds[block] : bounds[block + 1]]
-        assert torch.equal(selector.select(block), by_sorting(part, k) + bounds[block])
+        chosen = selector.select(block)
+        assert torch.equal(chosen.indices, by_sorting(part, k) + bounds[block])
+        assert torch.equal(chosen.values, work[chosen.indices])
 
 
 @given(st.integers(0, 1000))
@@ -69,15 +71,20 @@ def test_entries_that_change_after_the_pass(seed: int) -> None:
     work = torch.zeros(5000)
     selector = BlockSelector(work, (0, 2000, 5000), (20, 30))
     selector.add(torch.randint(-9, 10, (5000,), generator=generator).float())
-    changed = torch.randperm(3000, generator=generator)[:400].sort().values + 2000
+    changed = torch.randperm(2999, generator=generator)[:400].sort().values + 2001
     if seed % 2:
-        changed = (torch.nonzero(work[2000:].abs() > 7).squeeze(1)) + 2000  # the largest ones fall
+        changed = (torch.nonzero(work[2001:].abs() > 7).squeeze(1)) + 2001  # the largest ones fall
         work[changed] = 0.0
     else:
         work[changed] += torch.randint(-9, 10, (400,), generator=generator).float()
     selector.received(1, changed)
-    assert torch.equal(selector.select(1), by_sorting(work[2000:], 30) + 2000)
-    assert torch.equal(selector.select(0), by_sorting(work[:2000], 20))
+    again = changed[::3] - 1  # some of them, and neighbours
+    work[again] -= 1.0
+    selector.received(1, again)
+    for block, (start, end, k) in enumerate([(0, 2000, 20), (2000, 5000, 30)]):
+        chosen = selector.select(block)
+        assert torch.equal(chosen.indices, by_sorting(work[start:end], k) + start)
+        assert torch.equal(chosen.values, work[chosen.indices])
 
 
 def test_a_list_that_is_too_short_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,7 +100,8 @@ def test_a_list_that_is_too_short_is_made_again(monkeypatch: pytest.MonkeyPatch)
     selector = BlockSelector(work, (0, 1000), (10,))
     selector.add(torch.arange(1000).float())
     work[900:] = 0.0  # everything that was listed
-    assert torch.equal(selector.select(0), torch.arange(890, 900))
+    selector.received(0, torch.arange(900, 1000))
+    assert torch.equal(selector.select(0).indices, torch.arange(890, 900))
     assert made == [10, 10]
 
 
@@ -105,9 +113,33 @@ def test_positions_of_a_mask(positions: list[int]) -> None:
     assert torch.equal(positions_of(mask), torch.nonzero(mask).squeeze(1))
 
 
-def test_at_least_includes_the_threshold() -> None:
-    assert at_least(torch.tensor([1.0, -2.0, 3.0, 2.0, -1.9]), 2.0).tolist() == [1, 2, 3]
-    assert at_least(torch.empty(0), 2.0).tolist() == []
+@given(st.lists(st.integers(0, 5_000)), st.lists(st.integers(0, 5_000)), st.sampled_from([1, 2_000]))
+@settings(max_examples=100, deadline=None)
+def test_membership_and_order(some: list[int], others: list[int], stretch: int) -> None:
+    """Both by a map of the range, and by searching where that would be long."""
+    indices, ascending = (torch.tensor(sorted(set(x)), dtype=torch.int64) * stretch for x in (some, others))
+    found = is_in(indices, ascending)
+    assert found.tolist() == [index in set(ascending.tolist()) for index in indices.tolist()]
+    both = torch.cat([indices, ascending])
+    assert torch.equal(stable_order(both), torch.sort(both, stable=True).indices)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("with_gradient", [True, False])
+def test_what_reaches_a_threshold(
+    dtype: torch.dtype, with_gradient: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(primitives, "_CHUNK", 3)  # several chunks, one of them short
+    values = torch.tensor([1.0, -2.0, 3.0, 2.0, -1.9, 0.0, -4.0], dtype=dtype)
+    gradient = torch.tensor([1.0, 0.0, -3.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.bfloat16) if with_gradient else None
+    positions, kept = reaching(values, 2.0, gradient)
+    assert positions.tolist() == ([0, 1, 3, 6] if with_gradient else [1, 2, 3, 6])
+    assert torch.equal(kept, values[positions]) and values.dtype == dtype
+    assert values.tolist()[2] == (0.0 if with_gradient else 3.0)
+    for nothing in (values[:0], values[5:6]):
+        positions, kept = reaching(nothing, 2.0)
+        assert positions.tolist() == [] and positions.dtype == torch.int64 and kept.dtype == dtype
+        assert kept.view(torch.uint8).numel() == 0
 
 
 @given(st.integers(0, 1000))

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-_REASON = "DearState waits for parameters between graphs: compile with fullgraph=False"
+_REASON = "ddp_hooks waits for parameters between graphs: compile with fullgraph=False"
 
 
 def do_nothing(*args: Any, **kwargs: Any) -> None:

@@ -1,7 +1,8 @@
 """A stand-in for gradients that nobody may read.
 
-Between backward and step the model's ``.grad`` is neither local nor reduced: DDP's bucket holds partial sums. A guard
-takes its place, raises on any use, and remembers being zeroed, so that ``zero_grad`` keeps its meaning.
+Between backward and step the model's ``.grad`` may be neither local nor reduced: DDP's bucket holds partial sums, or
+what is still on its way. A guard takes its place, raises on any use, and remembers being zeroed, so that ``zero_grad``
+keeps its meaning.
 """
 
 from __future__ import annotations
@@ -31,15 +32,17 @@ class GradientGuard(Tensor):
     """
 
     owner: str  # the parameter's name
+    explain: Callable[[str], str]  # of a function's name: why it may not be called, and what to do instead
     zeroed: bool
 
     @staticmethod
-    def standing_for(parameter: Tensor, name: str) -> GradientGuard:
+    def standing_for(parameter: Tensor, name: str, explain: Callable[[str], str]) -> GradientGuard:
         """A guard with the shape, dtype and device of ``parameter``."""
         # Zero strides: an accumulation by autograd, which does not ask __torch_function__, fails as well.
         blank = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         guard = blank.as_subclass(GradientGuard)
         guard.owner = name
+        guard.explain = explain
         guard.zeroed = False
         return guard
 
@@ -57,28 +60,13 @@ class GradientGuard(Tensor):
             for tensor in plain:
                 tensor.zero_()
             return args[0] if args else None
-        owner = guards[0].owner if guards else "a parameter"
         what = getattr(func, "__name__", str(func))
-        raise RuntimeError(
-            f"{what}() met the gradient of {owner}, which DearState holds in shards: between backward and step it is "
-            f"neither local nor reduced here. {_advice(what)}"
-        )
+        if not guards:
+            raise RuntimeError(f"{what}() met a gradient that may not be used between backward and step")
+        raise RuntimeError(f"{what}() met the gradient of {guards[0].owner}, {guards[0].explain(what)}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GradientGuard({self.owner}: its gradient is held in shards by DearState)"
-
-
-def _advice(what: str) -> str:
-    if "non_finite_check" in what:
-        return (
-            "torch.amp.GradScaler looks for overflows on one rank alone, so ranks would part: use ddp_hooks.GradScaler "
-            "in its place, or bfloat16 autocast, which needs none."
-        )
-    return (
-        "To clip, call state.clip_grad_norm_(max_norm) or state.clip_grad_value_(clip_value), or set "
-        "DearConfig(max_grad_norm=...). To read or change gradients, use `with state.reduced_gradients() as shards:`, "
-        "which gives this rank's reduced shard of each parameter."
-    )
+        return f"GradientGuard({self.owner}, {self.explain('repr').split('.')[0]})"
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:

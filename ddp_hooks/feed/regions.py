@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ddp_hooks.dear.inert import InertOnCopy
+from ddp_hooks.feed.inert import InertOnCopy
 
 START = "0"
 

@@ -5,7 +5,7 @@ traced forward saw being read after that hook and before the next (``MultiheadAt
 never runs; tied and functional uses). Waiting never communicates. A forward whose modules run in another order than
 the traced one waits for everything at once, and is traced again; so does any forward without gradients, where torch
 may take fused paths that read whole subtrees. In compiled code one module waits for many
-(:mod:`~ddp_hooks.dear.regions`).
+(:mod:`~ddp_hooks.feed.regions`).
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from ddp_hooks.comm import Recorder, Stall, Work, compat
-from ddp_hooks.dear.inert import InertOnCopy
-from ddp_hooks.dear.regions import START, Clearance, Passable, nearest_above, order_below, stand_ins
-from ddp_hooks.dear.trace import ForwardTrace
+from ddp_hooks.feed.inert import InertOnCopy
+from ddp_hooks.feed.regions import START, Clearance, Passable, nearest_above, order_below, stand_ins
+from ddp_hooks.feed.trace import ForwardTrace
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -34,6 +34,7 @@ class FeedPipe:
         names: their names, for messages.
         recorder: for the timeline.
         graph_bytes: what one module of a compiled graph may wait for, in bytes of parameters.
+        remedy: the setting with which nothing is under way between a step and the next forward, for messages.
         arrived: called with the parameters of which everything has been gathered, before anybody reads them.
     """
 
@@ -44,6 +45,7 @@ class FeedPipe:
         names: Sequence[str],
         recorder: Recorder,
         graph_bytes: int,
+        remedy: str,
         arrived: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.stall = Stall()
@@ -54,6 +56,7 @@ class FeedPipe:
         self._recorder = recorder
         self._arrived = arrived
         self._graph_bytes = graph_bytes
+        self._remedy = remedy
         modules = self._modules = list(root.named_modules())
         self._paths = [path for path, _ in modules]
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -287,7 +290,7 @@ class FeedPipe:
         raise RuntimeError(
             f"{self._names[parameter]} was {what} while its gather was under way, so its value is undefined: call "
             f"state.synchronize() before writing or converting parameters after optimizer.step(), or use "
-            f"DearConfig(overlap_forward=False)"
+            f"{self._remedy}"
         )
 
     def _assign_groups_to_modules(self) -> None:

@@ -1,0 +1,94 @@
+"""An optimizer's own code, run for a part of its parameters at a time, with the settings of the step.
+
+Each parameter is updated when its gradient is there, in the next forward, just before it is read (zhang2023dear,
+section III-B, Algorithm 1: FeedPipe). Right for optimizers whose update of a parameter looks at no other one.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import compat
+
+
+class DeferredUpdates:
+    """Updates some parameters of an optimizer, as its ``step()`` would have, whatever schedulers have done since.
+
+    Args:
+        optimizer: of all parameters.
+        parameters: that may be updated by themselves, in a fixed order.
+        gradient_of: the gradient of the parameter with that number, when it is updated.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        gradient_of: Callable[[int], Tensor],
+    ) -> None:
+        self.running = False  # the optimizer's code runs for some parameters
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._gradient_of = gradient_of
+        self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, at the step
+        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._slot_of = {
+            index_of[id(parameter)]: (group, position)
+            for group, entries in enumerate(optimizer.param_groups)
+            for position, parameter in enumerate(entries["params"])
+            if id(parameter) in index_of
+        }
+
+    def note_settings(self) -> None:
+        """The optimizer is about to step: its learning rates and so on are those of the updates to come."""
+        self._settings = [
+            {key: copied(value) for key, value in group.items() if key != "params"}
+            for group in self._optimizer.param_groups
+        ]
+
+    def run(self, indices: Sequence[int]) -> None:
+        """Run the optimizer's own code over these parameters, with the settings of the step."""
+        optimizer = self._optimizer
+        indices = sorted(indices, key=self._slot_of.__getitem__)  # as the optimizer has them
+        parameters = [self._parameters[index] for index in indices]
+        marks = [parameter.grad for parameter in parameters]
+        for index, parameter in zip(indices, parameters, strict=True):
+            parameter.grad = self._gradient_of(index)
+        live = optimizer.param_groups
+        partial: list[tuple[int, dict[str, Any]]] = []
+        for position, members in itertools.groupby(indices, lambda index: self._slot_of[index][0]):
+            own = {key: copied(value) for key, value in self._settings[position].items()}
+            partial.append((position, {**own, "params": [self._parameters[index] for index in members]}))
+        optimizer.param_groups = [group for _, group in partial]
+        self.running = True
+        try:
+            with _outside_of_any_forward(self._parameters[0].device):
+                compat.unhooked_step(optimizer)(optimizer)
+        finally:
+            self.running = False
+            optimizer.param_groups = live
+            for parameter, mark in zip(parameters, marks, strict=True):
+                parameter.grad = mark
+        for position, group in partial:  # an optimizer may count steps in its groups
+            for key, value in group.items():
+                before = self._settings[position].get(key)
+                if key != "params" and not isinstance(value, Tensor) and value != before:
+                    live[position][key] = value
+
+
+def copied(value: Any) -> Any:
+    """The value, with memory of its own if it is a tensor."""
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _outside_of_any_forward(device: torch.device) -> Iterator[None]:
+    """An update in the middle of a forward is none of its operations."""
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+        yield

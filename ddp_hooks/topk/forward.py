@@ -1,0 +1,261 @@
+"""``pipeline="forward"``: sums arrive in the next forward, and each parameter is updated just before it is read.
+
+Both zhang2023dear (section VII) and zhao2024spardl (section VI) leave it as future work to join the two. Groups are
+submitted in the backward as ever. When it ends, guards take the place of gradients that are still on their way;
+``optimizer.step()`` notes its settings; and in the next forward modules wait for the groups of their own parameters
+only, which the optimizer's code then updates. Before the forward ends everything is there, because the coming backward
+writes into the same buckets.
+
+Nothing communicates here, so one rank alone may wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks.comm import Recorder, Work, compat
+from ddp_hooks.feed import DeferredUpdates, FeedPipe, GradientGuard, InertOnCopy, synchronize_before_averaging
+
+
+class Reduced(Protocol):
+    """A backward whose groups are on their way; :class:`~ddp_hooks.TopKState` knows more about it."""
+
+    @property
+    def works(self) -> Sequence[Work]:
+        """Of the groups, in their order."""
+
+    def approve(self) -> bool:
+        """Whether every rank may update with it: waits until all have said so. Collective."""
+
+    def arrived(self, parameters: Sequence[int]) -> None:
+        """The groups of these parameters are complete, and nobody has read their gradients yet."""
+
+    def landed(self) -> None:
+        """All groups are complete, and their parameters are updated."""
+
+    def settle(self) -> None:
+        """Wait for everything, and make the gradients those that any other pipeline leaves; collective."""
+
+
+@dataclass
+class _Pending:
+    """Gradients between a backward and the updates."""
+
+    reduced: Reduced
+    gradients: dict[int, Tensor]  # by parameter: what DDP has put there, in its buckets
+
+
+class ForwardPipeline:
+    """Lets gradients arrive, and updates happen, in the next forward.
+
+    Args:
+        ddp: the model.
+        optimizer: of all its parameters.
+        parameters, names: those that DDP reduces, in a fixed order.
+        recorder: for the timeline.
+        deferred: whether the optimizer updates each parameter by itself; if not, ``step()`` waits for everything.
+    """
+
+    def __init__(
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        recorder: Recorder,
+        deferred: bool,
+    ) -> None:
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._deferred = deferred
+        self._guards = [
+            GradientGuard.standing_for(parameter, name, _on_its_way)
+            for parameter, name in zip(parameters, names, strict=True)
+        ]
+        self._held: _Pending | None = None  # from the end of a backward until a step
+        self._flying: _Pending | None = None  # from a step until everything is updated
+        self._wanted: set[int] = set()  # parameters that await their update
+        self._zeroed: set[int] = set()  # of them, those whose gradients were set to zero before the step
+        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)
+        remedy = 'TopKConfig(pipeline="backward")'
+        self._pipe = FeedPipe(ddp.module, parameters, names, recorder, ddp.bucket_bytes_cap, remedy, self._arrived)
+        self._handles = self._install(ddp)
+
+    @property
+    def stall_s(self) -> float:
+        """Seconds that forwards have waited so far."""
+        return self._pipe.stall.seconds
+
+    @property
+    def is_holding(self) -> bool:
+        """Whether a backward has not been followed by a step yet."""
+        return self._held is not None
+
+    def plan(self, groups: Sequence[tuple[int, ...]]) -> None:
+        """Set which parameters travel together; nothing may be on its way."""
+        self._pipe.plan(groups)
+
+    def hold(self, reduced: Reduced) -> None:
+        """A backward has ended, and DDP has made its buckets the model's gradients: nobody may read them yet."""
+        gradients = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
+        self._held = _Pending(reduced, gradients)
+        for index in gradients:
+            self._guards[index].zeroed = False
+            self._parameters[index].grad = self._guards[index]
+
+    def settle(self) -> None:
+        """Wait for the gradients of the last backward, so that they may be read or changed; collective.
+
+        The next ``optimizer.step()`` then updates at once.
+        """
+        self.finish()
+        held, self._held = self._held, None
+        if held is not None:
+            self._give_back(held)
+            held.reduced.settle()
+
+    def finish(self) -> None:
+        """Wait for the updates that are on their way."""
+        self._pipe.finish()
+        self._land()
+
+    def close(self) -> None:
+        """Wait for what is on its way, and remove hooks and guards. What no step has followed stays where it is."""
+        try:
+            self.finish()
+        finally:
+            self._pipe.close()
+            for handle in self._handles:
+                handle.remove()
+            if self._held is not None:
+                for work in self._held.reduced.works:
+                    work.wait()
+                self._give_back(self._held)
+                self._held = None
+
+    # -- the optimizer's step ---------------------------------------------------------------------------------------
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        if self._updates.running or compat.is_inner_step(optimizer):
+            return None
+        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
+        if closure is None:
+            self._open_step()
+            return None
+        wrapped = self._settling(closure)
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": wrapped}
+        return (args[0], wrapped, *args[2:]), kwargs
+
+    def _settling(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        def evaluate_and_settle() -> Any:
+            loss = closure()
+            self.settle()
+            return loss
+
+        return evaluate_and_settle
+
+    def _open_step(self) -> None:
+        self.finish()  # two steps without a forward between them
+        held = self._held
+        if held is None:
+            return
+        if not self._deferred or not held.reduced.approve():
+            self.settle()
+            return
+        self._updates.note_settings()
+        self._wanted = {index for index in held.gradients if self._parameters[index].grad is self._guards[index]}
+        self._zeroed = {index for index in self._wanted if self._guards[index].zeroed}
+        for index in self._wanted:
+            self._parameters[index].grad = None  # so that the optimizer's own code passes it by
+
+    def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if self._updates.running or compat.is_inner_step(optimizer) or self._held is None:
+            return
+        self._flying, self._held = self._held, None
+        for index in self._wanted:
+            self._parameters[index].grad = self._guards[index]
+        compat.increment_versions(self._parameters)
+        self._pipe.launched(self._flying.reduced.works)
+
+    # -- arrival ----------------------------------------------------------------------------------------------------
+
+    def _arrived(self, parameters: Sequence[int]) -> None:
+        assert self._flying is not None
+        self._flying.reduced.arrived(parameters)
+        wanted = [index for index in parameters if index in self._wanted]
+        self._wanted.difference_update(wanted)
+        if wanted:
+            self._updates.run(wanted)
+
+    def _gradient_of(self, index: int) -> Tensor:
+        assert self._flying is not None
+        gradient = self._flying.gradients[index]
+        return torch.zeros_like(gradient) if index in self._zeroed else gradient.view_as(gradient)
+
+    def _land(self) -> None:
+        if self._flying is not None and not self._pipe.in_flight:
+            flying, self._flying = self._flying, None
+            self._give_back(flying)
+            flying.reduced.landed()
+
+    def _give_back(self, pending: _Pending) -> None:
+        """Gradients take the place of their guards, where the user has left these."""
+        for index, gradient in pending.gradients.items():
+            if self._parameters[index].grad is self._guards[index]:
+                self._parameters[index].grad = gradient.zero_() if self._guards[index].zeroed else gradient
+
+    # -- forwards ---------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, ddp: Any, *_: Any) -> None:
+        if not torch.is_grad_enabled():
+            return
+        self.settle_unless_stepped()
+        if any(parameter.grad is guard for parameter, guard in zip(self._parameters, self._guards, strict=True)):
+            self.finish()  # nobody has taken the last gradients away, so the coming ones are added to them
+        if ddp.training:
+            self._pipe.begin_trace()
+
+    def settle_unless_stepped(self) -> None:
+        """A backward that no step has followed leaves its gradients to the next one."""
+        if self._held is not None:
+            self.settle()
+
+    def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
+        self._pipe.end_trace(succeeded=output is not None)
+        self.finish()
+
+    def _install(self, ddp: DistributedDataParallel) -> list[Any]:
+        def finish(*_: Any) -> None:
+            self.finish()
+
+        optimizer, wait = self._optimizer, InertOnCopy(finish)
+        handles: list[Any] = [
+            optimizer.register_step_pre_hook(InertOnCopy(self._before_step)),
+            optimizer.register_step_post_hook(InertOnCopy(self._after_step)),
+            optimizer.register_state_dict_pre_hook(finish),
+            optimizer.register_load_state_dict_pre_hook(finish),
+            ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
+            ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
+        ]
+        for module in ddp.modules():
+            handles.append(module.register_state_dict_pre_hook(wait))
+            handles.append(module.register_load_state_dict_pre_hook(wait))
+            synchronize_before_averaging(module, self.finish)
+        return handles
+
+
+def _on_its_way(what: str) -> str:
+    reason = 'which is still on its way: TopKConfig(pipeline="forward") lets it arrive in the next forward.'
+    if "non_finite_check" in what:
+        return f'{reason} A gradient scaler has to read it before the step, so use pipeline="backward".'
+    return (
+        f"{reason} To clip, read or change gradients call state.wait_for_gradients() first, on all ranks, after every "
+        f'backward; where that happens in every step, pipeline="backward" does the same.'
+    )
