@@ -13,6 +13,7 @@ from torch import Tensor
 
 _CHUNK = 1 << 16  # elements that a pass handles at a time: they stay in the cache
 _SPARSEST_MAP = 512  # elements per index, from which on a search is faster than a map of the range
+_MAP = 1 << 22  # elements of a map: it stays in the cache
 
 
 def positions_of(mask: Tensor) -> Tensor:
@@ -37,10 +38,16 @@ def is_in(indices: Tensor, others: Tensor) -> Tensor:
     if last - first > _SPARSEST_MAP * indices.numel():
         positions = torch.searchsorted(others, indices)
         return others[positions.clamp_(max=others.numel() - 1)] == indices
-    start, end = torch.searchsorted(others, torch.tensor([first, last + 1], device=others.device)).tolist()
-    present = torch.zeros(last - first + 1, dtype=torch.bool, device=others.device)
-    present.index_fill_(0, others[start:end] - first, True)
-    return present.index_select(0, indices - first)
+    edges = [*range(first, last + 1, _MAP), last + 1]
+    at = torch.tensor(edges, device=indices.device)
+    cuts, other_cuts = (torch.searchsorted(values, at).tolist() for values in (indices, others))
+    present = torch.empty(min(_MAP, last - first + 1), dtype=torch.bool, device=indices.device)
+    found = []
+    for number, start in enumerate(edges[:-1]):
+        present.zero_()
+        present.index_fill_(0, others[other_cuts[number] : other_cuts[number + 1]] - start, True)
+        found.append(present.index_select(0, indices[cuts[number] : cuts[number + 1]] - start))
+    return torch.cat(found)
 
 
 def kth_largest(values: Tensor, k: int) -> float:

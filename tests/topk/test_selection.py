@@ -113,10 +113,18 @@ def test_positions_of_a_mask(positions: list[int]) -> None:
     assert torch.equal(positions_of(mask), torch.nonzero(mask).squeeze(1))
 
 
-@given(st.lists(st.integers(0, 5_000)), st.lists(st.integers(0, 5_000)), st.sampled_from([1, 2_000]))
+@given(
+    st.lists(st.integers(0, 5_000)), st.lists(st.integers(0, 5_000)), st.sampled_from([1, 2_000]), st.integers(1, 99)
+)
 @settings(max_examples=100, deadline=None)
-def test_membership_and_order(some: list[int], others: list[int], stretch: int) -> None:
-    """Both by a map of the range, and by searching where that would be long."""
+def test_membership_and_order(some: list[int], others: list[int], stretch: int, part: int) -> None:
+    """By maps of parts of the range, and by searching where these would be many."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(primitives, "_MAP", 50 * part)
+        look_up(some, others, stretch)
+
+
+def look_up(some: list[int], others: list[int], stretch: int) -> None:
     indices, ascending = (torch.tensor(sorted(set(x)), dtype=torch.int64) * stretch for x in (some, others))
     found = is_in(indices, ascending)
     assert found.tolist() == [index in set(ascending.tolist()) for index in indices.tolist()]
