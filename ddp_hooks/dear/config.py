@@ -27,9 +27,10 @@ class DearConfig:
         fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None: an atom's size; on
             links of medium speed a sixteenth of the model or 4 MiB, whichever is larger, if that is less.
         fusion_layers: layers per group, for ``"layers"``.
-        atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages,
-            but not more than an eighth of the model or 16 MiB, whichever is larger. A run that resumes a checkpoint on
-            three or more ranks keeps the size that is saved there.
+        atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages
+            or 8 MiB, but not more than an eighth of the model or 16 MiB, whichever is larger (a quarter of the model
+            where the processor limits and updates are replicated). A run that resumes a checkpoint on three or more
+            ranks keeps the size that is saved there.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
         slice_mb: largest message in MiB; a lane holds four buffers of this size. None: chosen by the same measurement.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,

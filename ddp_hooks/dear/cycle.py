@@ -60,6 +60,7 @@ from ddp_hooks.feed import ELEMENTWISE, FeedPipe
 
 logger = logging.getLogger("ddp_hooks")
 
+_SMALL_ATOM_BYTES = 8 << 20
 _LARGE_ATOM_BYTES = 16 << 20
 _MIN_ATOMS = 8  # of a model, where atoms are larger than that
 _MIN_ATOMS_OF_GRADIENTS = 4  # likewise, where the processor limits and has whole updates to do, too
@@ -498,7 +499,8 @@ def _open_lanes(
     # Where messages are large, still enough atoms for something to overlap with.
     busy = replicates and link is not None and link.outruns_processor
     num_atoms = _MIN_ATOMS_OF_GRADIENTS if busy else _MIN_ATOMS
-    atom_bytes = min(4 * settings.slice_bytes, max(_LARGE_ATOM_BYTES, model_bytes // num_atoms))
-    if lanes.native or settings.slice_bytes > _SMALL_GROUP_BYTES:  # there every group costs more than it hides
-        return lanes, atom_bytes, atom_bytes, link
+    four_messages = max(4 * settings.slice_bytes, _SMALL_ATOM_BYTES)  # so that buckets of 5 MB are not cut
+    atom_bytes = min(four_messages, max(_LARGE_ATOM_BYTES, model_bytes // num_atoms))
+    if lanes.native or atom_bytes == _SMALL_ATOM_BYTES or settings.slice_bytes > _SMALL_GROUP_BYTES:
+        return lanes, atom_bytes, atom_bytes, link  # smaller groups would cost more than they hide
     return lanes, atom_bytes, min(atom_bytes, max(_SMALL_GROUP_BYTES, model_bytes // _MIN_GROUPS)), link

@@ -29,7 +29,7 @@ from recipes.benchmarks.launch import run_job
 from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob
 from recipes.cluster.network import parse_rate
 
-COLUMNS = ("elements", "density", "variant", "s", "min–max", "× dense", "computing", "messages", "MB sent")
+COLUMNS = ("elements", "density", "variant", "s", "min–max", "× dense", "compute", "messages", "MB sent")
 
 INTRODUCTION = """\
 One gradient of float32, the sum of which every worker is to have; one core's worth of threads per worker, two cores \
@@ -40,7 +40,7 @@ LEGEND = """\
 * `s`: from the gradient to the mean of what was kept of all of them: adding to the residual, selecting, exchanging,
   and writing a dense vector.
 * `× dense`: how many times as fast as PyTorch's own all-reduce of the same run.
-* `computing`: seconds that the algorithm took between its rounds, on the slowest worker. Workers share two cores, so it
+* `compute`: seconds that the algorithm took between its rounds, on the slowest worker. Workers share two cores, so it
   is several times what it is on a core of one's own.
 * `messages`: seconds that the same messages take once more, with nothing to compute between them.
 * `MB sent`: payload per worker, the largest. PowerSGD's is not counted."""

@@ -463,6 +463,14 @@ def test_sizes_where_the_processor_limits(monkeypatch: pytest.MonkeyPatch, updat
     assert atom_bytes == (40 if update == "replicated" and goodput_bytes_s == 1e9 else 20) << 20
 
 
+def test_sizes_where_the_link_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cycle, "profile_link", lambda lanes: LinkProfile(100e6, 3, 1 << 20))
+    monkeypatch.setattr(cycle, "Lanes", lambda *args: MagicMock(native=False))
+    device = torch.device("cpu")
+    _, *sizes, _ = cycle._open_lanes(DearConfig(), MagicMock(), device, Recorder(False), 400 << 20, False)
+    assert sizes == [8 << 20, 8 << 20]
+
+
 class Halving(torch.optim.SGD):
     """Gives gradients other memory, as some optimizers and hooks do."""
 

@@ -118,6 +118,11 @@ def tensors_in(value: Any) -> Iterator[Tensor]:
             yield from tensors_in(item)
 
 
+def compiled() -> nn.Module:
+    model: nn.Module = torch.compile(Net(), backend="eager")  # type: ignore[assignment]
+    return model
+
+
 # -- loops ------------------------------------------------------------------------------------------------------------
 
 
@@ -314,6 +319,11 @@ def test_settings(workers: WorkerPools, config: TopKConfig) -> None:
 @pytest.mark.parametrize("options", [{"static_graph": True}, {"find_unused_parameters": True}], ids=str)
 def test_settings_of_ddp(workers: WorkerPools, options: dict[str, Any]) -> None:
     for same, updates in workers(2).run(outcomes, plain, CONFIG, momentum_sgd, Net, options):
+        assert same and updates
+
+
+def test_compiled_models(workers: WorkerPools) -> None:
+    for same, updates in workers(2).run(outcomes, plain, CONFIG, momentum_sgd, compiled, {"bucket_cap_mb": 1}):
         assert same and updates
 
 
