@@ -46,7 +46,19 @@ class DeferredUpdates:
         }
 
     def note_settings(self) -> None:
-        """The optimizer is about to step: its learning rates and so on are those of the updates to come."""
+        """The optimizer is about to step: its learning rates and so on are those of the updates to come.
+
+        Raises:
+            RuntimeError: parameters have been moved or removed.
+        """
+        groups = self._optimizer.param_groups
+        for index, (group, position) in self._slot_of.items():
+            params = groups[group]["params"] if group < len(groups) else []
+            if position >= len(params) or params[position] is not self._parameters[index]:
+                raise RuntimeError(
+                    "the optimizer's param_groups are not those that it had when the hook's state was created: change "
+                    "them before, or wrap the model again"
+                )
         self._settings = [
             {key: copied(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups

@@ -48,6 +48,12 @@ def find_problem_of_pipeline(
         )
     if not ddp.gradient_as_bucket_view:
         return 'pipeline="forward" needs DistributedDataParallel(..., gradient_as_bucket_view=True)'
+    addresses = [p.data_ptr() for p in compat.managed_parameters(ddp).values() if p.numel()]
+    if len(set(addresses)) < len(addresses):
+        return (
+            'with pipeline="forward" every module waits for its own parameters, and some of these share their memory '
+            "without being the same: tie weights by assigning the parameter itself"
+        )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     missing = [name for name, parameter in compat.managed_parameters(ddp).items() if id(parameter) not in held]
     if missing:

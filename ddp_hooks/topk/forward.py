@@ -20,7 +20,14 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Recorder, Work, compat
-from ddp_hooks.feed import DeferredUpdates, FeedPipe, GradientGuard, InertOnCopy, synchronize_before_averaging
+from ddp_hooks.feed import (
+    DeferredUpdates,
+    FeedPipe,
+    GradientGuard,
+    InertOnCopy,
+    extend_zero_grad,
+    synchronize_before_averaging,
+)
 
 
 class Reduced(Protocol):
@@ -39,8 +46,11 @@ class Reduced(Protocol):
     def landed(self) -> None:
         """All groups are complete, and their parameters are updated."""
 
-    def settle(self) -> None:
-        """Wait for everything, and make the gradients those that any other pipeline leaves; collective."""
+    def bring_home(self) -> None:
+        """Wait for everything: gradients are those that the other pipeline leaves."""
+
+    def conclude(self) -> None:
+        """They take the place of their guards; collective."""
 
 
 @dataclass
@@ -81,6 +91,7 @@ class ForwardPipeline:
         self._held: _Pending | None = None  # from the end of a backward until a step
         self._flying: _Pending | None = None  # from a step until everything is updated
         self._wanted: set[int] = set()  # parameters that await their update
+        self._marks: set[int] = set()  # of them, those whose guards make room while the optimizer's own code runs
         self._zeroed: set[int] = set()  # of them, those whose gradients were set to zero before the step
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)
         remedy = 'TopKConfig(pipeline="backward")'
@@ -96,6 +107,14 @@ class ForwardPipeline:
     def is_holding(self) -> bool:
         """Whether a backward has not been followed by a step yet."""
         return self._held is not None
+
+    def refuse_unfinished(self) -> None:
+        """Raise if a backward begins while gradients of the one before are on their way, in the same buckets."""
+        if self._held is not None or self._flying is not None:
+            raise RuntimeError(
+                "a backward follows a forward that has gone around DDP's hooks, so gradients of the step before are "
+                "still on their way: call ddp(...), not ddp.forward(...)"
+            )
 
     def plan(self, groups: Sequence[tuple[int, ...]]) -> None:
         """Set which parameters travel together; nothing may be on its way."""
@@ -117,8 +136,9 @@ class ForwardPipeline:
         self.finish()
         held, self._held = self._held, None
         if held is not None:
+            held.reduced.bring_home()
             self._give_back(held)
-            held.reduced.settle()
+            held.reduced.conclude()
 
     def finish(self) -> None:
         """Wait for the updates that are on their way."""
@@ -126,24 +146,28 @@ class ForwardPipeline:
         self._land()
 
     def close(self) -> None:
-        """Wait for what is on its way, and remove hooks and guards. What no step has followed stays where it is."""
+        """Wait for what is on its way, and remove hooks and guards."""
+        self._close_step()
         try:
-            self.finish()
+            self.settle()
         finally:
             self._pipe.close()
             for handle in self._handles:
                 handle.remove()
-            if self._held is not None:
-                for work in self._held.reduced.works:
-                    work.wait()
-                self._give_back(self._held)
-                self._held = None
+            for parameter in self._parameters:
+                if isinstance(parameter.grad, GradientGuard):
+                    parameter.grad = None
 
     # -- the optimizer's step ---------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if self._updates.running or compat.is_inner_step(optimizer):
             return None
+        if compat.inside_compiled_region():
+            raise RuntimeError(
+                "optimizer.step() was called from compiled code, which cannot leave updates to the next forward: "
+                "compile the model alone, and call optimizer.step() outside"
+            )
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is None:
             self._open_step()
@@ -162,6 +186,7 @@ class ForwardPipeline:
         return evaluate_and_settle
 
     def _open_step(self) -> None:
+        self._close_step()  # one that did not end
         self.finish()  # two steps without a forward between them
         held = self._held
         if held is None:
@@ -172,17 +197,30 @@ class ForwardPipeline:
         self._updates.note_settings()
         self._wanted = {index for index in held.gradients if self._parameters[index].grad is self._guards[index]}
         self._zeroed = {index for index in self._wanted if self._guards[index].zeroed}
-        for index in self._wanted:
+        self._marks = set(self._wanted)
+        for index in self._marks:
             self._parameters[index].grad = None  # so that the optimizer's own code passes it by
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._updates.running or compat.is_inner_step(optimizer) or self._held is None:
             return
         self._flying, self._held = self._held, None
-        for index in self._wanted:
-            self._parameters[index].grad = self._guards[index]
+        self._close_step()
         compat.increment_versions(self._parameters)
         self._pipe.launched(self._flying.reduced.works)
+
+    def _close_step(self) -> None:
+        """The optimizer's own code has run, or failed: put the guards back."""
+        marks, self._marks = self._marks, set()
+        for index in marks:
+            self._parameters[index].grad = self._guards[index]
+
+    def _zero_marks(self, set_to_none: bool) -> None:
+        """``zero_grad()`` inside of a step, from another hook of the optimizer, means what guards stand for."""
+        for index in self._marks:
+            self._guards[index].zeroed = True
+        if set_to_none:
+            self._marks = set()
 
     # -- arrival ----------------------------------------------------------------------------------------------------
 
@@ -216,16 +254,13 @@ class ForwardPipeline:
     def _before_forward(self, ddp: Any, *_: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self.settle_unless_stepped()
+        self._close_step()  # one that did not end
+        if self._held is not None:
+            self.settle()  # a backward that no step has followed leaves its gradients to the next one
         if any(parameter.grad is guard for parameter, guard in zip(self._parameters, self._guards, strict=True)):
             self.finish()  # nobody has taken the last gradients away, so the coming ones are added to them
         if ddp.training:
             self._pipe.begin_trace()
-
-    def settle_unless_stepped(self) -> None:
-        """A backward that no step has followed leaves its gradients to the next one."""
-        if self._held is not None:
-            self.settle()
 
     def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
         self._pipe.end_trace(succeeded=output is not None)
@@ -248,6 +283,7 @@ class ForwardPipeline:
             handles.append(module.register_state_dict_pre_hook(wait))
             handles.append(module.register_load_state_dict_pre_hook(wait))
             synchronize_before_averaging(module, self.finish)
+        handles.append(extend_zero_grad(optimizer, self._zero_marks))
         return handles
 
 

@@ -238,6 +238,8 @@ class TopKState:
         return future
 
     def _begin_backward(self) -> Backward:
+        if self._pipeline is not None:
+            self._pipeline.refuse_unfinished()
         return Backward(
             self._groups,
             self._numels,
@@ -296,9 +298,9 @@ class TopKState:
         self._used.clear()
         self._conclude(backward)
 
-    def _conclude(self, backward: Backward) -> None:
-        """Everything is there; collective."""
-        self._note_stats(backward.reductions)
+    def _conclude(self, backward: Backward, is_counted: bool = False) -> None:
+        """Everything is there; collective. The step may have been counted, if it was interrupted."""
+        self._note_stats(backward.reductions, self.config.density_at(self._step - is_counted))
         if backward.spoilt_by:
             self._refuse_or_skip(backward.spoilt_by)
             return
@@ -308,7 +310,7 @@ class TopKState:
         pairs = zip(backward.reductions, backward.works, strict=True)
         times_s = [reduction.seconds(work) for reduction, work in pairs]
         self._chooser.stepped(self._step, times_s, [group.name for group in self._groups])
-        self._step += 1
+        self._step += not is_counted
 
     def _refuse_stale(self, backward: Backward) -> None:
         stale = [self._names[index] for index in backward.stale if index in backward.unused]
@@ -374,14 +376,14 @@ class TopKState:
         for parameter in self._parameters:
             parameter.grad = None
 
-    def _note_stats(self, reductions: Sequence[Reduction]) -> None:
+    def _note_stats(self, reductions: Sequence[Reduction], density: float) -> None:
         stall_s = self._stall.seconds + (self._pipeline.stall_s if self._pipeline is not None else 0.0)
         before, now = self._mark, (self._lanes.traffic, stall_s)
         self._mark = now
         traffic = now[0] - before[0]
         self._stats = TopKStats(
             step=self._stats.step + 1,
-            density=self.config.density_at(self._step),
+            density=density,
             num_groups=len(reductions),
             num_dense_groups=sum(isinstance(reduction, DenseReduction) for reduction in reductions),
             num_lanes=len(self._lanes),
@@ -419,10 +421,12 @@ class TopKState:
             self._lanes.annotate(sys.exc_info()[1], "forward")  # DDP's own broadcast of buffers names nobody
 
     def _abandon(self, error: BaseException) -> None:
-        self._lanes.abandon(error)
+        for lanes in (self._lanes, self._early_lane):
+            if lanes is not None:
+                lanes.abandon(error)
 
     def _is_stuck(self) -> bool:
-        return self._lanes.stuck
+        return self._lanes.stuck or (self._early_lane is not None and self._early_lane.stuck)
 
     def __deepcopy__(self, memo: Any) -> TopKState:
         raise TypeError("a DDP module with TopKState cannot be copied: the copy would lose its hook. Copy ddp.module")
@@ -437,6 +441,8 @@ class _OnItsWay:
     def __init__(self, state: TopKState, backward: Backward) -> None:
         self._state = state
         self._backward = backward
+        self._is_counted = False
+        self._density = state.config.density_at(state._step)
 
     @property
     def works(self) -> Sequence[Work]:
@@ -446,11 +452,14 @@ class _OnItsWay:
     def approve(self) -> bool:
         """See :class:`~ddp_hooks.topk.forward.Reduced`."""
         state, backward = self._state, self._backward
+        if self._is_counted:  # by a step that did not end
+            return True
         backward.hear_verdict(state._stall, state._recorder)
         if backward.spoilt_by:
             return False
         state._refuse_stale(backward)
         state._step += 1
+        self._is_counted = True
         return True
 
     def arrived(self, parameters: Sequence[int]) -> None:
@@ -459,12 +468,15 @@ class _OnItsWay:
 
     def landed(self) -> None:
         """See :class:`~ddp_hooks.topk.forward.Reduced`."""
-        self._state._note_stats(self._backward.reductions)
+        self._state._note_stats(self._backward.reductions, self._density)
 
-    def settle(self) -> None:
+    def bring_home(self) -> None:
         """See :class:`~ddp_hooks.topk.forward.Reduced`."""
         self._state._bring_home(self._backward)
-        self._state._conclude(self._backward)
+
+    def conclude(self) -> None:
+        """See :class:`~ddp_hooks.topk.forward.Reduced`."""
+        self._state._conclude(self._backward, self._is_counted)
 
 
 def _noting(state: TopKState, index: int) -> Callable[[Tensor], None]:

@@ -154,6 +154,40 @@ def zeros_before_the_step(run: Run, step: int) -> None:
     run.optimizer.step()
 
 
+def zeros_and_no_step(run: Run, step: int) -> None:
+    run.optimizer.zero_grad()
+    run.backward()
+    if step % 3 == 1:
+        run.optimizer.zero_grad(set_to_none=False)
+        run.backward()
+    if step % 3 != 2:
+        run.optimizer.step()
+
+
+def zeroed_by_a_hook(run: Run, step: int) -> None:
+    if step == 0:
+        run.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad(set_to_none=step % 2 == 0))
+        hooks = run.optimizer._optimizer_step_post_hooks
+        hooks.move_to_end(next(reversed(hooks)), last=False)  # type: ignore[attr-defined]  # before ours
+    run.backward()
+    run.optimizer.step()
+
+
+def failing_step(run: Run, step: int) -> None:
+    def fail(*_: Any) -> None:
+        handle.remove()
+        raise KeyError("interrupted")
+
+    run.optimizer.zero_grad()
+    run.backward()
+    if step in (2, 5):
+        handle = run.optimizer.register_step_pre_hook(fail)
+        with pytest.raises(KeyError):
+            run.optimizer.step()
+    if step != 5:
+        run.optimizer.step()
+
+
 def never_zeroed(run: Run, step: int) -> None:
     run.backward()
     run.optimizer.step()
@@ -240,6 +274,9 @@ LOOPS = [
     late_zeroing,
     to_zeros,
     zeros_before_the_step,
+    zeros_and_no_step,
+    zeroed_by_a_hook,
+    failing_step,
     never_zeroed,
     accumulated,
     two_backwards,
@@ -378,7 +415,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
         options = {"gradient_as_bucket_view": True, **options}
         return TopKState(DistributedDataParallel(model, **options), FORWARD, optimizer=optimizer, scaler=scaler)
 
-    model = Net()
+    model, twin = Net(), Net()
+    twin.last.bias = nn.Parameter(twin.first.weight.data[0])  # the same memory, but not the same parameter
     optimizer = momentum_sgd(model.parameters())
     part = momentum_sgd(model.first.parameters())
     scaler = torch.amp.GradScaler("cpu")
@@ -387,11 +425,32 @@ def refusals(rank: int, world_size: int) -> list[str]:
         message_of(lambda: state_of(part)),
         message_of(lambda: state_of(optimizer, gradient_as_bucket_view=False)),
         message_of(lambda: state_of(optimizer, scaler)),
+        message_of(
+            lambda: TopKState(
+                DistributedDataParallel(twin, gradient_as_bucket_view=True),
+                FORWARD,
+                optimizer=momentum_sgd(twin.parameters()),
+            )
+        ),
+        message_of(lambda: move_parameters(rank)),
     ]
 
 
+def move_parameters(rank: int) -> None:
+    run = Run(rank, FORWARD)
+    for step in range(3):
+        plain(run, step)
+    run.optimizer.param_groups[0]["params"].reverse()
+    try:
+        plain(run, 3)
+    finally:
+        run.state.close()
+
+
 def test_refusals(workers: WorkerPools) -> None:
-    for nothing, part, views, scaler in workers(2).run(refusals):
+    for nothing, part, views, scaler, shared, moved in workers(2).run(refusals):
+        assert "tie weights by assigning the parameter itself" in shared
+        assert "param_groups are not those that it had" in moved
         assert "TopKState(ddp, config, optimizer=optimizer)" in nothing
         assert "one optimizer of all parameters" in part and "twice.weight" in part
         assert "gradient_as_bucket_view=True" in views
