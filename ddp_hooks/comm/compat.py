@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -118,6 +118,17 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer's own ``step``, without hooks; an unbound function."""
     step = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def with_closure(
+    args: Any, kwargs: Any, wrap: Callable[[Callable[[], Any]], Callable[[], Any]]
+) -> tuple[Any, Any] | None:
+    """What a step pre-hook returns to have the closure of ``step()`` wrapped; None if there is no closure."""
+    if kwargs.get("closure") is not None:
+        return args, {**kwargs, "closure": wrap(kwargs["closure"])}
+    if len(args) > 1 and args[1] is not None:
+        return (args[0], wrap(args[1]), *args[2:]), kwargs
+    return None
 
 
 def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:

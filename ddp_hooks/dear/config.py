@@ -38,7 +38,8 @@ class DearConfig:
         early_gathers: with replicated updates on CPUs, the part of all bytes, from 0 to 1, whose gathers begin under
             the backward: what the forward needs last. Worth while as far as the link is idle there, and lost where
             gradients are changed between backward and step, so left out where settings ask for that. None: measured
-            in the first steps; 0 if ``lanes`` and ``slice_mb`` are given, and so the link is not measured.
+            in the first steps; 0 if ``lanes`` and ``slice_mb`` are given, and so the link is not measured, and where
+            it is so fast that the processor limits.
         assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
             on that element's parameter, gradient and state alone.
         assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the

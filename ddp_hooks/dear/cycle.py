@@ -216,14 +216,10 @@ class StepCycle:
                 "optimizer.step() was called from compiled code, which cannot wait for gradients: compile the model "
                 "alone, and call optimizer.step() outside"
             )
-        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
-        if closure is None:
+        replaced = compat.with_closure(args, kwargs, self._attaching)
+        if replaced is None:
             self._prepare_step()
-            return None
-        wrapped = self._attaching(closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": wrapped}
-        return (args[0], wrapped, *args[2:]), kwargs
+        return replaced
 
     def _attaching(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         evaluations = 0
@@ -448,13 +444,12 @@ class StepCycle:
 
     def _early_gathers(self, link: LinkProfile | None) -> EarlyGathers | None:
         """How gathers begin before step(); None where they cannot, or would always be for nothing."""
-        config, goodput_bytes_s = self.config, link.goodput_bytes_s if link is not None else None
+        config = self.config
         if not self._begins_early or self._lanes.world_size == 1 or config.reduce_dtype is not None:
             return None
-        fraction = config.early_gathers
-        if fraction is None and link is not None and link.outruns_processor:
-            fraction = 0.0  # the time in which the link is idle there is not the processor's
-        return EarlyGathers(self._lanes, self._arrangement, self._arrival, fraction, goodput_bytes_s)
+        # Where the link outruns the processor, the time in which it is idle is not the processor's.
+        goodput_bytes_s = link.goodput_bytes_s if link is not None and not link.outruns_processor else None
+        return EarlyGathers(self._lanes, self._arrangement, self._arrival, config.early_gathers, goodput_bytes_s)
 
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._arrangement.layout is not None:  # until then the optimizer holds the parameters themselves

@@ -39,7 +39,7 @@ class EarlyGathers:
         arrangement: the groups to gather, in the order of the forward.
         arrival: knows what a gather is to follow.
         fraction: of all bytes, which begin in the backward; None: as many as its idle time has room for.
-        goodput_bytes_s: of the link, to find out about idle times; None: there is no knowing, so assume there are none.
+        goodput_bytes_s: of the link, to find out about idle times; None: there are none, as far as is known.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ from ddp_hooks.dear.cycle import StepCycle
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
-from ddp_hooks.feed import InertOnCopy, extend_zero_grad, synchronize_before_averaging
+from ddp_hooks.feed import InertOnCopy, extend_zero_grad, wait_before_reading
 
 
 class DearState(StepCycle):
@@ -284,7 +284,6 @@ class DearState(StepCycle):
         def finish(*_: Any) -> None:
             self._pipe.finish()
 
-        wait = InertOnCopy(finish)
         handles: list[Any] = [
             optimizer.register_step_pre_hook(InertOnCopy(self._before_step)),
             optimizer.register_step_post_hook(InertOnCopy(self._after_step)),
@@ -298,10 +297,7 @@ class DearState(StepCycle):
             ddp.module.register_forward_pre_hook(InertOnCopy(self._before_model)),
             ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
         ]
-        for module in ddp.modules():
-            handles.append(module.register_state_dict_pre_hook(wait))
-            handles.append(module.register_load_state_dict_pre_hook(wait))
-            synchronize_before_averaging(module, self.synchronize)
+        handles += wait_before_reading(ddp, self.synchronize)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
         handles.append(extend_zero_grad(optimizer, self._zero_grad))
         handles.append(at_exit(self.close, self._abandon, self._is_stuck))

@@ -1,11 +1,11 @@
 """Updates and parameters that arrive in the next forward: who waits for them where, and what stands in for them."""
 
-from ddp_hooks.feed.averaging import synchronize_before_averaging
 from ddp_hooks.feed.deferred import DeferredUpdates, copied
 from ddp_hooks.feed.guard import GradientGuard
 from ddp_hooks.feed.inert import InertOnCopy
 from ddp_hooks.feed.optimizers import ELEMENTWISE, PARAMETERWISE
 from ddp_hooks.feed.pipe import FeedPipe
+from ddp_hooks.feed.reading import wait_before_reading
 from ddp_hooks.feed.zeroing import extend_zero_grad
 
 __all__ = [
@@ -17,5 +17,5 @@ __all__ = [
     "InertOnCopy",
     "copied",
     "extend_zero_grad",
-    "synchronize_before_averaging",
+    "wait_before_reading",
 ]

@@ -26,7 +26,7 @@ from ddp_hooks.feed import (
     GradientGuard,
     InertOnCopy,
     extend_zero_grad,
-    synchronize_before_averaging,
+    wait_before_reading,
 )
 
 
@@ -168,14 +168,10 @@ class ForwardPipeline:
                 "optimizer.step() was called from compiled code, which cannot leave updates to the next forward: "
                 "compile the model alone, and call optimizer.step() outside"
             )
-        closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
-        if closure is None:
+        replaced = compat.with_closure(args, kwargs, self._settling)
+        if replaced is None:
             self._open_step()
-            return None
-        wrapped = self._settling(closure)
-        if "closure" in kwargs:
-            return args, {**kwargs, "closure": wrapped}
-        return (args[0], wrapped, *args[2:]), kwargs
+        return replaced
 
     def _settling(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         def evaluate_and_settle() -> Any:
@@ -270,7 +266,7 @@ class ForwardPipeline:
         def finish(*_: Any) -> None:
             self.finish()
 
-        optimizer, wait = self._optimizer, InertOnCopy(finish)
+        optimizer = self._optimizer
         handles: list[Any] = [
             optimizer.register_step_pre_hook(InertOnCopy(self._before_step)),
             optimizer.register_step_post_hook(InertOnCopy(self._after_step)),
@@ -279,10 +275,7 @@ class ForwardPipeline:
             ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
             ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
         ]
-        for module in ddp.modules():
-            handles.append(module.register_state_dict_pre_hook(wait))
-            handles.append(module.register_load_state_dict_pre_hook(wait))
-            synchronize_before_averaging(module, self.finish)
+        handles += wait_before_reading(ddp, self.finish)
         handles.append(extend_zero_grad(optimizer, self._zero_marks))
         return handles
 

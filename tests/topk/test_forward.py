@@ -7,6 +7,7 @@ read too early; and gradients that loops read, keep, add to or drop at moments w
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -166,7 +167,8 @@ def zeros_and_no_step(run: Run, step: int) -> None:
 
 def zeroed_by_a_hook(run: Run, step: int) -> None:
     if step == 0:
-        run.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad(set_to_none=step % 2 == 0))
+        ways = itertools.cycle([True, False])
+        run.optimizer.register_step_post_hook(lambda optimizer, *_: optimizer.zero_grad(set_to_none=next(ways)))
         hooks = run.optimizer._optimizer_step_post_hooks
         hooks.move_to_end(next(reversed(hooks)), last=False)  # type: ignore[attr-defined]  # before ours
     run.backward()
