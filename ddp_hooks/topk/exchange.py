@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator
 from typing import Protocol, TypeAlias
 
-from torch import Tensor
-
 from ddp_hooks.comm import Round
 from ddp_hooks.topk.sparse import SparseVector
 
@@ -17,8 +15,8 @@ Exchange: TypeAlias = Generator[Round, None, SparseVector]
 class Selector(Protocol):
     """Finds the largest entries of blocks of a working vector."""
 
-    def received(self, block: int, indices: Tensor) -> None:
-        """These entries of the block, (m,) ascending, have changed."""
+    def receive(self, block: int, vector: SparseVector) -> None:
+        """Add entries to a block, with their indices in the working vector, which does not change."""
 
     def select(self, block: int) -> SparseVector:
-        """The block's largest entries, with their indices in the working vector."""
+        """The largest entries of a block and what it has received, with their indices in the working vector."""

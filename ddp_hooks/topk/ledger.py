@@ -1,8 +1,8 @@
 """What a worker holds, what it has given away and what it has discarded: residual collection.
 
 The working vector is the residual of the step before plus the new gradient, and becomes the residual of the next step,
-in the same memory. What arrives from others is added to it and what is sent is taken out of it; both are noted, so that
-in the end every entry can be given the value that the chosen rule asks for. Nothing here is as long as the vector.
+in the same memory. What arrives from others and what is sent is noted, and the vector itself changes only in the end,
+when the result tells which entries the chosen rule gives other values. Nothing here is as long as the vector.
 
 The rules (zhao2024spardl, section III-C and Algorithm 1, as corrected: line 9 stores what it discards, too). With I the
 indices of the result:
@@ -21,7 +21,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.primitives import is_in
+from ddp_hooks.topk.primitives import are_in
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
 
@@ -39,21 +39,16 @@ class Ledger:
     def __init__(self, work: Tensor, collection: Collection = "global") -> None:
         self.work = work
         self._collection = collection
-        self._before: list[SparseVector] = []  # entries before something was added to them, oldest first
+        self._received: list[SparseVector] = []  # in the order in which it was added
         self._taken: list[SparseVector] = []  # what rounding has left of them
-        self._discarded: list[SparseVector] = []  # what was discarded when it had left the working vector
+        self._discarded: list[SparseVector] = []  # what was discarded when it had been taken
 
     def receive(self, vector: SparseVector) -> None:
-        """Add what another worker has sent to the working vector; none of it has been taken before."""
-        before = self.work.index_select(0, vector.indices)
-        self._before.append(SparseVector(vector.indices, before))
-        self.work.index_copy_(0, vector.indices, before + vector.values)
+        """Another worker has sent this; none of it has been taken before."""
+        self._received.append(vector)
 
     def take(self, vector: SparseVector, wire: Wire) -> SparseVector:
-        """Take these entries out of the working vector, as they will arrive; what rounding takes stays.
-
-        Not before :meth:`close` do they go: most of what is taken comes back then, and nobody looks there meanwhile.
-        """
+        """These entries of the working vector, with what was received, are sent: as they will arrive."""
         arriving, lost = wire.round(vector.values)
         self._taken.append(SparseVector(vector.indices, torch.zeros_like(arriving) if lost is None else lost))
         return SparseVector(vector.indices, arriving)
@@ -76,22 +71,24 @@ class Ledger:
         Args:
             result: (m,), ascending: the indices of the result, on every rank.
         """
-        work = self.work
+        taken = [vector.indices for vector in self._taken]
         if self._collection == "global":
-            for vector in reversed(self._before):  # the oldest value last
-                outside = vector.at(~is_in(vector.indices, result))
-                work.index_copy_(0, outside.indices, outside.values)
-            for vector in self._taken:
-                inside = vector.at(is_in(vector.indices, result))
-                work.index_copy_(0, inside.indices, inside.values)
-            for vector in self._discarded:
-                inside = vector.at(is_in(vector.indices, result))
-                work.index_add_(0, inside.indices, inside.values)
-            return
-        for vector in reversed(self._before):
-            work.index_copy_(0, vector.indices, vector.values)
-        for vector in self._taken:
-            gone = vector.indices
-            if self._collection == "partial":
-                gone = gone[is_in(gone, result)]
-            work.index_fill_(0, gone, 0.0)
+            self._collect(result)
+        elif self._collection == "partial":
+            for indices, is_inside in zip(taken, are_in(taken, result), strict=True):
+                self.work.index_fill_(0, indices[is_inside], 0.0)
+        else:
+            for indices in taken:
+                self.work.index_fill_(0, indices, 0.0)
+
+    def _collect(self, result: Tensor) -> None:
+        noted = [*self._received, *self._taken, *self._discarded]
+        masks = are_in([vector.indices for vector in noted], result)
+        inside = [vector.at(mask) for vector, mask in zip(noted, masks, strict=True)]
+        num_received, num_kept = len(self._received), len(self._received) + len(self._taken)
+        for vector in inside[:num_received]:
+            self.work.index_add_(0, vector.indices, vector.values)
+        for vector in inside[num_received:num_kept]:  # what was received for these has gone with them
+            self.work.index_copy_(0, vector.indices, vector.values)
+        for vector in inside[num_kept:]:
+            self.work.index_add_(0, vector.indices, vector.values)

@@ -5,7 +5,7 @@ On accelerators, and for types that numpy does not know, they are torch's own op
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -30,24 +30,30 @@ def stable_order(indices: Tensor) -> Tensor:
     return torch.sort(indices, stable=True).indices
 
 
-def is_in(indices: Tensor, others: Tensor) -> Tensor:
-    """Which of ``indices`` are among ``others``; both ascending, (n,) and (m,)."""
-    if not others.numel() or not indices.numel():
-        return torch.zeros_like(indices, dtype=torch.bool)
-    first, last = int(indices[0]), int(indices[-1])
-    if last - first > _SPARSEST_MAP * indices.numel():
-        positions = torch.searchsorted(others, indices)
-        return others[positions.clamp_(max=others.numel() - 1)] == indices
+def are_in(queries: Sequence[Tensor], others: Tensor) -> list[Tensor]:
+    """Which indices of each of ``queries``, (n,) ascending, are among ``others``, (m,) ascending: (n,) bool each."""
+    found = [torch.zeros_like(indices, dtype=torch.bool) for indices in queries]
+    asked = [(indices, mask) for indices, mask in zip(queries, found, strict=True) if indices.numel()]
+    if not asked or not others.numel():
+        return found
+    first, last = (pick(int(indices[end]) for indices, _ in asked) for pick, end in ((min, 0), (max, -1)))
+    if last - first > _SPARSEST_MAP * sum(indices.numel() for indices, _ in asked):
+        for indices, mask in asked:
+            positions = torch.searchsorted(others, indices).clamp_(max=others.numel() - 1)
+            torch.eq(others.index_select(0, positions), indices, out=mask)
+        return found
     edges = [*range(first, last + 1, _MAP), last + 1]
-    at = torch.tensor(edges, device=indices.device)
-    cuts, other_cuts = (torch.searchsorted(values, at).tolist() for values in (indices, others))
-    present = torch.empty(min(_MAP, last - first + 1), dtype=torch.bool, device=indices.device)
-    found = []
+    at = torch.tensor(edges, device=others.device)
+    cuts = [torch.searchsorted(indices, at).tolist() for indices in (others, *(indices for indices, _ in asked))]
+    present = torch.zeros(min(_MAP, last - first + 1), dtype=torch.bool, device=others.device)
     for number, start in enumerate(edges[:-1]):
-        present.zero_()
-        present.index_fill_(0, others[other_cuts[number] : other_cuts[number + 1]] - start, True)
-        found.append(present.index_select(0, indices[cuts[number] : cuts[number + 1]] - start))
-    return torch.cat(found)
+        (first_there, last_there), *parts = ((cut[number], cut[number + 1]) for cut in cuts)
+        there = others[first_there:last_there] - start
+        present.index_fill_(0, there, True)
+        for (indices, mask), (begin, end) in zip(asked, parts, strict=True):
+            torch.index_select(present, 0, indices[begin:end] - start, out=mask[begin:end])
+        present.index_fill_(0, there, False)
+    return found
 
 
 def kth_largest(values: Tensor, k: int) -> float:

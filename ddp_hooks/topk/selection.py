@@ -3,6 +3,7 @@
 A sample gives a threshold that a little more than k entries exceed. One pass adds the gradient to the residual and
 compares with the threshold; the few entries that exceed it form a *shortlist*, of which the k largest are picked
 exactly. The result is that of an exact selection, ties going to the lowest index; only the work depends on the sample.
+What other workers have sent is added on the list: the long vector is not written again.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.primitives import is_in, kth_largest, positions_of, reaching, stable_order
+from ddp_hooks.topk.primitives import kth_largest, positions_of, reaching, stable_order
 from ddp_hooks.topk.sparse import SparseVector, concatenated, largest
 
-_SAMPLE = 1 << 15  # elements per block
+_SAMPLE = 1 << 13  # elements per block
 
 
 def exact_top_k(values: Tensor, k: int) -> Tensor:
@@ -28,7 +29,7 @@ class BlockSelector:
     """The largest entries of the blocks of a working vector; see :class:`~ddp_hooks.topk.exchange.Selector`.
 
     Args:
-        work: (n,), the working vector; :meth:`add` has it formed.
+        work: (n,), the working vector; :meth:`add` has it formed, nothing else changes it.
         bounds: where blocks begin and end.
         counts: entries to select of every block.
     """
@@ -41,69 +42,93 @@ class BlockSelector:
 
     def add(self, gradient: Tensor) -> None:
         """Add (n,) to the working vector, and make every block's shortlist in the same pass."""
-        for block, k in enumerate(self._counts):
+        for block in range(len(self._counts)):
             part = slice(self._bounds[block], self._bounds[block + 1])
-            self._shortlists[block] = _shortlist(self._work[part], gradient[part], k)
+            self._shortlists[block] = _Shortlist.of(self._work[part], self._counts[block], gradient[part])
 
-    def received(self, block: int, indices: Tensor) -> None:
-        """These entries of the block have changed."""
-        shortlist = self._shortlists[block]
-        if shortlist is not None:
-            shortlist.change(indices - self._bounds[block])
+    def receive(self, block: int, vector: SparseVector) -> None:
+        """Add entries to the block, without changing the working vector."""
+        self._shortlist(block).receive(vector.shifted(-self._bounds[block]))
 
     def select(self, block: int) -> SparseVector:
-        """The block's largest entries, with their indices in the working vector."""
-        start, end, k = self._bounds[block], self._bounds[block + 1], self._counts[block]
-        values, shortlist = self._work[start:end], self._shortlists[block]
-        chosen = shortlist.pick(values, k) if shortlist is not None else None
-        if chosen is None:  # no shortlist, or one that has become too short
-            chosen = _shortlist(values, None, k).pick(values, k)
-        if chosen is None:
-            positions = exact_top_k(values, k)
-            chosen = SparseVector(positions, values.index_select(0, positions))
-        return chosen.shifted(start)
+        """The largest entries of the block and what it has received, with their indices in the working vector."""
+        return self._shortlist(block).select().shifted(self._bounds[block])
+
+    def _shortlist(self, block: int) -> _Shortlist:
+        present = self._shortlists[block]
+        if present is None:
+            values = self._work[self._bounds[block] : self._bounds[block + 1]]
+            present = self._shortlists[block] = _Shortlist.of(values, self._counts[block])
+        return present
 
 
 class _Shortlist:
-    """Everything of a block that is of at least a threshold, and perhaps more: positions and values.
+    """Everything of a block that may be among its k largest entries, and everything that it has received.
 
     Args:
+        values: (n,), of the block; what is not on the list is of less than the threshold.
+        k: entries to select.
         threshold: above 0.
-        entries: what reached it when the list was made.
+        entries: positions in the block, and what is there by now.
     """
 
-    def __init__(self, threshold: float, entries: SparseVector) -> None:
+    def __init__(self, values: Tensor, k: int, threshold: float, entries: SparseVector) -> None:
+        self._values = values
+        self._k = k
         self._threshold = threshold
         self._entries = entries
-        self._changed: Tensor | None = None  # positions, ascending, that have other values by now
+        self._received: list[SparseVector] = []
 
-    def change(self, positions: Tensor) -> None:
-        """These, ascending, have other values now."""
-        earlier = self._changed
-        if earlier is not None:
-            positions = torch.cat([earlier, positions[~is_in(positions, earlier)]])
-            positions = positions.index_select(0, stable_order(positions))
-        self._changed = positions
+    @staticmethod
+    def of(values: Tensor, k: int, gradient: Tensor | None = None) -> _Shortlist:
+        """Add ``gradient``, if there is one, to ``values``, in place, and list what is large enough."""
+        threshold = _sampled_threshold(values, gradient, k)
+        return _Shortlist(values, k, threshold, SparseVector(*reaching(values, threshold, gradient)))
 
-    def pick(self, values: Tensor, k: int) -> SparseVector | None:
-        """The ``k`` largest of the block, exactly; None if they cannot all be on the list."""
-        entries = self._entries
-        if self._changed is not None:
-            unchanged = entries.at(~is_in(entries.indices, self._changed))
-            entries = concatenated([unchanged, SparseVector(self._changed, values.index_select(0, self._changed))])
-            entries = entries.at(stable_order(entries.indices))
-        if len(entries) < min(k, values.numel()):
+    def receive(self, vector: SparseVector) -> None:
+        """Add to some entries."""
+        self._received.append(vector)
+
+    def select(self) -> SparseVector:
+        """The ``k`` largest of the block, exactly."""
+        entries = self._entries_by_now()
+        chosen = self._pick(entries)
+        if chosen is not None:
+            return chosen
+        values = self._values.index_copy(0, entries.indices, entries.values)
+        anew = _Shortlist.of(values, self._k)
+        chosen = anew._pick(anew._entries)
+        if chosen is not None:
+            return chosen
+        positions = exact_top_k(values, self._k)
+        return SparseVector(positions, values.index_select(0, positions))
+
+    def _entries_by_now(self) -> SparseVector:
+        """The list, and what was received, each entry as the sum in the order of arrival."""
+        if not self._received:
+            return self._entries
+        every = concatenated([self._entries, *self._received])
+        order = stable_order(every.indices)
+        every = every.at(order)
+        begins = torch.ones_like(every.indices, dtype=torch.bool)
+        torch.ne(every.indices[1:], every.indices[:-1], out=begins[1:])
+        places = positions_of(begins)
+        indices = every.indices.index_select(0, places)
+        unlisted = positions_of(order.index_select(0, places) >= len(self._entries))
+        sums = self._values.new_zeros(len(indices))
+        sums.index_copy_(0, unlisted, self._values.index_select(0, indices.index_select(0, unlisted)))
+        sums.index_add_(0, begins.cumsum(0).sub_(1), every.values)
+        return SparseVector(indices, sums)
+
+    def _pick(self, entries: SparseVector) -> SparseVector | None:
+        """The largest of some; None if others may be among them."""
+        numel = self._values.numel()
+        if len(entries) < min(self._k, numel):
             return None
-        chosen = entries.at(largest(entries.values.abs(), k))
-        if k and k < values.numel() and chosen.values.abs().min() < self._threshold:
+        chosen = entries.at(largest(entries.values.abs(), self._k))
+        if self._k and self._k < numel and chosen.values.abs().min() < self._threshold:
             return None
         return chosen
-
-
-def _shortlist(values: Tensor, gradient: Tensor | None, k: int) -> _Shortlist:
-    """Add ``gradient``, if there is one, to ``values``, and list what may be among the ``k`` largest."""
-    threshold = _sampled_threshold(values, gradient, k)
-    return _Shortlist(threshold, SparseVector(*reaching(values, threshold, gradient)))
 
 
 def _sampled_threshold(values: Tensor, gradient: Tensor | None, k: int) -> float:

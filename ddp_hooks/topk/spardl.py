@@ -145,7 +145,7 @@ class _Exchange:
             for block, part in zip(step.incoming, arriving.split(sizes), strict=True):
                 vector = self._decode(block, part).shifted(self.bounds[block])
                 self.ledger.receive(vector)
-                self.selector.received(block, vector.indices)
+                self.selector.receive(block, vector)
         return self._take(self.plan.position)
 
     def recursive_all_gather(self, held: SparseVector) -> Exchange:

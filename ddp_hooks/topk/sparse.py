@@ -83,10 +83,10 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
     if k <= 0:
         return torch.zeros(numel, dtype=torch.bool, device=magnitudes.device)
     boundary = kth_largest(magnitudes, k)
-    mask = magnitudes > boundary
-    missing = k - int(mask.sum())
-    ties = positions_of(magnitudes == boundary)
-    mask[ties[:missing]] = True
+    mask = magnitudes >= boundary
+    surplus = int(mask.count_nonzero()) - k
+    if surplus:
+        mask[positions_of(magnitudes == boundary)[-surplus:]] = False
     return mask
 
 

@@ -43,6 +43,7 @@ LEGEND = """\
 * `compute`: seconds that the algorithm took between its rounds, on the slowest worker. Workers share two cores, so it
   is several times what it is on a core of one's own.
 * `messages`: seconds that the same messages take once more, with nothing to compute between them.
+* `oktopk`: a mean over the 32 steps for which it keeps its thresholds, one of which estimates them.
 * `MB sent`: payload per worker, the largest. PowerSGD's is not counted."""
 
 

@@ -6,7 +6,7 @@ import gc
 import sys
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, Recv, Round, Send, aligned_bounds
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
+from ddp_hooks.topk.oktopk import OkTopkEstimates
 from ddp_hooks.topk.wire import Wire
 from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob
 from recipes.benchmarks.worker import over_ranks, report, run
@@ -170,6 +171,8 @@ class Bench:
             sparsity = Sparsity(name, k, Wire(wire, torch.float32))  # type: ignore[arg-type]
             rank = dist.get_rank()
             summation = SparseSum(sparsity, self._gradient.numel(), rank, self._world_size)
+            if isinstance(summation.memory, OkTopkEstimates):
+                return lambda: self._over_interval(summation)
             return lambda: self._sparse(summation)
         if name == "dense":
             return self._dense
@@ -202,6 +205,15 @@ class Bench:
         total_s = time.perf_counter() - start_s
         sent_bytes = (self._lanes.traffic - before).sent_bytes
         return Timing(total_s, exchange_s=total_s, sent_bytes=sent_bytes)
+
+    def _over_interval(self, summation: SparseSum) -> Timing:
+        """A mean step of Ok-Topk: one in which it estimates its thresholds, and the others until it does so again."""
+        assert isinstance(summation.memory, OkTopkEstimates)
+        summation.memory.step = 0
+        estimating, others = self._sparse(summation), self._sparse(summation)
+        part = 1.0 / summation.memory.threshold_interval
+        means = [part * a + (1.0 - part) * b for a, b in zip(astuple(estimating), astuple(others), strict=True)]
+        return Timing(*means)
 
     def _sparse(self, summation: SparseSum) -> Timing:
         """Ours: residual plus gradient, selection, exchange, and the mean as a dense vector."""

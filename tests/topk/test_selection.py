@@ -6,6 +6,7 @@ Prevents: a selection that depends on the sample, on rounding, or on which of eq
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.topk import primitives, selection
-from ddp_hooks.topk.primitives import is_in, kth_largest, positions_of, reaching, stable_order
+from ddp_hooks.topk.primitives import are_in, kth_largest, positions_of, reaching, stable_order
 from ddp_hooks.topk.selection import BlockSelector, exact_top_k
 from ddp_hooks.topk.sparse import SparseVector, add, split_largest
 from tests.topk.twins import top
@@ -63,46 +64,57 @@ def test_the_fast_path_selects_the_same(density: float, kind: str) -> None:
         assert torch.equal(chosen.values, work[chosen.indices])
 
 
-@given(st.integers(0, 1000))
-@settings(max_examples=40, deadline=None)
-def test_entries_that_change_after_the_pass(seed: int) -> None:
-    """What was received may lift entries onto the list, or take so much from others that the list is too short."""
+@given(st.integers(0, 1000), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_entries_that_are_received_after_the_pass(seed: int, with_pass: bool) -> None:
+    """They may lift entries onto the list, or take so much from others that the list is too short."""
     generator = torch.Generator().manual_seed(seed)
-    work = torch.zeros(5000)
+    work, gradient = torch.zeros(5000), torch.randint(-9, 10, (5000,), generator=generator).float()
     selector = BlockSelector(work, (0, 2000, 5000), (20, 30))
-    selector.add(torch.randint(-9, 10, (5000,), generator=generator).float())
-    changed = torch.randperm(2999, generator=generator)[:400].sort().values + 2001
+    if with_pass:
+        selector.add(gradient)
+    else:  # the gradient is there already
+        work += gradient
+    total = work.clone()
+    received = torch.randperm(2999, generator=generator)[:400].sort().values + 2001
+    values = torch.randint(-9, 10, (400,), generator=generator).float()
     if seed % 2:
-        changed = (torch.nonzero(work[2001:].abs() > 7).squeeze(1)) + 2001  # the largest ones fall
-        work[changed] = 0.0
-    else:
-        work[changed] += torch.randint(-9, 10, (400,), generator=generator).float()
-    selector.received(1, changed)
-    again = changed[::3] - 1  # some of them, and neighbours
-    work[again] -= 1.0
-    selector.received(1, again)
+        received = torch.nonzero(work[2001:].abs() > 7).squeeze(1) + 2001  # the largest ones fall
+        values = -work[received]
+    again = received[::3] - 1  # some of them, and neighbours
+    for indices, added in [(received, values), (again, torch.full((len(again),), -1.0))]:
+        selector.receive(1, SparseVector(indices, added))
+        total[indices] += added
     for block, (start, end, k) in enumerate([(0, 2000, 20), (2000, 5000, 30)]):
         chosen = selector.select(block)
-        assert torch.equal(chosen.indices, by_sorting(work[start:end], k) + start)
-        assert torch.equal(chosen.values, work[chosen.indices])
+        assert torch.equal(chosen.indices, by_sorting(total[start:end], k) + start)
+        assert torch.equal(chosen.values, total[chosen.indices])
+    assert torch.equal(work, gradient)
 
 
-def test_a_list_that_is_too_short_is_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[float] = []
-    shortlist = selection._shortlist
-
-    def noting(values: Tensor, gradient: Tensor | None, k: int) -> Any:
-        made.append(k)
-        return shortlist(values, gradient, k)
-
-    monkeypatch.setattr(selection, "_shortlist", noting)
+@pytest.mark.parametrize("k", [10, 950])
+def test_a_list_that_is_too_short_is_made_again(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what was received; and if there are not so many that are not 0, everything is looked at."""
+    listed: list[int] = []
+    exact: list[int] = []
+    monkeypatch.setattr(selection, "reaching", noting(listed, selection.reaching, lambda found: len(found[0])))
+    monkeypatch.setattr(selection, "exact_top_k", noting(exact, exact_top_k, len))
     work = torch.zeros(1000)
-    selector = BlockSelector(work, (0, 1000), (10,))
+    selector = BlockSelector(work, (0, 1000), (k,))
     selector.add(torch.arange(1000).float())
-    work[900:] = 0.0  # everything that was listed
-    selector.received(0, torch.arange(900, 1000))
-    assert torch.equal(selector.select(0).indices, torch.arange(890, 900))
-    assert made == [10, 10]
+    gone = torch.arange(900, 1000)
+    selector.receive(0, SparseVector(gone, -work[gone]))  # among them everything that was listed, if k is 10
+    assert torch.equal(selector.select(0).indices, torch.arange(890, 900) if k == 10 else torch.arange(950))
+    assert len(listed) == 2 and exact == ([] if k == 10 else [950])
+
+
+def noting(seen: list[int], function: Callable[..., Any], number: Callable[[Any], int]) -> Callable[..., Any]:
+    def noted(*arguments: Any) -> Any:
+        result = function(*arguments)
+        seen.append(number(result))
+        return result
+
+    return noted
 
 
 @given(st.lists(st.integers(0, 9_999), max_size=60))
@@ -126,8 +138,9 @@ def test_membership_and_order(some: list[int], others: list[int], stretch: int, 
 
 def look_up(some: list[int], others: list[int], stretch: int) -> None:
     indices, ascending = (torch.tensor(sorted(set(x)), dtype=torch.int64) * stretch for x in (some, others))
-    found = is_in(indices, ascending)
-    assert found.tolist() == [index in set(ascending.tolist()) for index in indices.tolist()]
+    queries = [indices, indices[:0], indices[1::2].contiguous(), indices[-3:]]
+    for query, found in zip(queries, are_in(queries, ascending), strict=True):
+        assert found.tolist() == [index in set(ascending.tolist()) for index in query.tolist()]
     both = torch.cat([indices, ascending])
     assert torch.equal(stable_order(both), torch.sort(both, stable=True).indices)
 
