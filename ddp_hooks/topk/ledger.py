@@ -44,7 +44,8 @@ class Ledger:
         self._discarded: list[SparseVector] = []  # what was discarded when it had been taken
 
     def receive(self, vector: SparseVector) -> None:
-        """Another worker has sent this; none of it has been taken before."""
+        """Another worker has sent this; none of it has been taken before. Of no use where all of it that will be in the
+        result is going to be taken."""
         self._received.append(vector)
 
     def take(self, vector: SparseVector, wire: Wire) -> SparseVector:

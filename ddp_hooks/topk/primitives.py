@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 16  # elements that a pass handles at a time: they stay in the cache
+_CHUNK = 1 << 17  # elements that a pass handles at a time: they stay in the cache
 _SPARSEST_MAP = 512  # elements per index, from which on a search is faster than a map of the range
 _MAP = 1 << 22  # elements of a map: it stays in the cache
 
@@ -88,14 +88,16 @@ def _reaching_in_chunks(
     values: Tensor, threshold: float, gradient: Tensor | None
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     array = values.numpy()
+    added = gradient.numpy() if gradient is not None and _numpy_knows(gradient) else None
     magnitudes, mask = np.empty(_CHUNK, array.dtype), np.empty(_CHUNK, bool)
     for start in range(0, len(array), _CHUNK):
         part = array[start : start + _CHUNK]
-        if gradient is not None:
+        if added is not None:
+            np.add(part, added[start : start + _CHUNK], out=part)
+        elif gradient is not None:
             values[start : start + _CHUNK] += gradient[start : start + _CHUNK]
-        np.abs(part, out=magnitudes[: len(part)])
-        np.greater_equal(magnitudes[: len(part)], threshold, out=mask[: len(part)])
-        positions = np.flatnonzero(mask[: len(part)])
+        large = np.greater_equal(np.abs(part, out=magnitudes[: len(part)]), threshold, out=mask[: len(part)])
+        positions = large.nonzero()[0]
         kept = part[positions]
         positions += start
         yield positions, kept

@@ -113,11 +113,11 @@ class _Shortlist:
         begins = torch.ones_like(every.indices, dtype=torch.bool)
         torch.ne(every.indices[1:], every.indices[:-1], out=begins[1:])
         places = positions_of(begins)
-        indices = every.indices.index_select(0, places)
+        indices, sums = every.indices.index_select(0, places), every.values.index_select(0, places)
         unlisted = positions_of(order.index_select(0, places) >= len(self._entries))
-        sums = self._values.new_zeros(len(indices))
-        sums.index_copy_(0, unlisted, self._values.index_select(0, indices.index_select(0, unlisted)))
-        sums.index_add_(0, begins.cumsum(0).sub_(1), every.values)
+        sums.index_add_(0, unlisted, self._values.index_select(0, indices.index_select(0, unlisted)))
+        repeated = positions_of(~begins)
+        sums.index_add_(0, begins.cumsum(0).index_select(0, repeated) - 1, every.values.index_select(0, repeated))
         return SparseVector(indices, sums)
 
     def _pick(self, entries: SparseVector) -> SparseVector | None:

@@ -144,8 +144,9 @@ class _Exchange:
             yield round_of(Recv(members[step.source], arriving), Send(members[step.target], message))
             for block, part in zip(step.incoming, arriving.split(sizes), strict=True):
                 vector = self._decode(block, part).shifted(self.bounds[block])
-                self.ledger.receive(vector)
                 self.selector.receive(block, vector)
+                if block != self.plan.position or self.plan.num_teams > 1:  # else the result has what is taken, no more
+                    self.ledger.receive(vector)
         return self._take(self.plan.position)
 
     def recursive_all_gather(self, held: SparseVector) -> Exchange:
