@@ -26,7 +26,7 @@ from rich.table import Table
 from ddp_hooks.topk.wire import Format
 from recipes.benchmarks.dear_table2 import command, environment, now
 from recipes.benchmarks.launch import run_job
-from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob
+from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob, is_sparse, is_variant, settings_of
 from recipes.cluster.network import parse_rate
 
 COLUMNS = ("elements", "density", "variant", "s", "min–max", "× dense", "compute", "messages", "MB sent")
@@ -44,6 +44,8 @@ LEGEND = """\
   is several times what it is on a core of one's own.
 * `messages`: seconds that the same messages take once more, with nothing to compute between them.
 * `oktopk`: a mean over the 32 steps for which it keeps its thresholds, one of which estimates them.
+* `spardl-b4`: SparDL with four teams and B-SAG between them; workers' gradients here are independent of each other, so
+  that the teams' entries hardly overlap, which is when it sends least.
 * `MB sent`: payload per worker, the largest. PowerSGD's is not counted."""
 
 
@@ -80,6 +82,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     rates: list[str | None] = [None] if options.loopback else options.rate
     try:
+        _check(options.variants, options.workers)
         for rate in filter(None, rates):
             parse_rate(rate)
         networks = [
@@ -115,7 +118,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--rate", nargs="+", default=["1gbit"], help="link rates, as tc writes them (default: 1gbit)")
     add("--numels", nargs="+", type=float, default=[25e6], help="lengths of the gradient (default: 25e6)")
     add("--densities", nargs="+", type=float, default=[0.01, 0.001], help="parts to keep (default: 0.01 0.001)")
-    add("--variants", nargs="+", choices=(*DENSE, *SPARSE), default=[*DENSE, *SPARSE])
+    names = [*DENSE, *SPARSE]
+    add("--variants", nargs="+", default=names, help=f"of {' '.join(names)}, and spardl-b4: four teams with B-SAG")
     add("--wire", choices=get_args(Format), default="compact", help="how entries travel (default: compact)")
     add("--rounds", type=int, default=3, help="timed runs of each (default: 3)")
     add("--output", type=Path, default=Path("build/sparse_allreduce"), help="folder for JSON and plot")
@@ -123,6 +127,19 @@ def _parser() -> argparse.ArgumentParser:
     add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
     add("--quick", action="store_true", help="a smoke test: two workers, a short gradient")
     return parser
+
+
+def _check(variants: Sequence[str], workers: Sequence[int]) -> None:
+    """Raises a ValueError if a variant does not exist, or not for so many workers."""
+    for name in variants:
+        if not is_variant(name):
+            raise ValueError(f"variant must be one of {' '.join([*DENSE, *SPARSE])} or like spardl-b4, got {name!r}")
+        teams = settings_of(name).get("num_teams", 1)
+        for count in workers:
+            if count % teams:
+                raise ValueError(f"{name} has {teams} teams, which cannot be of equal size with {count} workers")
+            if name.startswith("spardl-r") and teams & (teams - 1):
+                raise ValueError(f"{name}: R-SAG takes a power of two of teams; spardl-b{teams} takes any")
 
 
 def seconds(value: float) -> str:
@@ -149,12 +166,12 @@ class Line:
     def cells(self) -> list[str]:
         return [
             f"{self.numel / 1e6:g} M",
-            f"{self.density:g}" if self.name in SPARSE else "",
+            f"{self.density:g}" if is_sparse(self.name) else "",
             self.name,
             seconds(self.total_s),
             f"{seconds(self.fastest_s)}–{seconds(self.slowest_s)}",
             f"{self.speedup:.2f}" if self.speedup is not None else "",
-            seconds(self.compute_s) if self.name in SPARSE else "",
+            seconds(self.compute_s) if is_sparse(self.name) else "",
             seconds(self.exchange_s),
             f"{self.sent_bytes / 1e6:.2f}" if self.sent_bytes else "",
         ]
@@ -210,7 +227,7 @@ def plot(networks: Sequence[Network], path: Path) -> None:
     ]
     figure, axes = plt.subplots(1, len(panels), figsize=(1 + 4.4 * len(panels), 4.4), squeeze=False)
     for ax, (network, numel, lines) in zip(axes[0], panels, strict=True):
-        names = [f"{line.name} {line.density:g}" if line.name in SPARSE else line.name for line in lines]
+        names = [f"{line.name} {line.density:g}" if is_sparse(line.name) else line.name for line in lines]
         ax.bar(names, [line.total_s for line in lines], color="tab:blue", label="in all")
         ax.bar(names, [line.exchange_s for line in lines], color="tab:orange", label="messages alone")
         ax.set_title(f"{numel / 1e6:g} M float32, {network.title}", fontsize=9)

@@ -20,7 +20,7 @@ from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, 
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.oktopk import OkTopkEstimates
 from ddp_hooks.topk.wire import Wire
-from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob
+from recipes.benchmarks.sparse_job import SparseJob, is_sparse, settings_of
 from recipes.benchmarks.worker import over_ranks, report, run
 
 MATRIX_ROWS = 1000  # the gradient is made of matrices of so many rows and columns, for PowerSGD
@@ -129,8 +129,8 @@ def compare_length(job: SparseJob, numel: int, lanes: Lanes) -> list[dict[str, A
     gradient = torch.randn(numel, generator=generator)
     gradient.mul_(torch.randn(numel, generator=generator).abs_())  # heavier tails, as gradients have them
     bench = Bench(gradient, lanes)
-    cases = [(name, 1.0) for name in job.variants if name in DENSE]
-    cases += [(name, density) for density in job.densities for name in job.variants if name in SPARSE]
+    cases = [(name, 1.0) for name in job.variants if not is_sparse(name)]
+    cases += [(name, density) for density in job.densities for name in job.variants if is_sparse(name)]
     runs: dict[tuple[str, float], Callable[[], Timing]] = {
         (name, density): bench.variant(name, density, job.wire) for name, density in cases
     }
@@ -166,9 +166,9 @@ class Bench:
 
     def variant(self, name: str, density: float, wire: str) -> Callable[[], Timing]:
         """A function that runs it once."""
-        if name in SPARSE:
+        if is_sparse(name):
             k = max(1, round(density * self._gradient.numel()))
-            sparsity = Sparsity(name, k, Wire(wire, torch.float32))  # type: ignore[arg-type]
+            sparsity = Sparsity(k=k, wire=Wire(wire, torch.float32), **settings_of(name))  # type: ignore[arg-type]
             rank = dist.get_rank()
             summation = SparseSum(sparsity, self._gradient.numel(), rank, self._world_size)
             if isinstance(summation.memory, OkTopkEstimates):

@@ -57,11 +57,29 @@ def test_tables_fit_a_terminal_of_80_columns(
     assert all(heading in shown for heading in COLUMNS) and "…" not in shown
 
 
+@pytest.mark.parametrize(
+    ("variant", "workers", "complaint"),
+    [
+        ("spardl-b3", "4", "3 teams, which cannot be of equal size with 4 workers"),
+        ("spardl-r3", "6", "takes a power of two of teams; spardl-b3 takes any"),
+        ("topk", "4", "got 'topk'"),
+    ],
+)
+def test_variants_that_there_are_not(
+    variant: str, workers: str, complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        sparse_allreduce.main(["--workers", workers, "--variants", variant, "--loopback"])
+    assert complaint in capsys.readouterr().err
+
+
 @pytest.mark.slow
 def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "sparse.md"
-    sparse_allreduce.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
+    variants = [*DENSE, *SPARSE, "spardl-b2"]
+    called = ["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page), "--variants", *variants]
+    sparse_allreduce.main(called)
     (network,) = json.loads((tmp_path / "sparse_allreduce.json").read_text())["networks"]
-    assert [row["name"] for row in network["rows"]] == [*DENSE, *SPARSE]
+    assert [row["name"] for row in network["rows"]] == variants
     assert all(row["total_s"] > 0 for row in network["rows"])
     assert "powersgd" in capsys.readouterr().out and "spardl" in page.read_text()
