@@ -95,9 +95,14 @@ class SparseSum:
 
     def state_dict(self) -> dict[str, Any]:
         """What is remembered, as plain numbers and lists."""
-        return {"k": self._k, **self.memory.state_dict()} if self.memory is not None else {}
+        return {**self._sizes, **self.memory.state_dict()} if self.memory is not None else {}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """The reverse of :meth:`state_dict`; what belongs to another number of entries is left aside."""
-        if self.memory is not None and state.get("k") == self._k:
-            self.memory = type(self.memory).from_state({key: value for key, value in state.items() if key != "k"})
+        """The reverse of :meth:`state_dict`; what belongs to another vector or number of entries is left aside."""
+        sizes = self._sizes
+        if self.memory is not None and all(state.get(key) == value for key, value in sizes.items()):
+            self.memory = type(self.memory).from_state({key: state[key] for key in state if key not in sizes})
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"numel": self._plan.numel, "k": self._k}

@@ -165,6 +165,12 @@ class GradientGroup:
             "velocity": _pieces(self.velocity, self.offsets) | _pieces(self.dense_velocity, self.dense_offsets),
         }
 
+    def surrender(self) -> dict[Kept, dict[int, Tensor]]:
+        """What there is, as :meth:`kept` has it, which is not kept here from now on: memory goes with the views."""
+        kept = self.kept()
+        self.residual = self.velocity = self.dense_velocity = None
+        return kept
+
     def keep(self, kind: Kept, parameter: int, values: Tensor) -> None:
         """Let (numel,) be what is kept of a parameter, as far as its gradients are still treated in that way."""
         if kind == "residual" and parameter in self.offsets:

@@ -50,5 +50,5 @@ def gtopk(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int
         if child < world_size:
             yield round_of(Send(child, message))
     result = wire.decode(message, numel, k)
-    ledger.close(result.indices)
+    ledger.close(result)
     return result

@@ -12,6 +12,8 @@ indices of the result:
 * ``partial`` (the paper's PRES): inside of I a worker keeps its own value, unless it has sent it. What others had sent
   to it is lost where it was discarded.
 * ``local`` (LRES): a worker keeps what it has not sent; what it has sent is lost where others discarded it.
+
+Of what is sent, whatever rounding takes from it is kept under every rule.
 """
 
 from __future__ import annotations
@@ -44,9 +46,12 @@ class Ledger:
         self._discarded: list[SparseVector] = []  # what was discarded when it had been taken
 
     def receive(self, vector: SparseVector) -> None:
-        """Another worker has sent this; none of it has been taken before. Of no use where all of it that will be in the
-        result is going to be taken."""
-        self._received.append(vector)
+        """Another worker has sent this; none of it has been taken before.
+
+        Entries that either are going to be taken or will not be in the result may be left out.
+        """
+        if self._collection == "global":
+            self._received.append(vector)
 
     def take(self, vector: SparseVector, wire: Wire) -> SparseVector:
         """These entries of the working vector, with what was received, are sent: as they will arrive."""
@@ -66,21 +71,30 @@ class Ledger:
         if len(vector):
             self._discarded.append(vector)
 
-    def close(self, result: Tensor) -> None:
+    def close(self, result: SparseVector) -> None:
         """Turn the working vector into the residual.
 
         Args:
-            result: (m,), ascending: the indices of the result, on every rank.
+            result: the same on every rank.
+
+        Raises:
+            RuntimeError: on every rank, if sums have become infinite; the working vector is as it was, so every rank
+                has its own gradients in it.
         """
-        taken = [vector.indices for vector in self._taken]
+        if not torch.isfinite(result.values).all():
+            raise RuntimeError(
+                "gradients are finite on every rank, and their sum over the ranks is not, or not in bfloat16: they are "
+                "of the order of 1e38. Lower the learning rate, or clip gradients before they become so large"
+            )
         if self._collection == "global":
-            self._collect(result)
-        elif self._collection == "partial":
-            for indices, is_inside in zip(taken, are_in(taken, result), strict=True):
-                self.work.index_fill_(0, indices[is_inside], 0.0)
-        else:
-            for indices in taken:
-                self.work.index_fill_(0, indices, 0.0)
+            self._collect(result.indices)
+            return
+        taken = self._taken
+        if self._collection == "partial":
+            masks = are_in([vector.indices for vector in taken], result.indices)
+            taken = [vector.at(mask) for vector, mask in zip(taken, masks, strict=True)]
+        for vector in taken:
+            self.work.index_copy_(0, vector.indices, vector.values)
 
     def _collect(self, result: Tensor) -> None:
         noted = [*self._received, *self._taken, *self._discarded]

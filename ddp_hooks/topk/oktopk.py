@@ -83,11 +83,11 @@ def oktopk(
         magnitudes = yield from _gather_magnitudes(region.values, rank, world_size)
         keep = min(k, magnitudes.numel())
         estimates.global_threshold = kth_largest(magnitudes, keep) if keep else 0.0
-    reaches = region.values.abs() >= estimates.global_threshold
+    reaches = ~(region.values.abs() < estimates.global_threshold)  # also what is not a number, which close() refuses
     ledger.discard(region.at(~reaches))
     kept = ledger.round(region.at(reaches), wire)
     result = yield from _balanced_all_gather(kept, numel, rank, world_size, wire)
-    ledger.close(result.indices)
+    ledger.close(result)
     return result
 
 

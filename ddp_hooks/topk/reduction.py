@@ -124,6 +124,7 @@ class SparseReduction(Reduction):
         super().__init__(group, gradients, momentum, lanes)
         self._summation = summation
         self._result: SparseVector | None = None  # the sum over ranks
+        self._velocity_before: Tensor | None = None  # where the result has entries
 
     def submit(self, after: Collection[Work] = ()) -> Work:
         """Begin; see :class:`Reduction`."""
@@ -137,6 +138,7 @@ class SparseReduction(Reduction):
             gradient = self._bring_in() if self.finite else None
             self._result = yield from self._summation.run(group.opened(), gradient)
             if group.velocity is not None:  # what has been sent begins anew (momentum factor masking)
+                self._velocity_before = group.velocity.index_select(0, self._result.indices)
                 group.velocity.index_fill_(0, self._result.indices, 0.0)
             self._write(self._result)
         if gradients.dense:
@@ -190,6 +192,9 @@ class SparseReduction(Reduction):
         if part is not None:
             mine &= (indices >= part.start) & (indices < part.stop)
         self.group.opened().index_add_(0, indices[mine], values[mine])
+        if self.group.velocity is not None and self._velocity_before is not None:
+            again = slice(None) if part is None else (indices >= part.start) & (indices < part.stop)
+            self.group.velocity.index_copy_(0, indices[again], self._velocity_before[again])
 
 
 class DenseReduction(Reduction):
@@ -230,6 +235,8 @@ class DenseReduction(Reduction):
             residual[start:end] += self._flat[start:end] * (self._lanes.world_size / self.gradients.scale)
 
     def _room(self) -> Tensor:
+        if not self._runs:  # nothing but parameters without elements
+            return self.group.zeros(0)
         buffer = self.gradients.buffers[self._runs[0].bucket]
         return buffer.new_empty(sum(run.numel for run in self._runs))
 

@@ -95,11 +95,13 @@ class _Shortlist:
         chosen = self._pick(entries)
         if chosen is not None:
             return chosen
-        values = self._values.index_copy(0, entries.indices, entries.values)
-        anew = _Shortlist.of(values, self._k)
-        chosen = anew._pick(anew._entries)
-        if chosen is not None:
-            return chosen
+        values = self._values
+        if self._received:  # which has taken entries off the list
+            values = values.index_copy(0, entries.indices, entries.values)
+            anew = _Shortlist.of(values, self._k)
+            chosen = anew._pick(anew._entries)
+            if chosen is not None:
+                return chosen
         positions = exact_top_k(values, self._k)
         return SparseVector(positions, values.index_select(0, positions))
 

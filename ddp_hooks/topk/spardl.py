@@ -115,7 +115,7 @@ def spardl(
             assert controller is not None
             held = yield from exchange.bruck_all_gather(held, controller)
     result = yield from exchange.complete(held)
-    ledger.close(result.indices)
+    ledger.close(result)
     return result
 
 
@@ -130,6 +130,7 @@ class _Exchange:
         self.split = split
         self.bounds = plan.bounds
         self.counts = plan.counts
+        self.result_has_own_block_as_taken = plan.num_teams == 1
 
     def reduce_scatter(self) -> Exchange:
         """Spar-Reduce-Scatter (section III-B, with its optimised timing): this worker's block, its most important part.
@@ -145,7 +146,7 @@ class _Exchange:
             for block, part in zip(step.incoming, arriving.split(sizes), strict=True):
                 vector = self._decode(block, part).shifted(self.bounds[block])
                 self.selector.receive(block, vector)
-                if block != self.plan.position or self.plan.num_teams > 1:  # else the result has what is taken, no more
+                if not (self.result_has_own_block_as_taken and block == self.plan.position):
                     self.ledger.receive(vector)
         return self._take(self.plan.position)
 
@@ -185,7 +186,7 @@ class _Exchange:
         )
 
     def _take(self, block: int) -> SparseVector:
-        """The block's largest entries, taken out of the working vector."""
+        """The block's largest entries, which are sent."""
         return self.ledger.take(self.selector.select(block), self.wire).shifted(-self.bounds[block])
 
     def _keep_largest(self, vector: SparseVector, holders: int, paper_parts: int) -> SparseVector:

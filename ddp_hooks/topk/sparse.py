@@ -6,6 +6,7 @@ one with the lowest index is the larger.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,7 +50,7 @@ def empty_like(values: Tensor) -> SparseVector:
 
 
 def concatenated(vectors: Sequence[SparseVector]) -> SparseVector:
-    """The entries of several vectors whose ranges follow each other."""
+    """The entries of several vectors, one after the other: a sparse vector, if their ranges follow each other."""
     return SparseVector(torch.cat([v.indices for v in vectors]), torch.cat([v.values for v in vectors]))
 
 
@@ -76,17 +77,21 @@ def total(vectors: Sequence[SparseVector]) -> SparseVector:
 
 
 def largest(magnitudes: Tensor, k: int) -> Tensor:
-    """A mask of the ``k`` largest of non-negative numbers, (n,) bool; ties go to the lowest position."""
+    """A mask of the ``k`` largest of non-negative numbers, (n,) bool; ties go to the lowest position.
+
+    What is not a number counts as the largest, so that it is not overlooked.
+    """
     numel = magnitudes.numel()
     if k >= numel:
         return torch.ones(numel, dtype=torch.bool, device=magnitudes.device)
     if k <= 0:
         return torch.zeros(numel, dtype=torch.bool, device=magnitudes.device)
     boundary = kth_largest(magnitudes, k)
-    mask = magnitudes >= boundary
+    mask = ~(magnitudes < boundary)
     surplus = int(mask.count_nonzero()) - k
     if surplus:
-        mask[positions_of(magnitudes == boundary)[-surplus:]] = False
+        ties = mask if math.isnan(boundary) else magnitudes == boundary
+        mask[positions_of(ties)[-surplus:]] = False
     return mask
 
 

@@ -110,7 +110,8 @@ class TopKState:
         self._closed = False
         self._backward: Backward | None = None  # from its first bucket on
         ddp.join = ddp.join_hook = checks.refuse_join  # type: ignore[method-assign]
-        if config.teams == self._lanes.world_size > 1 and self._lanes.rank == 0:
+        has_teams = config.algorithm in ("spardl", "auto")
+        if has_teams and config.teams == self._lanes.world_size > 1 and self._lanes.rank == 0:
             logger.warning(
                 "as many teams as ranks: each reduces by itself, and more is left out; fewer teams lose less accuracy"
             )
@@ -178,6 +179,7 @@ class TopKState:
         dense = {self._names[index] for group in self._groups for index in group.members.dense}
         problem = checkpoint.find_problem(saved, rank if own else None, world_size, shapes, dense)
         entries = {} if problem is not None else {key: saved[0][key] for key in ("step", "order", "chosen")}
+        entries |= {"what is loaded": "this rank's own state" if own else "a list of states"} if problem is None else {}
         agree(entries, problem, self._lanes.group, "the state of TopKState")
         first = saved[0]
         self._step, self._num_skipped = first["step"], first["num_skipped"]
@@ -356,7 +358,7 @@ class TopKState:
             self._pipeline.plan([(*group.members.sparse, *group.members.dense) for group in self._groups])
         group_of = {i: group for group in self._groups for i in (*group.members.sparse, *group.members.dense)}
         for group in former:
-            for kind, kept in group.kept().items():
+            for kind, kept in group.surrender().items():
                 for index, values in kept.items():
                     group_of[index].keep(kind, index, values)
 

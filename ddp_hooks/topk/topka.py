@@ -26,5 +26,5 @@ def topka(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int
     message = wire.encode(ledger.take(selector.select(0), wire), numel, k)
     messages = yield from bruck_all_gather(message, [message.numel()] * world_size, range(world_size), rank)
     result = total([wire.decode(message, numel, k) for message in messages])
-    ledger.close(result.indices)
+    ledger.close(result)
     return result

@@ -37,7 +37,7 @@ def topkdsa(ledger: Ledger, selector: Selector, rank: int, world_size: int, wire
     messages = yield from bruck_all_gather(message, sizes, range(world_size), rank)
     parts = [_decode(*arguments, wire) for arguments in zip(messages, lengths, counts, strict=True)]
     result = concatenated([part.shifted(bounds[r]) for r, part in enumerate(parts)])
-    ledger.close(result.indices)
+    ledger.close(result)
     return result
 
 

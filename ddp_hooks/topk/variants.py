@@ -76,14 +76,26 @@ class VariantChooser:
 
     def begin(self, step: int, chosen: Sequence[Sequence[Any]] | None) -> None:
         """Training goes on with ``step``, with what was chosen before, or with new trials."""
-        self.chosen = [Variant(*variant) for variant in chosen] if chosen is not None else None
+        former = [Variant(*variant) for variant in chosen or ()]
+        self.chosen = former if former and self.has_choice and set(former) <= set(self._candidates) else None
+        if former and self.chosen is None and self._lanes.rank == 0:
+            names = ", ".join(sorted({variant.name for variant in former}))
+            logger.info("%s had been chosen by trial, which the present settings exclude: %s", names, self._now())
         self._times_s.clear()
         self._first_trial = max(_FIRST_TRIAL, self._warmup_steps, step)
 
     @property
     def is_trying(self) -> bool:
         """Whether steps are timed, or will be."""
-        return self.chosen is None and len(self._candidates) > 1
+        return self.chosen is None and self.has_choice
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether there is more than one variant."""
+        return len(self._candidates) > 1
+
+    def _now(self) -> str:
+        return "trying anew" if self.has_choice else f"using {self._candidates[0].name}"
 
     def variant_of(self, group: int, step: int) -> Variant:
         """The variant for a group in a step, counted from 0."""

@@ -45,8 +45,8 @@ class LossJob:
     steps: int
     patience: float = 1.5
     trial_steps: int = 6
-    warmup_steps: int = 20
-    window: int = 10
+    warmup_steps: int = 0
+    window: int = 20
     seed: int = 0
     result_path: str = ""  # set by the launcher
     rendezvous: str = "env://"

@@ -6,7 +6,7 @@ import gc
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +59,8 @@ def compare(job: LossJob) -> dict[str, Any]:
     for name in job.variants:
         if name not in dense:
             runs[name] = train(job, task, name, round(job.patience * job.steps), target)
+    for run_of_one in runs.values():
+        run_of_one["reached"] = first_step_at(target, run_of_one["averaged"], job.window)
     num_parameters = sum(parameter.numel() for parameter in task.model().parameters())
     return {"trials": trials, "best": best, "target": target, "runs": runs, "num_parameters": num_parameters}
 
@@ -98,7 +100,7 @@ def train(job: LossJob, task: Task, name: str, steps: int, target: float | None)
         averaged.append(sum(window) / len(window))
         if step % 10 == 9:
             report(f"{job.model} {name}, step {step + 1}: loss {averaged[-1]:.4f}, {times_s[-1]:.1f} s")
-        if target is not None and len(losses) >= job.window and averaged[-1] <= target:
+        if target is not None and first_step_at(target, averaged, job.window) is not None:
             break
     if state is not None:
         state.close()
@@ -107,6 +109,11 @@ def train(job: LossJob, task: Task, name: str, steps: int, target: float | None)
     settled = min(3, len(times_s) - 1)
     step_s = (times_s[-1] - times_s[settled - 1]) / max(1, len(times_s) - settled) if settled else times_s[-1]
     return {"step_s": step_s, "times_s": times_s, "losses": losses, "averaged": averaged}
+
+
+def first_step_at(target: float, averaged: Sequence[float], window: int) -> int | None:
+    """Which step, counted from 0, is the first whose average over a full window is at most the target."""
+    return next((step for step, loss in enumerate(averaged) if step + 1 >= window and loss <= target), None)
 
 
 def task_called(name: str, seed: int) -> Task:

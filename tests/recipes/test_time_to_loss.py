@@ -9,6 +9,7 @@ import pytest
 
 from recipes.benchmarks import time_to_loss
 from recipes.benchmarks.loss_job import LossJob, LossVariant, parse
+from recipes.benchmarks.loss_worker import first_step_at
 
 
 def test_names() -> None:
@@ -26,11 +27,15 @@ def test_job_survives_its_file(tmp_path: Path) -> None:
 
 def test_a_run_that_does_not_get_there_has_no_ratio() -> None:
     def run(seconds: float, loss: float) -> dict[str, object]:
-        return {"step_s": 1.0, "times_s": [1.0, seconds], "losses": [9.0, loss], "averaged": [9.0, loss]}
+        averaged = [1.0, 9.0, loss, 3.0]
+        reached = first_step_at(2.0, averaged, window=2)
+        times_s = [1.0, 2.0, seconds, 50.0]
+        return {"step_s": 1.0, "times_s": times_s, "losses": averaged, "averaged": averaged, "reached": reached}
 
     runs = {"ddp-25mb": run(8.0, 2.0), "spardl-0.01": run(4.0, 1.9), "gtopk-0.01": run(12.0, 2.1)}
     rows = time_to_loss.table_rows("tiny", {"best": "ddp-25mb", "target": 2.0, "runs": runs})
     assert [row[-2:] for row in rows] == [["8.0", "1.00"], ["4.0", "2.00"], ["not reached", ""]]
+    assert [row[2] for row in rows] == ["3", "3", ""]
 
 
 @pytest.mark.slow

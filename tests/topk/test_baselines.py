@@ -67,6 +67,30 @@ def test_nothing_is_lost(name: str, format: Any, given_inputs: Any) -> None:
     assert torch.equal(dense_of(results[0], before.numel()) + sum(work), before)
 
 
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("format", ["exact", "compact"])
+def test_replicas_are_the_same_with_real_numbers(name: str, format: Any) -> None:
+    """Sums of real numbers depend on their order, which therefore is the same on every rank."""
+    for world_size in (3, 5, 8):
+        generator = torch.Generator().manual_seed(world_size)
+        shared = torch.randn(5_000, generator=generator) ** 3  # so that entries meet
+        work = [torch.randn(5_000, generator=generator) + shared for _ in range(world_size)]
+        results = run_baseline(sums_of(name, 200, Wire(format, torch.float32), world_size, 5_000), work)
+        assert all(torch.equal(r.indices, results[0].indices) for r in results)
+        assert all(torch.equal(r.values, results[0].values) for r in results)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_sums_that_are_not_finite(name: str) -> None:
+    work = [torch.ones(1000) for _ in range(3)]
+    for rank, values in enumerate(work):
+        values[7::50] = -3e38 if rank == 2 else 3e38
+    before = [values.clone() for values in work]
+    with pytest.raises(RuntimeError, match="their sum over the ranks is not"):
+        run_baseline(sums_of(name, 40, Wire("compact", torch.float32), 3, 1000), work)
+    assert all(torch.equal(values, old) for values, old in zip(work, before, strict=True))
+
+
 @pytest.mark.parametrize("name", ["topka", "topkdsa"])
 @given(inputs())
 @settings(max_examples=60, deadline=None)

@@ -545,6 +545,8 @@ def load_wrongly(rank: int, world_size: int) -> list[str]:
     pair = Pair.of(rank, world_size, CONFIG)
     plain(pair, 0)
     saved = pair.state.state_dict()
+    everyones: list[Any] = [None] * world_size
+    dist.all_gather_object(everyones, saved)
     wrong: list[Any] = [
         {**saved, "rank": 1 - rank},
         {**saved, "world_size": 5},
@@ -555,6 +557,7 @@ def load_wrongly(rank: int, world_size: int) -> list[str]:
         {**saved, "residual": {**saved["residual"], "layers.0.weight": torch.zeros(5)}},
         {**saved, "step": rank},
         {**saved, "order": saved["order"][1:]},
+        saved if rank == 0 else everyones,
     ]
     messages = []
     for state in wrong:
@@ -571,7 +574,7 @@ def test_states_that_do_not_fit_are_refused(workers: WorkerPools) -> None:
     expected = [
         "was given the state of rank", "pass the states of all", "each once, got those of",
         "there is no state", "it lacks", "which the model has not", "has shape (5,)", "step is",
-        "the state is of other parameters",
+        "the state is of other parameters", "what is loaded is",
     ]  # fmt: skip
     for messages in workers(2).run(load_wrongly):
         for message, part in zip(messages, expected, strict=True):
