@@ -12,6 +12,7 @@ from ddp_hooks.topk.exchange import Exchange
 from ddp_hooks.topk.gtopk import gtopk
 from ddp_hooks.topk.ledger import Collection, Ledger
 from ddp_hooks.topk.oktopk import OkTopkEstimates, oktopk
+from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.selection import BlockSelector
 from ddp_hooks.topk.spardl import Plan, SpAllGather, Split, spardl
 from ddp_hooks.topk.topka import topka
@@ -64,13 +65,15 @@ class SparseSum:
         elif sparsity.algorithm == "spardl" and sparsity.sag == "b" and sparsity.num_teams > 1:
             self.memory = TopHController(self._plan.counts[self._plan.position], sparsity.num_teams)
 
-    def run(self, residual: Tensor, gradient: Tensor | None) -> Exchange:
+    def run(self, residual: Tensor, gradient: Tensor | Scattered | None) -> Exchange:
         """Add ``gradient`` to ``residual``, and sum over all workers; returns the sum, sparse.
 
         Args:
             residual: (n,), of the step before; becomes that of this step.
             gradient: (n,); None if the residual has it already.
         """
+        if isinstance(gradient, Tensor):
+            gradient = Scattered((gradient,))
         sparsity, memory, place = self.sparsity, self.memory, (self._rank, self._world_size)
         ledger = Ledger(residual, sparsity.collection)
         if sparsity.algorithm == "oktopk":  # selects in its own way

@@ -20,6 +20,7 @@ from ddp_hooks.topk.direct import direct_reduce_scatter, gather_numbers
 from ddp_hooks.topk.exchange import Exchange
 from ddp_hooks.topk.ledger import Ledger
 from ddp_hooks.topk.primitives import kth_largest, reaching
+from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.sparse import SparseVector, concatenated, empty_like, largest
 from ddp_hooks.topk.wire import Wire
 
@@ -54,7 +55,7 @@ class OkTopkEstimates:
 
 def oktopk(
     ledger: Ledger,
-    gradient: Tensor | None,
+    gradient: Scattered | None,
     k: int,
     rank: int,
     world_size: int,
@@ -92,16 +93,17 @@ def oktopk(
 
 
 def _reaching_local_threshold(
-    work: Tensor, gradient: Tensor | None, k: int, anew: bool, estimates: OkTopkEstimates
+    work: Tensor, gradient: Scattered | None, k: int, anew: bool, estimates: OkTopkEstimates
 ) -> SparseVector:
     if not work.numel():
         return empty_like(work)
     if anew:
         if gradient is not None:
-            work += gradient
+            gradient.add_to(work)
             gradient = None
         estimates.local_threshold = kth_largest(work.abs(), min(k, work.numel()))
-    entries = SparseVector(*reaching(work, estimates.local_threshold, gradient))
+    threshold = estimates.local_threshold
+    entries = SparseVector(*(reaching(work, threshold) if gradient is None else gradient.add_and_find(work, threshold)))
     if len(entries) > 2 * k:  # also where many are equal: messages stay bounded
         entries = entries.at(largest(entries.values.abs(), 2 * k))
     return entries

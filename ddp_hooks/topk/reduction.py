@@ -24,6 +24,7 @@ from ddp_hooks.comm import (
 )
 from ddp_hooks.topk.algorithms import SparseSum
 from ddp_hooks.topk.groups import GradientGroup, Run
+from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.sparse import SparseVector
 
 
@@ -144,13 +145,13 @@ class SparseReduction(Reduction):
         if gradients.dense:
             yield from self._sum_dense()
 
-    def _bring_in(self) -> Tensor | None:
-        """What is to be added to the residual, (n,); None if it was added."""
+    def _bring_in(self) -> Tensor | Scattered | None:
+        """What is to be added to the residual in the pass that selects, (n,); None if it was added."""
         group, gradients = self.group, self.gradients
         if group.velocity is not None:
             return self._build_up(group.velocity, gradients.sparse)
-        if len(gradients.sparse) == 1 and gradients.scale == 1.0:  # it can be added in the pass that selects
-            return gradients.part(gradients.sparse[0])
+        if gradients.scale == 1.0:
+            return Scattered(tuple(gradients.part(run) for run in gradients.sparse))
         gradients.add_to(group.opened(), gradients.sparse)
         return None
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.topk.primitives import kth_largest, positions_of, reaching, stable_order
+from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.sparse import SparseVector, concatenated, largest
 
 _SAMPLE = 1 << 13  # elements per block
@@ -40,11 +41,12 @@ class BlockSelector:
         self._counts = counts
         self._shortlists: list[_Shortlist | None] = [None] * len(counts)
 
-    def add(self, gradient: Tensor) -> None:
+    def add(self, gradient: Scattered) -> None:
         """Add (n,) to the working vector, and make every block's shortlist in the same pass."""
         for block in range(len(self._counts)):
-            part = slice(self._bounds[block], self._bounds[block + 1])
-            self._shortlists[block] = _Shortlist.of(self._work[part], self._counts[block], gradient[part])
+            start, end = self._bounds[block], self._bounds[block + 1]
+            part = gradient.cut(start, end) if end > start else None
+            self._shortlists[block] = _Shortlist.of(self._work[start:end], self._counts[block], part)
 
     def receive(self, block: int, vector: SparseVector) -> None:
         """Add entries to the block, without changing the working vector."""
@@ -80,10 +82,11 @@ class _Shortlist:
         self._received: list[SparseVector] = []
 
     @staticmethod
-    def of(values: Tensor, k: int, gradient: Tensor | None = None) -> _Shortlist:
+    def of(values: Tensor, k: int, gradient: Scattered | None = None) -> _Shortlist:
         """Add ``gradient``, if there is one, to ``values``, in place, and list what is large enough."""
         threshold = _sampled_threshold(values, gradient, k)
-        return _Shortlist(values, k, threshold, SparseVector(*reaching(values, threshold, gradient)))
+        found = reaching(values, threshold) if gradient is None else gradient.add_and_find(values, threshold)
+        return _Shortlist(values, k, threshold, SparseVector(*found))
 
     def receive(self, vector: SparseVector) -> None:
         """Add to some entries."""
@@ -133,7 +136,7 @@ class _Shortlist:
         return chosen
 
 
-def _sampled_threshold(values: Tensor, gradient: Tensor | None, k: int) -> float:
+def _sampled_threshold(values: Tensor, gradient: Scattered | None, k: int) -> float:
     """A magnitude above 0 that a little more than ``k`` of the sums should reach.
 
     Where that would be 0, the smallest normal number: of a vector that is mostly zeros, only what is not is listed.
@@ -144,7 +147,7 @@ def _sampled_threshold(values: Tensor, gradient: Tensor | None, k: int) -> float
     stride = max(1, numel // _SAMPLE)
     sample = values[::stride].clone()
     if gradient is not None:
-        sample += gradient[::stride]
+        sample += gradient.sample(stride)
     expected = k / stride
     wanted = round(expected + 3 * math.sqrt(expected)) + 2  # so that one sample in a thousand gives too few
     if wanted >= sample.numel():

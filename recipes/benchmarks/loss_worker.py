@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ddp_hooks import TopKConfig, TopKState, topk_hook
-from recipes.benchmarks.loss_job import LossJob, parse
+from recipes.benchmarks.loss_job import LossJob
+from recipes.benchmarks.variants import parse_variant, with_hook
 from recipes.benchmarks.worker import over_ranks, report, run
 from recipes.bert_mlm import python_documentation
 from recipes.images import endless_batches, load_images
@@ -49,9 +49,9 @@ def main() -> None:
 
 
 def compare(job: LossJob) -> dict[str, Any]:
-    """Finds the fastest plain DDP, trains it, and then every sparse variant until it has the same loss."""
+    """Finds the fastest plain DDP, trains it, and then every other variant until it has the same loss."""
     task = task_called(job.model, job.seed)
-    dense = [name for name in job.variants if parse(name).hook == "ddp"]
+    dense = [name for name in job.variants if parse_variant(name).is_plain_ddp]
     trials = {name: train(job, task, name, job.trial_steps, None)["step_s"] for name in dense}
     best = min(trials, key=trials.__getitem__)
     runs = {best: train(job, task, best, job.steps, None)}
@@ -68,21 +68,9 @@ def compare(job: LossJob) -> dict[str, Any]:
 def train(job: LossJob, task: Task, name: str, steps: int, target: float | None) -> dict[str, Any]:
     """Trains for some steps, or until the loss is at most ``target``; losses are means over ranks and a window."""
     torch.manual_seed(job.seed)
-    variant = parse(name)
-    model = task.model()
-    bucket_mb = variant.value if variant.hook == "ddp" else 25
-    ddp = DistributedDataParallel(model, bucket_cap_mb=bucket_mb, gradient_as_bucket_view=True)
-    optimizer = task.optimizer(ddp.parameters())
-    state = None
-    if variant.hook != "ddp":
-        config = TopKConfig(
-            density=variant.value,
-            algorithm=variant.hook,  # type: ignore[arg-type]
-            warmup_steps=job.warmup_steps,
-            dense_below_numel=1000,
-        )
-        state = TopKState(ddp, config)
-        ddp.register_comm_hook(state, topk_hook)
+    spec = parse_variant(name)
+    ddp = DistributedDataParallel(task.model(), bucket_cap_mb=spec.bucket_mb, gradient_as_bucket_view=True)
+    trainee = with_hook(ddp, task.optimizer(ddp.parameters()), spec)
     torch.manual_seed(job.seed + dist.get_rank())
     losses: list[float] = []
     averaged: list[float] = []
@@ -90,10 +78,10 @@ def train(job: LossJob, task: Task, name: str, steps: int, target: float | None)
     dist.barrier()
     begin_s = time.perf_counter()
     for step, batch in enumerate(itertools.islice(task.batches(), steps)):
-        optimizer.zero_grad()
+        trainee.optimizer.zero_grad()
         loss = ddp(*batch)
         loss.backward()
-        optimizer.step()
+        trainee.optimizer.step()
         times_s.append(time.perf_counter() - begin_s)
         losses.append(over_ranks([loss.item()], dist.ReduceOp.SUM)[0] / dist.get_world_size())
         window = losses[-job.window :]
@@ -102,9 +90,8 @@ def train(job: LossJob, task: Task, name: str, steps: int, target: float | None)
             report(f"{job.model} {name}, step {step + 1}: loss {averaged[-1]:.4f}, {times_s[-1]:.1f} s")
         if target is not None and first_step_at(target, averaged, job.window) is not None:
             break
-    if state is not None:
-        state.close()
-    del ddp, model, optimizer, state
+    trainee.finish()
+    del ddp, trainee
     gc.collect()
     settled = min(3, len(times_s) - 1)
     step_s = (times_s[-1] - times_s[settled - 1]) / max(1, len(times_s) - settled) if settled else times_s[-1]
@@ -165,7 +152,7 @@ def text_task(width: int, layers: int, seed: int) -> Task:
             yield (text[start : start + TOKENS][None],)
 
     def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=3e-4)
+        return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
 
     return Task(lambda: LanguageModel(width, layers), batches, adamw)
 

@@ -3,6 +3,7 @@
     python -m recipes.benchmarks.sparse_allreduce
     python -m recipes.benchmarks.sparse_allreduce --workers 8 --rate 100mbit --numels 25e6 --densities 0.01
     python -m recipes.benchmarks.sparse_allreduce --quick --loopback
+    python -m recipes.benchmarks.sparse_allreduce --results FIRST.json SECOND.json --markdown PAGE.md
 
 `all-reduce`, `bf16` and `powersgd-4` are PyTorch's own hooks, the others ours. Prints a table per network, and writes
 JSON, a plot, and if asked a Markdown page.
@@ -70,6 +71,11 @@ class Network:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.results:
+        if not options.markdown:
+            parser.error("--results makes a page of what was measured before: say where with --markdown")
+        write_page(options.markdown, [json.loads(path.read_text()) for path in options.results])
+        return
     if options.quick:
         options.workers, options.rate, options.numels, options.densities = [2], ["1gbit"], [2e6], [0.01]
         options.rounds = 1
@@ -99,13 +105,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options.output.mkdir(parents=True, exist_ok=True)
     called = {"command": command("sparse_allreduce", arguments), "created": now(), "environment": environment()}
     path = options.output / "sparse_allreduce.json"
-    path.write_text(json.dumps({**called, "networks": [asdict(network) for network in networks]}, indent=1))
+    measured = {**called, "networks": [asdict(network) for network in networks]}
+    path.write_text(json.dumps(measured, indent=1))
     plot(networks, path.with_suffix(".png"))
     print(f"Wrote {path} and {path.with_suffix('.png')}")
     if options.markdown:
-        plot(networks, options.markdown.with_suffix(".png"))
-        options.markdown.write_text(markdown(networks, options.markdown.with_suffix(".png").name, called))
-        print(f"Wrote {options.markdown}")
+        write_page(options.markdown, [measured])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -124,6 +129,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--rounds", type=int, default=3, help="timed runs of each (default: 3)")
     add("--output", type=Path, default=Path("build/sparse_allreduce"), help="folder for JSON and plot")
     add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
+    add("--results", nargs="+", type=Path, metavar="JSON", help="measure nothing: a page of these earlier runs")
     add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
     add("--quick", action="store_true", help="a smoke test: two workers, a short gradient")
     return parser
@@ -225,8 +231,12 @@ def plot(networks: Sequence[Network], path: Path) -> None:
         for network in networks
         for numel in dict.fromkeys(row["numel"] for row in network.rows)
     ]
-    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 4.4 * len(panels), 4.4), squeeze=False)
-    for ax, (network, numel, lines) in zip(axes[0], panels, strict=True):
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure, axes = plt.subplots(rows, columns, figsize=(1 + 4.4 * columns, 4.4 * rows), squeeze=False)
+    for ax in axes.flat[len(panels) :]:
+        ax.set_visible(False)
+    for ax, (network, numel, lines) in zip(axes.flat, panels, strict=False):
         names = [f"{line.name} {line.density:g}" if is_sparse(line.name) else line.name for line in lines]
         ax.bar(names, [line.total_s for line in lines], color="tab:blue", label="in all")
         ax.bar(names, [line.exchange_s for line in lines], color="tab:orange", label="messages alone")
@@ -240,16 +250,26 @@ def plot(networks: Sequence[Network], path: Path) -> None:
     plt.close(figure)
 
 
-def markdown(networks: Sequence[Network], plot_name: str, called: dict[str, Any]) -> str:
+def write_page(path: Path, runs: Sequence[dict[str, Any]]) -> None:
+    """A page, and its plot beside it, of one run or several."""
+    networks = [Network(**network) for run in runs for network in run["networks"]]
+    plot(networks, path.with_suffix(".png"))
+    path.write_text(markdown(networks, path.with_suffix(".png").name, runs))
+    print(f"Wrote {path}")
+
+
+def markdown(networks: Sequence[Network], plot_name: str, runs: Sequence[dict[str, Any]]) -> str:
     """A page with the tables, the plot, and what it takes to repeat them."""
     sections = ["# Sparse all-reduces", INTRODUCTION, f"![Seconds of every variant]({plot_name})"]
     for network in networks:
         rows = [f"| {' | '.join(COLUMNS)} |", f"|{' --: |' * len(COLUMNS)}"]
         rows += [f"| {' | '.join(line.cells)} |" for line in lines_of(network)]
         sections += [f"## {network.title}", "\n".join(rows)]
-    versions = ", ".join(f"{name} {value}" for name, value in called["environment"].items())
-    sections += ["## Reading the columns", LEGEND, "## Repeating it", f"```\n{called['command']}\n```"]
-    return "\n\n".join([*sections, f"{called['created']}; {versions}."]) + "\n"
+    sections += ["## Reading the columns", LEGEND, "## Repeating it"]
+    for run in runs:
+        versions = ", ".join(f"{name} {value}" for name, value in run["environment"].items())
+        sections += [f"```\n{run['command']}\n```", f"{run['created']}; {versions}."]
+    return "\n\n".join(sections) + "\n"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""How much sooner a sparse all-reduce brings a model to the loss of plain DDP, on the emulated cluster.
+"""How much sooner a sparse all-reduce, or another hook, brings a model to the loss of plain DDP.
 
     python -m recipes.benchmarks.time_to_loss
-    python -m recipes.benchmarks.time_to_loss --models gpt2 --rate 500mbit --variants ddp-25mb spardl-0.01 auto-0.01
+    python -m recipes.benchmarks.time_to_loss --models gpt2 --rate 500mbit --variants ddp-25mb dear topk:density=0.02
     python -m recipes.benchmarks.time_to_loss --quick --loopback
 
 Everything is computed: a VGG-16 on scikit-learn's digits, a GPT-2 on Python's documentation. Prints a table, and writes
@@ -24,7 +24,8 @@ from rich.table import Table
 
 from recipes.benchmarks.dear_table2 import command, environment, now
 from recipes.benchmarks.launch import run_job
-from recipes.benchmarks.loss_job import MODELS, LossJob, parse
+from recipes.benchmarks.loss_job import DEFAULT_VARIANTS, MODELS, LossJob
+from recipes.benchmarks.variants import parse_variant, why_unavailable
 
 COLUMNS = ("model", "variant", "steps", "s/step", "loss", "s to loss", "× DDP")
 
@@ -39,18 +40,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.quick:
-        options.models, options.workers, options.steps = ["tiny"], 2, [30]
-        options.variants = ["ddp-25mb", "spardl-0.05"]
+        options.models, options.workers, options.steps, options.variants = ["tiny"], 2, [30], None
     if len(options.steps) not in (1, len(options.models)):
         parser.error(f"--steps takes one number, or one per model: got {len(options.steps)} for {options.models}")
     steps = options.steps * len(options.models) if len(options.steps) == 1 else options.steps
+    jobs = [
+        LossJob(model, tuple(options.variants or DEFAULT_VARIANTS[model]), count)
+        for model, count in zip(options.models, steps, strict=True)
+    ]
     try:
-        if not any(parse(name).hook == "ddp" for name in options.variants):
-            raise ValueError("one variant at least must be plain DDP, such as ddp-25mb")
-        jobs = [
-            LossJob(model, tuple(options.variants), count, warmup_steps=options.warmup)
-            for model, count in zip(options.models, steps, strict=True)
-        ]
+        for job in jobs:
+            _check(job.variants)
     except ValueError as error:
         parser.error(str(error))
     rate = None if options.loopback else options.rate
@@ -83,13 +83,24 @@ def _parser() -> argparse.ArgumentParser:
     add("--workers", type=int, default=4)
     add("--rate", default="1gbit", help="link rate, as tc writes it (default: 1gbit)")
     add("--steps", nargs="+", type=int, default=[60, 100], help="of plain DDP, one or one per model (default: 60 100)")
-    add("--warmup", type=int, default=0, help="steps in which the density falls from a quarter (default: 0)")
-    add("--variants", nargs="+", default=["ddp-5mb", "ddp-25mb", "ddp-64mb", "spardl-0.01"])
+    add("--variants", nargs="+", help="such as ddp-25mb dear topk:density=0.02 (default: by model)")
     add("--output", type=Path, default=Path("build/time_to_loss"), help="folder for JSON and plot")
     add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
     add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
     add("--quick", action="store_true", help="a smoke test: two workers, a tiny model")
     return parser
+
+
+def _check(variants: Sequence[str]) -> None:
+    """Raises a ValueError if these cannot be compared."""
+    specs = [parse_variant(name) for name in variants]
+    if not any(spec.is_plain_ddp for spec in specs):
+        raise ValueError("one variant at least must be plain DDP, such as ddp-25mb")
+    for spec in specs:
+        if spec.kind == "fsdp2":
+            raise ValueError("fsdp2 is not compared here: it is no hook of DDP")
+        if missing := why_unavailable(spec):
+            raise ValueError(f"{spec.name}: {missing}")
 
 
 def table_rows(model: str, measured: dict[str, Any]) -> list[list[str]]:

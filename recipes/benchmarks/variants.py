@@ -113,7 +113,11 @@ def build(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: Op
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank made the same weights: spare the slow link
     )
-    optimizer = make_optimizer(ddp.parameters())
+    return with_hook(ddp, make_optimizer(ddp.parameters()), spec)
+
+
+def with_hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:
+    """Gives a model, wrapped with the variant's bucket size, the variant's hook."""
     if spec.kind in ("dear", "topk"):
         return _hooked(ddp, optimizer, spec)
     if spec.kind == "ddp-bf16":

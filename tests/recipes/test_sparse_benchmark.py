@@ -82,4 +82,8 @@ def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (network,) = json.loads((tmp_path / "sparse_allreduce.json").read_text())["networks"]
     assert [row["name"] for row in network["rows"]] == variants
     assert all(row["total_s"] > 0 for row in network["rows"])
+    merged = tmp_path / "merged.md"
+    results = [str(tmp_path / "sparse_allreduce.json")] * 2
+    sparse_allreduce.main(["--results", *results, "--markdown", str(merged)])
+    assert merged.read_text().count("## 2 workers") == 2 and merged.with_suffix(".png").exists()
     assert "powersgd" in capsys.readouterr().out and "spardl" in page.read_text()

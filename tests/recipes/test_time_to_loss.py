@@ -8,15 +8,25 @@ from pathlib import Path
 import pytest
 
 from recipes.benchmarks import time_to_loss
-from recipes.benchmarks.loss_job import LossJob, LossVariant, parse
+from recipes.benchmarks.loss_job import LossJob
 from recipes.benchmarks.loss_worker import first_step_at
 
 
-def test_names() -> None:
-    assert parse("ddp-25mb") == LossVariant("ddp", 25.0) and parse("spardl-0.01") == LossVariant("spardl", 0.01)
-    for wrong in ("ddp", "spardl", "spardl-1", "topk-0.1"):
-        with pytest.raises(ValueError, match="variant must read"):
-            parse(wrong)
+@pytest.mark.parametrize(
+    ("variants", "complaint"),
+    [
+        (["topk"], "must be plain DDP"),
+        (["ddp-25mb", "spardl-0.01"], "variant must be ddp-<size>mb"),
+        (["ddp-25mb", "fsdp2"], "no hook of DDP"),
+        (["ddp-25mb", "topk:size=3"], "no field size"),
+    ],
+)
+def test_variants_that_cannot_be_compared(
+    variants: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        time_to_loss.main(["--models", "tiny", "--steps", "3", "--loopback", "--variants", *variants])
+    assert complaint in capsys.readouterr().err
 
 
 def test_job_survives_its_file(tmp_path: Path) -> None:
@@ -43,5 +53,5 @@ def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
     page = tmp_path / "loss.md"
     time_to_loss.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
     found = json.loads((tmp_path / "time_to_loss.json").read_text())["found"]["tiny"]
-    assert set(found["runs"]) == {"ddp-25mb", "spardl-0.05"} and found["best"] == "ddp-25mb"
-    assert "s to loss" in capsys.readouterr().out and "spardl-0.05" in page.read_text()
+    assert set(found["runs"]) == {"ddp-25mb", "topk:density=0.05"} and found["best"] == "ddp-25mb"
+    assert "s to loss" in capsys.readouterr().out and "topk:density=0.05" in page.read_text()

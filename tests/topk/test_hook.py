@@ -261,11 +261,12 @@ def test_stale_gradients_of_unused_parameters_are_refused(workers: WorkerPools) 
 # -- the same as the algorithm on whole vectors -----------------------------------------------------------------------
 
 
-def against_the_fabric(rank: int, world_size: int, algorithm: Any) -> list[str]:
+def against_the_fabric(rank: int, world_size: int, algorithm: Any, momentum: float | None) -> list[str]:
     """Where the model's gradients differ from those of the algorithm, run for all ranks in this process."""
-    pair = Pair.of(rank, world_size, replace(CONFIG, algorithm=algorithm, wire="compact"))
+    pair = Pair.of(rank, world_size, replace(CONFIG, algorithm=algorithm, wire="compact", momentum=momentum))
     parameters = list(pair.ours.module.parameters())
     kept = [[torch.zeros(p.numel()) for p in parameters] for _ in range(world_size)]  # per rank, per parameter
+    velocities = copy.deepcopy(kept)
     sums: dict[Any, SparseSum] = {}
     problems = []
     for step in range(6):
@@ -282,18 +283,22 @@ def against_the_fabric(rank: int, world_size: int, algorithm: Any) -> list[str]:
                 key = step > 0, members, other  # groups are formed anew after the first backward
                 sums.setdefault(key, SparseSum(sparsity, sum(numels), other, world_size))
                 residuals.append(torch.cat([kept[other][i] for i in members]))
-                gradient = torch.cat([fresh[other][i] for i in members])
+                for i in members:
+                    velocities[other][i].mul_(momentum or 0.0).add_(fresh[other][i])  # v = m v + g
+                gradient = torch.cat([velocities[other][i] for i in members])
                 exchanges.append(returning(sums[key].run(residuals[-1], gradient), results, other))
             run_on_fabric(exchanges)
-            mean = torch.zeros(sum(numels))
+            mean, sent = torch.zeros(sum(numels)), torch.zeros(sum(numels), dtype=torch.bool)
+            sent[results[0].indices] = True
             mean[results[0].indices] = results[0].values / world_size
             for i, part in zip(members, mean.split(numels), strict=True):
                 gradient = parameters[i].grad
                 if gradient is None or not torch.equal(gradient.flatten(), part):
                     problems.append(f"step {step}, parameter {i}")
             for other, residual in enumerate(residuals):
-                for i, part in zip(members, residual.split(numels), strict=True):
+                for i, part, gone in zip(members, residual.split(numels), sent.split(numels), strict=True):
                     kept[other][i] = part.clone()
+                    velocities[other][i][gone] = 0.0  # momentum factor masking
     num_groups = len(pair.state._groups)
     pair.state.close()
     return problems if num_groups > 2 else ["there were too few groups"]
@@ -305,11 +310,32 @@ def gradients_of(model: nn.Module, seed: int) -> list[Tensor]:
     return [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone() for p in model.parameters()]
 
 
-@pytest.mark.parametrize("algorithm", ["spardl", "topka", "oktopk"])
+@pytest.mark.parametrize(
+    ("algorithm", "momentum"), [("spardl", None), ("spardl", 0.5), ("topka", None), ("oktopk", None), ("oktopk", 0.5)]
+)
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_equal_to_the_algorithm_on_whole_vectors(workers: WorkerPools, world_size: int, algorithm: str) -> None:
-    for problems in workers(world_size).run(against_the_fabric, algorithm):
+def test_equal_to_the_algorithm_on_whole_vectors(
+    workers: WorkerPools, world_size: int, algorithm: str, momentum: float | None
+) -> None:
+    for problems in workers(world_size).run(against_the_fabric, algorithm, momentum):
         assert problems == []
+
+
+class WithNothing(WholeNumbers):
+    """One of its parameters has no elements, and follows one that fills a group by itself."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.nothing = nn.Parameter(torch.empty(0))
+
+    def forward(self, seed: int) -> Tensor:
+        return super().forward(seed) + self.nothing.sum()
+
+
+@pytest.mark.parametrize("changes", [{}, {"density": 1.0}, {"algorithm": "dense"}, {"group_mb": 1e-6}], ids=str)
+def test_parameters_without_elements(workers: WorkerPools, changes: dict[str, Any]) -> None:
+    run = partial(conserve, model=WithNothing)
+    check(workers(2).run(run, replace(CONFIG, **changes), plain, 4), keeps=changes in ({}, {"group_mb": 1e-6}))
 
 
 # -- gradients that are not finite ------------------------------------------------------------------------------------
@@ -362,6 +388,22 @@ def test_all_ranks_skip_together(workers: WorkerPools, world_size: int, scaled: 
 def test_all_ranks_raise_together(workers: WorkerPools) -> None:
     for found in workers(3).run(spoil, "raise", False):
         assert "not finite on ranks [2]" in found["error"] and found["finite"] and found["agree"]
+
+
+def overflow(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(nn.Linear(100, 10))
+    state = TopKState(ddp, replace(CONFIG, wire="compact"))
+    ddp.register_comm_hook(state, topk_hook)
+    message = message_of(lambda: (ddp(torch.full((1, 100), 3e38)).sum()).backward())
+    state.close()
+    return message
+
+
+def test_sums_that_are_not_finite_are_told_on_all_ranks(workers: WorkerPools) -> None:
+    pool = workers(2)
+    for message in pool.run(overflow):
+        assert "finite on every rank, and their sum over the ranks is not" in message
+    pool.end()
 
 
 def scaled_loop(scaler: torch.amp.GradScaler, pair: Pair, step: int) -> None:
@@ -458,6 +500,32 @@ def test_momentum_correction(workers: WorkerPools) -> None:
         for gap in workers(2).run(with_momentum, changes):
             assert (gap < 1e-3) == same, changes
     assert workers(1).run(with_momentum, {}) == [0.0], "one rank has nobody to leave it to"
+
+
+def skip_with_momentum(rank: int, world_size: int) -> list[str]:
+    """Where the velocity is not what a step that all skip should leave."""
+    pair = Pair.of(rank, world_size, replace(CONFIG, momentum=0.5))
+    for step in range(3):
+        plain(pair, step)
+    before = pair.state.state_dict()["velocity"]
+    fresh = gradients_of(pair.plain.module, pair.seed(3))
+    pair.ours.zero_grad()
+    spoilt = rank == world_size - 1
+    (pair.ours(pair.seed(3)) * (float("nan") if spoilt else 1.0)).backward()
+    after = pair.state.state_dict()["velocity"]
+    skipped = pair.state.stats().skipped_steps
+    pair.state.close()
+    names = [name for name, _ in pair.ours.module.named_parameters()]
+    expected = {
+        name: before[name] if spoilt else 0.5 * before[name] + gradient.view(before[name].shape)
+        for name, gradient in zip(names, fresh, strict=True)
+    }
+    return [name for name in names if not torch.equal(after[name], expected[name])] + ["skipped"] * (skipped - 1)
+
+
+def test_a_skipped_step_keeps_momentum(workers: WorkerPools) -> None:
+    """Also of entries that had been sent."""
+    assert workers(2).run(skip_with_momentum) == [[], []]
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
@@ -579,6 +647,28 @@ def test_states_that_do_not_fit_are_refused(workers: WorkerPools) -> None:
     for messages in workers(2).run(load_wrongly):
         for message, part in zip(messages, expected, strict=True):
             assert part in message, (message, part)
+
+
+def load_what_was_chosen(rank: int, world_size: int, changes: dict[str, Any]) -> list[str]:
+    """Which algorithms are used after loading a state in which dense sums had been chosen."""
+    pair = Pair.of(rank, world_size, replace(CONFIG, **changes))
+    plain(pair, 0)
+    saved = pair.state.state_dict()
+    saved["chosen"] = [["dense", 1, "r"]] * len(saved["memories"])
+    pair.state.load_state_dict(saved)
+    plain(pair, 1)
+    used = {pair.state._chooser.variant_of(group, 9).name for group in range(len(saved["chosen"]))}
+    pair.state.close()
+    return sorted(used)
+
+
+@pytest.mark.parametrize(
+    ("changes", "used"), [({"algorithm": "auto"}, "dense"), ({}, "spardl"), ({"algorithm": "topka"}, "topka")]
+)
+def test_a_choice_that_is_excluded_now_is_not_taken_over(
+    workers: WorkerPools, changes: dict[str, Any], used: str
+) -> None:
+    assert workers(2).run(load_what_was_chosen, changes) == [[used]] * 2
 
 
 # -- choosing ---------------------------------------------------------------------------------------------------------

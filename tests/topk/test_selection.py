@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ddp_hooks.topk import primitives, selection
 from ddp_hooks.topk.primitives import are_in, kth_largest, positions_of, reaching, stable_order
+from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.selection import BlockSelector, exact_top_k
 from ddp_hooks.topk.sparse import SparseVector, add, split_largest
 from tests.topk.twins import top
@@ -55,13 +56,31 @@ def test_the_fast_path_selects_the_same(density: float, kind: str) -> None:
     counts = tuple(round(density * (end - start)) for start, end in itertools.pairwise(bounds))
     work = residual.clone()
     selector = BlockSelector(work, bounds, counts)
-    selector.add(gradient)
+    selector.add(Scattered((gradient[:70_000], gradient[70_000:250_000], gradient[250_000:])))
     assert torch.equal(work, residual + gradient)
     for block, k in enumerate(counts):
         part = work[bounds[block] : bounds[block + 1]]
         chosen = selector.select(block)
         assert torch.equal(chosen.indices, by_sorting(part, k) + bounds[block])
         assert torch.equal(chosen.values, work[chosen.indices])
+
+
+@given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 50), st.integers(0, 1000))
+@settings(max_examples=100, deadline=None)
+def test_a_gradient_in_several_places(lengths: list[int], stride: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    parts = tuple(torch.randint(-9, 10, (length,), generator=generator).float() for length in lengths)
+    scattered, whole = Scattered(parts), torch.cat(parts)
+    start, end = sorted(torch.randint(0, len(whole) + 1, (2,), generator=generator).tolist())
+    cut = scattered.cut(start, end).parts
+    assert torch.equal(torch.cat([*cut, whole[:0]]), whole[start:end]) and all(len(part) for part in cut)
+    assert torch.equal(scattered.sample(stride), whole[::stride])
+    values = torch.randint(-9, 10, (len(whole),), generator=generator).float()
+    again = values.clone()
+    scattered.add_to(again)
+    positions, kept = scattered.add_and_find(values, 6.0)
+    assert torch.equal(values, again) and torch.equal(kept, values[positions])
+    assert positions.tolist() == [index for index, value in enumerate(values.tolist()) if abs(value) >= 6.0]
 
 
 @given(st.integers(0, 1000), st.booleans())
@@ -72,7 +91,7 @@ def test_entries_that_are_received_after_the_pass(seed: int, with_pass: bool) ->
     work, gradient = torch.zeros(5000), torch.randint(-9, 10, (5000,), generator=generator).float()
     selector = BlockSelector(work, (0, 2000, 5000), (20, 30))
     if with_pass:
-        selector.add(gradient)
+        selector.add(Scattered((gradient,)))
     else:  # the gradient is there already
         work += gradient
     total = work.clone()
@@ -101,11 +120,11 @@ def test_a_list_that_is_too_short_is_made_again(k: int, monkeypatch: pytest.Monk
     monkeypatch.setattr(selection, "exact_top_k", noting(exact, exact_top_k, len))
     work = torch.zeros(1000)
     selector = BlockSelector(work, (0, 1000), (k,))
-    selector.add(torch.arange(1000).float())
+    selector.add(Scattered((torch.arange(1000).float(),)))
     gone = torch.arange(900, 1000)
     selector.receive(0, SparseVector(gone, -work[gone]))  # among them everything that was listed, if k is 10
     assert torch.equal(selector.select(0).indices, torch.arange(890, 900) if k == 10 else torch.arange(950))
-    assert len(listed) == 2 and exact == ([] if k == 10 else [950])
+    assert len(listed) == 1 and exact == ([] if k == 10 else [950])  # after that of the pass
 
 
 def noting(seen: list[int], function: Callable[..., Any], number: Callable[[Any], int]) -> Callable[..., Any]:
