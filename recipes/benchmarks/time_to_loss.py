@@ -39,6 +39,11 @@ all workers on two cores. Every worker runs in a network namespace of its own be
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_args(arguments)
+    if options.results:
+        if not options.markdown:
+            parser.error("--results makes a page of what was measured before: say where with --markdown")
+        write_page(options.markdown, [json.loads(path.read_text()) for path in options.results])
+        return
     if options.quick:
         options.models, options.workers, options.steps, options.variants = ["tiny"], 2, [30], None
     if len(options.steps) not in (1, len(options.models)):
@@ -59,18 +64,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     except RuntimeError as error:  # also ClusterUnavailable, which says what is missing
         sys.exit(f"error: {error}")
     title = f"{options.workers} workers, {rate or 'loopback'}"
-    rows = [row for model, measured in found.items() for row in table_rows(model, measured)]
-    show(title, rows)
+    show(title, rows_of(found))
     options.output.mkdir(parents=True, exist_ok=True)
     called = {"command": command("time_to_loss", arguments), "created": now(), "environment": environment()}
     path = options.output / "time_to_loss.json"
-    path.write_text(json.dumps({**called, "jobs": [asdict(job) for job in jobs], "found": found}, indent=1))
-    plot(found, path.with_suffix(".png"))
+    measured = {**called, "title": title, "jobs": [asdict(job) for job in jobs], "found": found}
+    path.write_text(json.dumps(measured, indent=1))
+    plot([measured], path.with_suffix(".png"))
     print(f"Wrote {path} and {path.with_suffix('.png')}")
     if options.markdown:
-        plot(found, options.markdown.with_suffix(".png"))
-        options.markdown.write_text(markdown(title, rows, options.markdown.with_suffix(".png").name, called))
-        print(f"Wrote {options.markdown}")
+        write_page(options.markdown, [measured])
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -86,6 +89,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--variants", nargs="+", help="such as ddp-25mb dear topk:density=0.02 (default: by model)")
     add("--output", type=Path, default=Path("build/time_to_loss"), help="folder for JSON and plot")
     add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
+    add("--results", nargs="+", type=Path, metavar="JSON", help="measure nothing: a page of these earlier runs")
     add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
     add("--quick", action="store_true", help="a smoke test: two workers, a tiny model")
     return parser
@@ -101,6 +105,11 @@ def _check(variants: Sequence[str]) -> None:
             raise ValueError("fsdp2 is not compared here: it is no hook of DDP")
         if missing := why_unavailable(spec):
             raise ValueError(f"{spec.name}: {missing}")
+
+
+def rows_of(found: dict[str, Any]) -> list[list[str]]:
+    """Cells of the table of one run of the program."""
+    return [row for model, measured in found.items() for row in table_rows(model, measured)]
 
 
 def table_rows(model: str, measured: dict[str, Any]) -> list[list[str]]:
@@ -136,15 +145,16 @@ def show(title: str, rows: list[list[str]]) -> None:
     Console().print(table)
 
 
-def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
+def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
     """A panel per model: averaged losses over time."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(found), figsize=(1 + 4.6 * len(found), 3.8), squeeze=False)
-    for ax, (model, measured) in zip(axes[0], found.items(), strict=True):
+    panels = [panel for run in runs for panel in run["found"].items()]
+    figure, axes = plt.subplots(1, len(panels), figsize=(1 + 4.6 * len(panels), 3.8), squeeze=False)
+    for ax, (model, measured) in zip(axes[0], panels, strict=True):
         for name, run in measured["runs"].items():
             ax.plot(run["times_s"], run["averaged"], label=name)
         ax.axhline(measured["target"], color="black", linewidth=1, linestyle=":")
@@ -157,14 +167,18 @@ def plot(found: dict[str, dict[str, Any]], path: Path) -> None:
     plt.close(figure)
 
 
-def markdown(title: str, rows: list[list[str]], plot_name: str, called: dict[str, Any]) -> str:
-    """A page with the table, the plot, and what it takes to repeat them."""
-    table = [f"| {' | '.join(COLUMNS)} |", f"| :-- | :-- |{' --: |' * (len(COLUMNS) - 2)}"]
-    table += [f"| {' | '.join(row)} |" for row in rows]
-    versions = ", ".join(f"{name} {value}" for name, value in called["environment"].items())
-    sections = ["# Time to loss", INTRODUCTION, f"![Losses over time]({plot_name})", f"## {title}", "\n".join(table)]
-    sections += ["## Repeating it", f"```\n{called['command']}\n```", f"{called['created']}; {versions}."]
-    return "\n\n".join(sections) + "\n"
+def write_page(path: Path, runs: Sequence[dict[str, Any]]) -> None:
+    """A page with tables and plot of one run or several, and what it takes to repeat them."""
+    plot(runs, path.with_suffix(".png"))
+    sections = ["# Time to loss", INTRODUCTION, f"![Losses over time]({path.with_suffix('.png').name})"]
+    for run in runs:
+        table = [f"| {' | '.join(COLUMNS)} |", f"| :-- | :-- |{' --: |' * (len(COLUMNS) - 2)}"]
+        table += [f"| {' | '.join(row)} |" for row in rows_of(run["found"])]
+        versions = ", ".join(f"{name} {value}" for name, value in run["environment"].items())
+        sections += [f"## {', '.join(run['found'])}, {run['title']}", "\n".join(table)]
+        sections += [f"```\n{run['command']}\n```", f"{run['created']}; {versions}."]
+    path.write_text("\n\n".join(sections) + "\n")
+    print(f"Wrote {path}")
 
 
 if __name__ == "__main__":

@@ -54,4 +54,7 @@ def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
     time_to_loss.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
     found = json.loads((tmp_path / "time_to_loss.json").read_text())["found"]["tiny"]
     assert set(found["runs"]) == {"ddp-25mb", "topk:density=0.05"} and found["best"] == "ddp-25mb"
+    merged = tmp_path / "merged.md"
+    time_to_loss.main(["--results", *[str(tmp_path / "time_to_loss.json")] * 2, "--markdown", str(merged)])
+    assert merged.read_text().count("## tiny, 2 workers, loopback") == 2
     assert "s to loss" in capsys.readouterr().out and "topk:density=0.05" in page.read_text()
