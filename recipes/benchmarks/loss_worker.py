@@ -70,7 +70,11 @@ def train(job: LossJob, task: Task, name: str, steps: int, target: float | None)
     torch.manual_seed(job.seed)
     spec = parse_variant(name)
     ddp = DistributedDataParallel(task.model(), bucket_cap_mb=spec.bucket_mb, gradient_as_bucket_view=True)
-    trainee = with_hook(ddp, task.optimizer(ddp.parameters()), spec)
+    optimizer = task.optimizer(ddp.parameters())
+    if spec.settings.get("momentum") is not None:  # the hook's takes the place of the optimizer's
+        for group in optimizer.param_groups:
+            group["momentum"] = 0.0
+    trainee = with_hook(ddp, optimizer, spec)
     torch.manual_seed(job.seed + dist.get_rank())
     losses: list[float] = []
     averaged: list[float] = []

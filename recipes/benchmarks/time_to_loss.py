@@ -32,8 +32,8 @@ COLUMNS = ("model", "variant", "steps", "s/step", "loss", "s to loss", "× DDP")
 INTRODUCTION = """\
 The fastest plain DDP trains for a number of steps; its loss then, averaged over twenty steps and all workers, is the \
 target, for it and for the other variants, from the same weights and on the same batches. Everything is computed, by \
-all workers on two cores. Every worker runs in a network namespace of its own behind a shaped link. `steps`, \
-`s to loss`: until the average is at the target for the first time; `× DDP`: how many times sooner."""
+all workers on the cores of one machine. Every worker runs in a network namespace of its own behind a shaped link. \
+`steps`, `s to loss`: until the average is at the target for the first time; `× DDP`: how many times sooner."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -83,7 +83,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--models", nargs="+", choices=MODELS, default=["vgg16", "gpt2"])
-    add("--workers", type=int, default=4)
+    add("--workers", type=int, default=2, help="should have a core each (default: 2)")
     add("--rate", default="1gbit", help="link rate, as tc writes it (default: 1gbit)")
     add("--steps", nargs="+", type=int, default=[60, 100], help="of plain DDP, one or one per model (default: 60 100)")
     add("--variants", nargs="+", help="such as ddp-25mb dear topk:density=0.02 (default: by model)")
