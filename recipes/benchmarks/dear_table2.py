@@ -166,12 +166,13 @@ def measure(
 
 
 def compare_memory(options: argparse.Namespace, available: tuple[str, ...], rate: str | None) -> None:
-    """Prints the peak resident memory per rank of DDP and of DeAR, with AdamW, on BERT-base."""
+    """Prints the peak resident memory per rank, of DDP and DeAR or the variants asked for, with AdamW, on BERT-base."""
     workload = workloads.load("tiny" if options.quick else "bert")
     table = Table(title=f"Peak resident memory per rank: {workload.name}, AdamW, {options.workers} workers")
     for column in ("variant", "peak MB", "of which before the model", "in units of the parameters"):
         table.add_column(column, justify="left" if column == "variant" else "right")
-    for name in (name for name in MEMORY_VARIANTS if name in available):
+    by_default = options.variants == list(DEFAULT_VARIANTS)
+    for name in MEMORY_VARIANTS if by_default else available:
         job = Job(workload, 0.0, (name,), memory=True, timed_steps=1, dear_settings=options.dear)
         measured = run_job(job, options.workers, rate)
         own_bytes = measured["peak_bytes"] - measured["start_bytes"]
