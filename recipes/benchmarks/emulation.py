@@ -100,8 +100,9 @@ def emulate(workload: Workload, slow: float, block_bytes: int | None = None) -> 
     """
     clock = SleepClock()
     largest_numel = max(spec.numel for layer in workload.layers for spec in layer.owned)
-    # Small enough that no number of steps moves a weight out of range; every gradient is a view of it.
-    constant = torch.full((largest_numel,), 1e-3)
+    # Small enough that no number of steps moves a weight out of range; every gradient is a view of it. Different
+    # numbers, as real gradients are: among equal ones the largest cannot be told.
+    constant = torch.empty(largest_numel).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
     made: dict[str, nn.Parameter] = {}
     layers = []
     for spec, times in zip(workload.layers, workload.layer_times_s(slow), strict=True):
