@@ -136,6 +136,15 @@ class _Shortlist:
         return chosen
 
 
+def _stride(numel: int) -> int:
+    """Between two elements of the sample: not a multiple of 2, 3, 5 or 7, as rows of weights are, so that the sample
+    goes through all columns: whole columns of a gradient are large or small together."""
+    stride = max(1, numel // _SAMPLE)
+    while math.gcd(stride, 2 * 3 * 5 * 7) > 1:
+        stride -= 1
+    return stride
+
+
 def _sampled_threshold(values: Tensor, gradient: Scattered | None, k: int) -> float:
     """A magnitude above 0 that a little more than ``k`` of the sums should reach.
 
@@ -144,7 +153,7 @@ def _sampled_threshold(values: Tensor, gradient: Scattered | None, k: int) -> fl
     numel, smallest = values.numel(), torch.finfo(values.dtype).smallest_normal
     if k == 0 or k >= numel:
         return math.inf
-    stride = max(1, numel // _SAMPLE)
+    stride = _stride(numel)
     sample = values[::stride].clone()
     if gradient is not None:
         sample += gradient.sample(stride)

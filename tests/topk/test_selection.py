@@ -136,6 +136,20 @@ def noting(seen: list[int], function: Callable[..., Any], number: Callable[[Any]
     return noted
 
 
+@pytest.mark.parametrize("columns", [768, 1024, 3 * 3 * 512])
+def test_a_sample_sees_all_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Columns of a linear layer's gradient are large or small together, as its inputs are."""
+    listed: list[int] = []
+    monkeypatch.setattr(selection, "reaching", noting(listed, selection.reaching, lambda found: len(found[0])))
+    generator = torch.Generator().manual_seed(0)
+    rows = 3 * 2**20 // columns
+    values = torch.randn(rows, columns, generator=generator) * torch.randn(columns, generator=generator).exp()
+    k = values.numel() // 100
+    work = values.flatten()
+    assert torch.equal(BlockSelector(work, [0, work.numel()], [k]).select(0).indices, by_sorting(work, k))
+    assert k <= listed[0] < 1.6 * k and len(listed) == 1
+
+
 @given(st.lists(st.integers(0, 9_999), max_size=60))
 @settings(max_examples=50, deadline=None)
 def test_positions_of_a_mask(positions: list[int]) -> None:
