@@ -5,6 +5,7 @@ On accelerators, and for types that numpy does not know, they are torch's own op
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 
 _CHUNK = 1 << 17  # elements that a pass handles at a time: they stay in the cache
 _SPARSEST_MAP = 512  # elements per index, from which on a search is faster than a map of the range
+_SAMPLE = 1 << 10  # values of which the k-th largest is guessed
 _MAP = 1 << 22  # elements of a map: it stays in the cache
 
 
@@ -57,11 +59,26 @@ def are_in(queries: Sequence[Tensor], others: Tensor) -> list[Tensor]:
 
 
 def kth_largest(values: Tensor, k: int) -> float:
-    """The ``k``-th largest value, 1 <= k <= n."""
+    """The ``k``-th largest value, 1 <= k <= n; what is not a number counts as the largest."""
     if _numpy_knows(values):
-        position = values.numel() - k
-        return float(np.partition(values.numpy(), position)[position])
+        return _kth_largest(values.numpy(), k)
     return float(torch.kthvalue(values, values.numel() - k + 1).values)
+
+
+def _kth_largest(values: np.ndarray, k: int) -> float:
+    """A sample brackets it, so that few values are partitioned; all of them if the sample has missed it."""
+    numel = len(values)
+    if numel >= 8 * _SAMPLE:
+        sample = np.sort(values[:: numel // _SAMPLE])
+        expected = len(sample) * (1 - k / numel)
+        spread = 3 * math.sqrt(expected * k / numel) + 1
+        low, high = (sample[min(max(int(expected + way * spread), 0), len(sample) - 1)] for way in (-1, 1))
+        bracket = values[(values >= low) & (values <= high)]
+        num_above = numel - int(np.count_nonzero(values <= high))
+        if num_above < k <= num_above + len(bracket):
+            values, k = bracket, k - num_above
+    position = len(values) - k
+    return float(np.partition(values, position)[position])
 
 
 def reaching(values: Tensor, threshold: float, gradient: Tensor | None = None) -> tuple[Tensor, Tensor]:

@@ -6,9 +6,11 @@ Prevents: a selection that depends on the sample, on rounding, or on which of eq
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -194,6 +196,31 @@ def test_what_reaches_a_threshold(
         positions, kept = reaching(nothing, 2.0)
         assert positions.tolist() == [] and positions.dtype == torch.int64 and kept.dtype == dtype
         assert kept.view(torch.uint8).numel() == 0
+
+
+@pytest.mark.parametrize("kind", ["normal", "sorted", "few values", "not numbers", "a sample that misleads"])
+def test_the_kth_largest_of_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    partitioned: list[int] = []
+    monkeypatch.setattr(np, "partition", noting(partitioned, np.partition, len))
+    numel = 20_000
+    values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).abs()
+    if kind == "sorted":
+        values = values.sort().values
+    elif kind == "few values":
+        values = (3 * values).floor()
+    elif kind == "not numbers":
+        values[::7] = math.nan
+    elif kind == "a sample that misleads":
+        values[:: numel // 1024] += 100
+    in_order = values.sort(descending=True).values  # what is not a number first, too
+    for k in (1, 2, 150, 3000, 10_000, 19_999, 20_000):
+        expected = float(in_order[k - 1])
+        found = kth_largest(values, k)
+        assert found == expected or (math.isnan(found) and math.isnan(expected))
+    if kind == "a sample that misleads":
+        assert numel in partitioned
+    elif kind == "normal":
+        assert sum(size < numel / 4 for size in partitioned) >= 3  # at the ends a sample may miss
 
 
 @given(st.integers(0, 1000))
