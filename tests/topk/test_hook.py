@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
 from ddp_hooks.comm import run_on_fabric
+from ddp_hooks.topk import reduction
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.wire import Wire
 from tests.dear.test_refusals import message_of
@@ -206,6 +208,24 @@ def test_loops(workers: WorkerPools, world_size: int, loop: Any) -> None:
 ], ids=lambda changes: "-".join(changes))  # fmt: skip
 def test_settings(workers: WorkerPools, changes: dict[str, Any]) -> None:
     check(workers(2).run(conserve, replace(CONFIG, **changes), plain, 7))
+
+
+def dense_parts(rank: int, world_size: int, gathered_nbytes: int) -> tuple[Any, int]:
+    """And how often they were summed in a ring."""
+    with (
+        mock.patch.object(reduction, "_GATHERED_NBYTES", gathered_nbytes),
+        mock.patch.object(reduction, "ring_reduce_scatter", wraps=reduction.ring_reduce_scatter) as ring,
+    ):
+        outcome = conserve(rank, world_size, replace(CONFIG, dense_below_numel=200), plain, 5)
+    return outcome, ring.call_count
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("gathered_nbytes", [0, 1 << 14], ids=["ring", "gathered"])
+def test_dense_parts(workers: WorkerPools, world_size: int, gathered_nbytes: int) -> None:
+    outcomes, rings = zip(*workers(world_size).run(dense_parts, gathered_nbytes), strict=True)
+    check(outcomes)
+    assert all((number > 0) == (gathered_nbytes == 0) for number in rings)
 
 
 @pytest.mark.parametrize("options", [
