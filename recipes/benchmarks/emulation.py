@@ -100,9 +100,7 @@ def emulate(workload: Workload, slow: float, block_bytes: int | None = None) -> 
     """
     clock = SleepClock()
     largest_numel = max(spec.numel for layer in workload.layers for spec in layer.owned)
-    # Small enough that no number of steps moves a weight out of range; every gradient is a view of it. Different
-    # numbers, as real gradients are: among equal ones the largest cannot be told.
-    constant = torch.empty(largest_numel).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
+    constant = gradient_values(largest_numel)  # every gradient is a view of it
     made: dict[str, nn.Parameter] = {}
     layers = []
     for spec, times in zip(workload.layers, workload.layer_times_s(slow), strict=True):
@@ -114,6 +112,12 @@ def emulate(workload: Workload, slow: float, block_bytes: int | None = None) -> 
     if block_bytes is None:
         return nn.Sequential(*layers)
     return nn.Sequential(*_blocks(workload, layers, block_bytes))
+
+
+def gradient_values(numel: int) -> Tensor:
+    """(numel,) float32, the same every time. Small enough that no number of steps moves a weight out of range, and
+    different, as in real gradients: among equal ones the largest cannot be told."""
+    return torch.empty(numel).normal_(std=1e-3, generator=torch.Generator().manual_seed(0))
 
 
 def _by_leaf_name(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
