@@ -30,7 +30,7 @@ from tests.workers import WorkerPools
 WORLD_SIZE = 4  # the least with residuals inside of the procedure, which partial collection loses
 RESIDUALS: tuple[Collection, ...] = ("global", "partial", "local")
 SEEDS = range(5)
-SMOOTHING = 0.1  # of labels: the loss has a floor, so what is within 2 % of it has converged
+SMOOTHING = 0.1  # of labels, in all three: the loss has a floor; the 2 % are of a larger loss, too
 
 
 @dataclass(frozen=True)
