@@ -83,9 +83,7 @@ class SparseSum:
         counts: tuple[int, ...] = (self._k,)
         if sparsity.algorithm == "spardl":
             bounds, counts = self._plan.bounds, self._plan.counts
-        selector = BlockSelector(residual, bounds, counts)
-        if gradient is not None:
-            selector.add(gradient)
+        selector = BlockSelector(residual, bounds, counts, gradient)
         if sparsity.algorithm == "topka":
             return (yield from topka(ledger, selector, self._k, *place, sparsity.wire))
         if sparsity.algorithm == "topkdsa":

@@ -13,10 +13,10 @@ Exchange: TypeAlias = Generator[Round, None, SparseVector]
 
 
 class Selector(Protocol):
-    """Finds the largest entries of blocks of a working vector."""
+    """Finds the largest entries of blocks of a working vector; their indices are those that they have in the block."""
 
     def receive(self, block: int, vector: SparseVector) -> None:
-        """Add entries to a block, with their indices in the working vector, which does not change."""
+        """Add entries to a block that was not selected from; the working vector does not change."""
 
     def select(self, block: int) -> SparseVector:
-        """The largest entries of a block and what it has received, with their indices in the working vector."""
+        """The largest entries of a block and what it has received; once per block."""

@@ -18,6 +18,8 @@ Of what is sent, whatever rounding takes from it is kept under every rule.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Literal, TypeAlias
 
 import torch
@@ -43,6 +45,7 @@ class Ledger:
         self._collection = collection
         self._received: list[SparseVector] = []  # in the order in which it was added
         self._taken: list[SparseVector] = []  # what rounding has left of them
+        self._delivered: list[SparseVector] = []  # the same, where the result is known to have all of them
         self._discarded: list[SparseVector] = []  # what was discarded when it had been taken
 
     def receive(self, vector: SparseVector) -> None:
@@ -53,10 +56,17 @@ class Ledger:
         if self._collection == "global":
             self._received.append(vector)
 
-    def take(self, vector: SparseVector, wire: Wire) -> SparseVector:
-        """These entries of the working vector, with what was received, are sent: as they will arrive."""
+    def take(self, vector: SparseVector, wire: Wire, in_result: bool = False) -> SparseVector:
+        """These entries of the working vector, with what was received, are sent: as they will arrive.
+
+        Args:
+            vector: the entries.
+            wire: how they travel.
+            in_result: whether it is certain that the result has all of them.
+        """
         arriving, lost = wire.round(vector.values)
-        self._taken.append(SparseVector(vector.indices, torch.zeros_like(arriving) if lost is None else lost))
+        left = SparseVector(vector.indices, torch.zeros_like(arriving) if lost is None else lost)
+        (self._delivered if in_result else self._taken).append(left)
         return SparseVector(vector.indices, arriving)
 
     def round(self, vector: SparseVector, wire: Wire) -> SparseVector:
@@ -81,29 +91,34 @@ class Ledger:
             RuntimeError: on every rank, if sums have become infinite; the working vector is as it was, so every rank
                 has its own gradients in it.
         """
-        if not torch.isfinite(result.values).all():
+        if len(result) and not math.isfinite(result.values.abs().max()):
             raise RuntimeError(
                 "gradients are finite on every rank, and their sum over the ranks is not, or not in bfloat16: they are "
                 "of the order of 1e38. Lower the learning rate, or clip gradients before they become so large"
             )
         if self._collection == "global":
             self._collect(result.indices)
-            return
-        taken = self._taken
-        if self._collection == "partial":
-            masks = are_in([vector.indices for vector in taken], result.indices)
-            taken = [vector.at(mask) for vector, mask in zip(taken, masks, strict=True)]
-        for vector in taken:
-            self.work.index_copy_(0, vector.indices, vector.values)
+        elif self._collection == "partial":
+            self._replace([*self._inside(self._taken, result.indices), *self._delivered])
+        else:
+            self._replace([*self._taken, *self._delivered])
 
     def _collect(self, result: Tensor) -> None:
-        noted = [*self._received, *self._taken, *self._discarded]
-        masks = are_in([vector.indices for vector in noted], result)
-        inside = [vector.at(mask) for vector, mask in zip(noted, masks, strict=True)]
+        inside = self._inside([*self._received, *self._taken, *self._discarded], result)
         num_received, num_kept = len(self._received), len(self._received) + len(self._taken)
-        for vector in inside[:num_received]:
+        self._add(inside[:num_received])
+        self._replace([*inside[num_received:num_kept], *self._delivered])  # with what was received for these
+        self._add(inside[num_kept:])
+
+    @staticmethod
+    def _inside(vectors: Sequence[SparseVector], result: Tensor) -> list[SparseVector]:
+        masks = are_in([vector.indices for vector in vectors], result)
+        return [vector.at(mask) for vector, mask in zip(vectors, masks, strict=True)]
+
+    def _add(self, vectors: Sequence[SparseVector]) -> None:
+        for vector in vectors:
             self.work.index_add_(0, vector.indices, vector.values)
-        for vector in inside[num_received:num_kept]:  # what was received for these has gone with them
+
+    def _replace(self, vectors: Sequence[SparseVector]) -> None:
+        for vector in vectors:
             self.work.index_copy_(0, vector.indices, vector.values)
-        for vector in inside[num_kept:]:
-            self.work.index_add_(0, vector.indices, vector.values)

@@ -19,7 +19,8 @@ from ddp_hooks.topk.bruck import bruck_all_gather
 from ddp_hooks.topk.direct import direct_reduce_scatter, gather_numbers
 from ddp_hooks.topk.exchange import Exchange
 from ddp_hooks.topk.ledger import Ledger
-from ddp_hooks.topk.primitives import kth_largest, reaching
+from ddp_hooks.topk.passes import reaching
+from ddp_hooks.topk.primitives import kth_largest
 from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.sparse import SparseVector, concatenated, empty_like, largest
 from ddp_hooks.topk.wire import Wire
@@ -102,8 +103,7 @@ def _reaching_local_threshold(
             gradient.add_to(work)
             gradient = None
         estimates.local_threshold = kth_largest(work.abs(), min(k, work.numel()))
-    threshold = estimates.local_threshold
-    entries = SparseVector(*(reaching(work, threshold) if gradient is None else gradient.add_and_find(work, threshold)))
+    entries = reaching(work, estimates.local_threshold, gradient)
     if len(entries) > 2 * k:  # also where many are equal: messages stay bounded
         entries = entries.at(largest(entries.values.abs(), 2 * k))
     return entries

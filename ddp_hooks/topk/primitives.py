@@ -6,13 +6,12 @@ On accelerators, and for types that numpy does not know, they are torch's own op
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-_CHUNK = 1 << 17  # elements that a pass handles at a time: they stay in the cache
 _SPARSEST_MAP = 512  # elements per index, from which on a search is faster than a map of the range
 _SAMPLE = 1 << 10  # values of which the k-th largest is guessed
 _MAP = 1 << 22  # elements of a map: it stays in the cache
@@ -60,7 +59,7 @@ def are_in(queries: Sequence[Tensor], others: Tensor) -> list[Tensor]:
 
 def kth_largest(values: Tensor, k: int) -> float:
     """The ``k``-th largest value, 1 <= k <= n; what is not a number counts as the largest."""
-    if _numpy_knows(values):
+    if numpy_knows(values):
         return _kth_largest(values.numpy(), k)
     return float(torch.kthvalue(values, values.numel() - k + 1).values)
 
@@ -81,44 +80,6 @@ def _kth_largest(values: np.ndarray, k: int) -> float:
     return float(np.partition(values, position)[position])
 
 
-def reaching(values: Tensor, threshold: float, gradient: Tensor | None = None) -> tuple[Tensor, Tensor]:
-    """Add ``gradient``, if there is one, to ``values`` in place, and find what reaches ``threshold`` by magnitude.
-
-    One pass over memory.
-
-    Returns:
-        Positions, ascending, and the values there.
-    """
-    if not _numpy_knows(values):
-        if gradient is not None:
-            values += gradient
-        positions = torch.nonzero(values.abs() >= threshold).squeeze(1)
-        return positions, values.index_select(0, positions)
-    found = [(positions, kept) for positions, kept in _reaching_in_chunks(values, threshold, gradient) if len(kept)]
-    if not found:  # an empty array has strides that torch does not like
-        return torch.empty(0, dtype=torch.int64), values.new_empty(0)
-    all_positions, all_kept = zip(*found, strict=True)
-    return torch.from_numpy(np.concatenate(all_positions)), torch.from_numpy(np.concatenate(all_kept))
-
-
-def _reaching_in_chunks(
-    values: Tensor, threshold: float, gradient: Tensor | None
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    array = values.numpy()
-    added = gradient.numpy() if gradient is not None and _numpy_knows(gradient) else None
-    magnitudes, mask = np.empty(_CHUNK, array.dtype), np.empty(_CHUNK, bool)
-    for start in range(0, len(array), _CHUNK):
-        part = array[start : start + _CHUNK]
-        if added is not None:
-            np.add(part, added[start : start + _CHUNK], out=part)
-        elif gradient is not None:
-            values[start : start + _CHUNK] += gradient[start : start + _CHUNK]
-        large = np.greater_equal(np.abs(part, out=magnitudes[: len(part)]), threshold, out=mask[: len(part)])
-        positions = large.nonzero()[0]
-        kept = part[positions]
-        positions += start
-        yield positions, kept
-
-
-def _numpy_knows(values: Tensor) -> bool:
+def numpy_knows(values: Tensor) -> bool:
+    """Whether numpy can work in its memory, and fast."""
     return values.device.type == "cpu" and values.dtype in (torch.float32, torch.float64)

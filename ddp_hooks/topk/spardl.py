@@ -130,7 +130,6 @@ class _Exchange:
         self.split = split
         self.bounds = plan.bounds
         self.counts = plan.counts
-        self.result_has_own_block_as_taken = plan.num_teams == 1
 
     def reduce_scatter(self) -> Exchange:
         """Spar-Reduce-Scatter (section III-B, with its optimised timing): this worker's block, its most important part.
@@ -144,10 +143,10 @@ class _Exchange:
             arriving = message.new_empty(sum(sizes))
             yield round_of(Recv(members[step.source], arriving), Send(members[step.target], message))
             for block, part in zip(step.incoming, arriving.split(sizes), strict=True):
-                vector = self._decode(block, part).shifted(self.bounds[block])
+                vector = self._decode(block, part)
                 self.selector.receive(block, vector)
-                if not (self.result_has_own_block_as_taken and block == self.plan.position):
-                    self.ledger.receive(vector)
+                if not self._is_final(block):
+                    self.ledger.receive(vector.shifted(self.bounds[block]))
         return self._take(self.plan.position)
 
     def recursive_all_gather(self, held: SparseVector) -> Exchange:
@@ -187,7 +186,13 @@ class _Exchange:
 
     def _take(self, block: int) -> SparseVector:
         """The block's largest entries, which are sent."""
-        return self.ledger.take(self.selector.select(block), self.wire).shifted(-self.bounds[block])
+        chosen = self.selector.select(block)
+        arriving = self.ledger.take(chosen.shifted(self.bounds[block]), self.wire, in_result=self._is_final(block))
+        return SparseVector(chosen.indices, arriving.values)
+
+    def _is_final(self, block: int) -> bool:
+        """Whether what is taken of the block is what the result has of it."""
+        return self.plan.num_teams == 1 and block == self.plan.position
 
     def _keep_largest(self, vector: SparseVector, holders: int, paper_parts: int) -> SparseVector:
         """As many entries as the block keeps, as they will arrive.

@@ -39,6 +39,11 @@ class SparseVector:
             positions = positions_of(positions)
         return SparseVector(self.indices.index_select(0, positions), self.values.index_select(0, positions))
 
+    def sample(self, stride: int) -> SparseVector:
+        """What lies at every ``stride``-th position of the vector, as a vector of these."""
+        there = self.at(self.indices % stride == 0)
+        return SparseVector(there.indices // stride, there.values)
+
     def shifted(self, offset: int) -> SparseVector:
         """The same entries of a vector in which this one begins at ``offset``."""
         return SparseVector(self.indices + offset, self.values)

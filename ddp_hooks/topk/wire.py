@@ -57,9 +57,9 @@ class Wire:
             indices = torch.nn.functional.pad(vector.indices.to(torch.int32), (0, missing), value=numel)
             values = torch.nn.functional.pad(vector.values, (0, missing))
             return torch.cat([_bytes_of(values), _bytes_of(indices)])
-        counts = torch.bincount(vector.indices >> 16, minlength=_num_runs(numel)).to(torch.int32)
-        # Beyond 32,767 an int16 wraps around; taken modulo 65,536 it is the same again.
-        places = torch.nn.functional.pad((vector.indices & (_RUN - 1)).to(torch.int16), (0, missing))
+        edges = torch.arange(_num_runs(numel) + 1, device=vector.indices.device) * _RUN
+        counts = torch.searchsorted(vector.indices, edges, out_int32=True).diff()
+        places = torch.nn.functional.pad(vector.indices.to(torch.uint16), (0, missing))  # modulo 65,536
         values = torch.nn.functional.pad(vector.values.to(torch.bfloat16), (0, missing))
         return torch.cat([_bytes_of(counts), _bytes_of(places), _bytes_of(values)])
 
@@ -72,9 +72,11 @@ class Wire:
             return SparseVector(indices[:num_entries], values[:num_entries])
         num_runs = _num_runs(numel)
         counts, places, values = message.split([4 * num_runs, 2 * capacity, 2 * capacity])
-        runs = torch.repeat_interleave(torch.arange(num_runs, device=message.device), _as(counts, torch.int32).long())
-        places_in_run = _as(places, torch.int16)[: runs.numel()].long() & (_RUN - 1)
-        return SparseVector((runs << 16) + places_in_run, _as(values, torch.bfloat16)[: runs.numel()].to(self.dtype))
+        starts = torch.arange(num_runs, device=message.device) * _RUN
+        indices = torch.repeat_interleave(starts, _as(counts, torch.int32))
+        num_entries = indices.numel()
+        indices += _as(places, torch.uint16)[:num_entries].long()
+        return SparseVector(indices, _as(values, torch.bfloat16)[:num_entries].to(self.dtype))
 
     def dense_nbytes(self, numel: int) -> int:
         """Length of a message with all elements of a block."""

@@ -74,9 +74,7 @@ def measure(numel: int, density: float, rounds: int, device: torch.device) -> di
     residual, magnitudes, k = torch.zeros_like(gradient), gradient.abs(), max(1, round(density * numel))
 
     def ours() -> None:
-        selector = BlockSelector(residual, (0, numel), (k,))
-        selector.add(Scattered((gradient,)))
-        chosen = selector.select(0)
+        chosen = BlockSelector(residual, (0, numel), (k,), Scattered((gradient,))).select(0)
         assert len(chosen) == k
 
     ways: dict[str, Callable[[], object]] = {

@@ -37,8 +37,7 @@ def test_selections(density: float, kind: str) -> None:
     bounds, chosen = (0, 100_000, 300_007), []
     counts = tuple(round(density * (end - start)) for start, end in itertools.pairwise(bounds))
     for device in (torch.device("cpu"), GPU):
-        selector = BlockSelector(residual.to(device).clone(), bounds, counts)
-        selector.add(Scattered((gradient.to(device),)))
+        selector = BlockSelector(residual.to(device).clone(), bounds, counts, Scattered((gradient.to(device),)))
         chosen.append([selector.select(block) for block in range(2)])
     for ours, theirs in zip(*chosen, strict=True):
         assert torch.equal(ours.indices, theirs.indices.cpu()) and torch.equal(ours.values, theirs.values.cpu())

@@ -17,8 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_hooks.topk import primitives, selection
-from ddp_hooks.topk.primitives import are_in, kth_largest, positions_of, reaching, stable_order
+from ddp_hooks.topk import passes, primitives, selection
+from ddp_hooks.topk.passes import reaching
+from ddp_hooks.topk.primitives import are_in, kth_largest, positions_of, stable_order
 from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.selection import BlockSelector, exact_top_k
 from ddp_hooks.topk.sparse import SparseVector, add, split_largest
@@ -57,14 +58,14 @@ def test_the_fast_path_selects_the_same(density: float, kind: str) -> None:
     bounds = (0, 100_000, 100_000, 100_003, numel)
     counts = tuple(round(density * (end - start)) for start, end in itertools.pairwise(bounds))
     work = residual.clone()
-    selector = BlockSelector(work, bounds, counts)
-    selector.add(Scattered((gradient[:70_000], gradient[70_000:250_000], gradient[250_000:])))
-    assert torch.equal(work, residual + gradient)
+    scattered = Scattered((gradient[:70_000], gradient[70_000:250_000], gradient[250_000:]))
+    selector = BlockSelector(work, bounds, counts, scattered)
     for block, k in enumerate(counts):
         part = work[bounds[block] : bounds[block + 1]]
         chosen = selector.select(block)
-        assert torch.equal(chosen.indices, by_sorting(part, k) + bounds[block])
-        assert torch.equal(chosen.values, work[chosen.indices])
+        assert torch.equal(chosen.indices, by_sorting(part, k))
+        assert torch.equal(chosen.values, part[chosen.indices])
+    assert torch.equal(work, residual + gradient)
 
 
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=5), st.integers(1, 50), st.integers(0, 1000))
@@ -80,53 +81,74 @@ def test_a_gradient_in_several_places(lengths: list[int], stride: int, seed: int
     values = torch.randint(-9, 10, (len(whole),), generator=generator).float()
     again = values.clone()
     scattered.add_to(again)
-    positions, kept = scattered.add_and_find(values, 6.0)
-    assert torch.equal(values, again) and torch.equal(kept, values[positions])
-    assert positions.tolist() == [index for index, value in enumerate(values.tolist()) if abs(value) >= 6.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_CHUNK", 7)
+        found = reaching(values, 6.0, scattered)
+    assert torch.equal(values, again) and torch.equal(found.values, values[found.indices])
+    assert found.indices.tolist() == [index for index, value in enumerate(values.tolist()) if abs(value) >= 6.0]
 
 
-@given(st.integers(0, 1000), st.booleans())
+@given(st.integers(0, 1000), st.sampled_from([7, 1 << 17]), st.booleans())
 @settings(max_examples=60, deadline=None)
-def test_entries_that_are_received_after_the_pass(seed: int, with_pass: bool) -> None:
-    """They may lift entries onto the list, or take so much from others that the list is too short."""
+def test_entries_that_are_received(seed: int, chunk: int, with_gradient: bool) -> None:
+    """They may lift entries onto the list, or take so much from the largest ones that others take their places."""
     generator = torch.Generator().manual_seed(seed)
-    work, gradient = torch.zeros(5000), torch.randint(-9, 10, (5000,), generator=generator).float()
-    selector = BlockSelector(work, (0, 2000, 5000), (20, 30))
-    if with_pass:
-        selector.add(Scattered((gradient,)))
-    else:  # the gradient is there already
-        work += gradient
-    total = work.clone()
-    received = torch.randperm(2999, generator=generator)[:400].sort().values + 2001
+    gradient = torch.randint(-9, 10, (5000,), generator=generator).float()
+    work = torch.zeros(5000) if with_gradient else gradient.clone()
+    scattered = Scattered((gradient[:2500], gradient[2500:])) if with_gradient else None
+    selector = BlockSelector(work, (0, 2000, 5000), (20, 30), scattered)
+    total = gradient.clone()
+    received = torch.randperm(2999, generator=generator)[:400].sort().values + 1
     values = torch.randint(-9, 10, (400,), generator=generator).float()
     if seed % 2:
-        received = torch.nonzero(work[2001:].abs() > 7).squeeze(1) + 2001  # the largest ones fall
-        values = -work[received]
+        received = torch.nonzero(gradient[2001:].abs() > 7).squeeze(1) + 1  # the largest ones fall
+        values = -gradient[2000 + received]
     again = received[::3] - 1  # some of them, and neighbours
     for indices, added in [(received, values), (again, torch.full((len(again),), -1.0))]:
         selector.receive(1, SparseVector(indices, added))
-        total[indices] += added
-    for block, (start, end, k) in enumerate([(0, 2000, 20), (2000, 5000, 30)]):
-        chosen = selector.select(block)
-        assert torch.equal(chosen.indices, by_sorting(total[start:end], k) + start)
-        assert torch.equal(chosen.values, total[chosen.indices])
+        total[2000 + indices] += added
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(passes, "_CHUNK", chunk)
+        for block, (start, end, k) in enumerate([(0, 2000, 20), (2000, 5000, 30)]):
+            chosen = selector.select(block)
+            assert torch.equal(chosen.indices, by_sorting(total[start:end], k))
+            assert torch.equal(chosen.values, total[start:end][chosen.indices])
     assert torch.equal(work, gradient)
 
 
-@pytest.mark.parametrize("k", [10, 950])
-def test_a_list_that_is_too_short_is_made_again(k: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what was received; and if there are not so many that are not 0, everything is looked at."""
-    listed: list[int] = []
+@pytest.mark.parametrize("what", ["others", "the sample", "everything"])
+def test_a_list_that_is_too_short_is_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was received counts in the sample; where that misleads, everything is looked at, with what was received."""
     exact: list[int] = []
-    monkeypatch.setattr(selection, "reaching", noting(listed, selection.reaching, lambda found: len(found[0])))
     monkeypatch.setattr(selection, "exact_top_k", noting(exact, exact_top_k, len))
-    work = torch.zeros(1000)
-    selector = BlockSelector(work, (0, 1000), (k,))
-    selector.add(Scattered((torch.arange(1000).float(),)))
-    gone = torch.arange(900, 1000)
-    selector.receive(0, SparseVector(gone, -work[gone]))  # among them everything that was listed, if k is 10
-    assert torch.equal(selector.select(0).indices, torch.arange(890, 900) if k == 10 else torch.arange(950))
-    assert len(listed) == 1 and exact == ([] if k == 10 else [950])  # after that of the pass
+    numel, k = 3 * 2**20, 1000
+    work = torch.randn(numel, generator=torch.Generator().manual_seed(0))
+    selector = BlockSelector(work.clone(), (0, numel), (k,))
+    stride = selection._stride(numel)
+    received = {
+        "others": torch.arange(0, numel, 97),
+        "the sample": torch.arange(0, numel, stride),
+        "everything": torch.arange(numel),
+    }[what]
+    added = torch.full((len(received),), 50.0) if what == "the sample" else -work[received]
+    selector.receive(0, SparseVector(received, added))
+    total = work.clone()
+    total[received] += added
+    assert torch.equal(selector.select(0).indices, by_sorting(total, k))
+    assert exact == ([] if what == "others" else [k])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_sums_that_are_not_numbers_are_selected(dtype: torch.dtype) -> None:
+    """So that the result has them, and every rank refuses it."""
+    work = torch.arange(1000).to(dtype)
+    selector = BlockSelector(work, (0, 1000), (10,))
+    for value in (math.inf, -math.inf):
+        selector.receive(0, SparseVector(torch.tensor([3]), torch.tensor([value], dtype=dtype)))
+    chosen = selector.select(0)
+    assert len(chosen) == 10 and chosen.indices[0] == 3 and chosen.values[0].isnan()
+    with pytest.raises(AssertionError, match="already"):  # the gradient would be added twice
+        selector.select(0)
 
 
 def noting(seen: list[int], function: Callable[..., Any], number: Callable[[Any], int]) -> Callable[..., Any]:
@@ -142,7 +164,7 @@ def noting(seen: list[int], function: Callable[..., Any], number: Callable[[Any]
 def test_a_sample_sees_all_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a linear layer's gradient are large or small together, as its inputs are."""
     listed: list[int] = []
-    monkeypatch.setattr(selection, "reaching", noting(listed, selection.reaching, lambda found: len(found[0])))
+    monkeypatch.setattr(selection, "reaching", noting(listed, reaching, len))
     generator = torch.Generator().manual_seed(0)
     rows = 3 * 2**20 // columns
     values = torch.randn(rows, columns, generator=generator) * torch.randn(columns, generator=generator).exp()
@@ -185,17 +207,17 @@ def look_up(some: list[int], others: list[int], stretch: int) -> None:
 def test_what_reaches_a_threshold(
     dtype: torch.dtype, with_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(primitives, "_CHUNK", 3)  # several chunks, one of them short
+    monkeypatch.setattr(passes, "_CHUNK", 3)  # several chunks, one of them short
     values = torch.tensor([1.0, -2.0, 3.0, 2.0, -1.9, 0.0, -4.0], dtype=dtype)
-    gradient = torch.tensor([1.0, 0.0, -3.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.bfloat16) if with_gradient else None
-    positions, kept = reaching(values, 2.0, gradient)
-    assert positions.tolist() == ([0, 1, 3, 6] if with_gradient else [1, 2, 3, 6])
-    assert torch.equal(kept, values[positions]) and values.dtype == dtype
+    gradient = torch.tensor([1.0, 0.0, -3.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.bfloat16)
+    found = reaching(values, 2.0, Scattered((gradient,)) if with_gradient else None)
+    assert found.indices.tolist() == ([0, 1, 3, 6] if with_gradient else [1, 2, 3, 6])
+    assert torch.equal(found.values, values[found.indices]) and values.dtype == dtype
     assert values.tolist()[2] == (0.0 if with_gradient else 3.0)
     for nothing in (values[:0], values[5:6]):
-        positions, kept = reaching(nothing, 2.0)
-        assert positions.tolist() == [] and positions.dtype == torch.int64 and kept.dtype == dtype
-        assert kept.view(torch.uint8).numel() == 0
+        found = reaching(nothing, 2.0)
+        assert len(found) == 0 and found.indices.dtype == torch.int64 and found.values.dtype == dtype
+        assert found.values.view(torch.uint8).numel() == 0
 
 
 @pytest.mark.parametrize("kind", ["normal", "sorted", "few values", "not numbers", "a sample that misleads"])
