@@ -166,22 +166,27 @@ def measure(
 
 
 def compare_memory(options: argparse.Namespace, available: tuple[str, ...], rate: str | None) -> None:
-    """Prints the peak resident memory per rank, of DDP and DeAR or the variants asked for, with AdamW, on BERT-base."""
+    """Prints peak memory per rank, of DDP and DeAR or the variants asked for, with AdamW, on BERT-base.
+
+    Bytes in use are what was asked for; resident ones also what the allocator keeps of what was freed.
+    """
     workload = workloads.load("tiny" if options.quick else "bert")
-    table = Table(title=f"Peak resident memory per rank: {workload.name}, AdamW, {options.workers} workers")
-    for column in ("variant", "peak MB", "of which before the model", "in units of the parameters"):
+    table = Table(
+        title=f"Peak memory per rank: {workload.name}, AdamW, {options.workers} workers",
+        caption="From the model on; × is in units of the parameters.",
+    )
+    for column in ("variant", "in use, MB", "×", "resident, MB", "×", "whole process, MB"):
         table.add_column(column, justify="left" if column == "variant" else "right")
     by_default = options.variants == list(DEFAULT_VARIANTS)
     for name in MEMORY_VARIANTS if by_default else available:
         job = Job(workload, 0.0, (name,), memory=True, timed_steps=1, dear_settings=options.dear)
-        measured = run_job(job, options.workers, rate)
-        own_bytes = measured["peak_bytes"] - measured["start_bytes"]
-        table.add_row(
-            name,
-            f"{measured['peak_bytes'] / 1e6:.0f}",
-            f"{measured['start_bytes'] / 1e6:.0f}",
-            f"{own_bytes / measured['parameter_bytes']:.2f}",
-        )
+        peak = run_job(job, options.workers, rate)
+        cells = [
+            cell
+            for kind in ("used", "resident")
+            for cell in (f"{peak[kind] / 1e6:.0f}", f"{peak[kind] / peak['parameters']:.2f}")
+        ]
+        table.add_row(name, *cells, f"{peak['all_resident'] / 1e6:.0f}")
     Console().print(table)
 
 

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
+from recipes.benchmarks.heap import HeapWatch, used_heap_bytes
 from recipes.benchmarks.job import Job
 from recipes.benchmarks.variants import OptimizerFactory, Trainee, build, parse_variant
 
@@ -141,15 +142,17 @@ def train_step(trainee: Trainee, times: StepTimes) -> None:
 
 
 def peak_memory(job: Job) -> dict[str, Any]:
-    """Peak resident bytes per rank of one variant with AdamW. A fresh process each: the peak never falls."""
+    """Peak bytes per rank of one variant with AdamW, beyond what was there before the model.
+
+    In a fresh process each: the resident peak never falls.
+    """
     (name,) = job.variants
-    before = over_ranks([peak_resident_bytes()], dist.ReduceOp.MAX)[0]
-    run_variant(job, name, partial(torch.optim.AdamW, lr=1e-4))
-    return {
-        "start_bytes": before,
-        "peak_bytes": over_ranks([peak_resident_bytes()], dist.ReduceOp.MAX)[0],
-        "parameter_bytes": job.workload.num_bytes,
-    }
+    resident_before, used_before = peak_resident_bytes(), used_heap_bytes()
+    with HeapWatch() as watch:
+        run_variant(job, name, partial(torch.optim.AdamW, lr=1e-4))
+    resident, used = peak_resident_bytes() - resident_before, watch.peak_bytes - used_before
+    most = over_ranks([float(used), resident, peak_resident_bytes()], dist.ReduceOp.MAX)
+    return {**dict(zip(("used", "resident", "all_resident"), most, strict=True)), "parameters": job.workload.num_bytes}
 
 
 def goodput_bytes_per_s(repeats: int = 3) -> float:
