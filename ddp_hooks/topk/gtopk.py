@@ -19,7 +19,7 @@ def gtopk(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int
     What a branch discards stays with the worker where it was discarded.
 
     Args:
-        ledger: of this worker's residual plus gradient; closed in the end.
+        ledger: of this worker's residual, to which the selector adds the gradient; closed in the end.
         selector: of the ledger's working vector, as one block.
         k: entries to keep.
         rank, world_size: of the group.

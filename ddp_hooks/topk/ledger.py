@@ -1,8 +1,9 @@
 """What a worker holds, what it has given away and what it has discarded: residual collection.
 
-The working vector is the residual of the step before plus the new gradient, and becomes the residual of the next step,
-in the same memory. What arrives from others and what is sent is noted, and the vector itself changes only in the end,
-when the result tells which entries the chosen rule gives other values. Nothing here is as long as the vector.
+The working vector is the residual of the step before plus the new gradient, which whoever selects from it adds first.
+It becomes the residual of the next step, in the same memory. What arrives from others and what is sent is noted, and
+changes the vector only in the end, when the result tells which entries the chosen rule gives other values. Nothing here
+is as long as the vector.
 
 The rules (zhao2024spardl, section III-C and Algorithm 1, as corrected: line 9 stores what it discards, too). With I the
 indices of the result:
@@ -36,7 +37,7 @@ class Ledger:
     """One exchange's account of one working vector.
 
     Args:
-        work: (n,), residual plus gradient; becomes the next residual.
+        work: (n,), the residual; the gradient is added to all of it before :meth:`close`, when it becomes the next one.
         collection: the rule.
     """
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -33,9 +33,8 @@ def reaching(
         sums = with_added(values, received)
         positions = torch.nonzero(~(sums.abs() < threshold)).squeeze(1)
         return SparseVector(positions, sums.index_select(0, positions))
-    pieces: Iterable[tuple[int, Tensor | None]] = gradient.placed() if gradient is not None else [(0, None)]
-    chunks = (chunk for start, piece in pieces for chunk in _in_chunks(values, threshold, start, piece, received))
-    found = [chunk for chunk in chunks if len(chunk[0])]
+    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found, and the ledger tells all ranks
+        found = [chunk for chunk in _in_chunks(values, threshold, gradient, received) if len(chunk[0])]
     if not found:  # an empty array has strides that torch does not like
         return SparseVector(torch.empty(0, dtype=torch.int64), values.new_empty(0))
     positions, kept = (torch.from_numpy(np.concatenate(parts)) for parts in zip(*found, strict=True))
@@ -51,35 +50,47 @@ def with_added(values: Tensor, received: Sequence[SparseVector]) -> Tensor:
 
 
 def _in_chunks(
-    values: Tensor, threshold: float, start: int, gradient: Tensor | None, received: Sequence[SparseVector]
+    values: Tensor, threshold: float, gradient: Scattered | None, received: Sequence[SparseVector]
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Positions and values of what is found from ``start`` on, as far as ``gradient`` goes."""
-    array = values.numpy()
-    added = gradient.numpy() if gradient is not None and numpy_knows(gradient) else None
-    end = len(array) if gradient is None else start + gradient.numel()
-    edges = [*range(start, end, _CHUNK), end]
-    arriving = [_Arriving(vector, edges) for vector in received]
-    magnitudes, is_large, sums = np.empty(_CHUNK, array.dtype), np.empty(_CHUNK, bool), np.empty(_CHUNK, array.dtype)
-    for number, (first, last) in enumerate(itertools.pairwise(edges)):
+    """Positions and values of what is found, chunk by chunk."""
+    array, chunks = values.numpy(), list(_chunks(values.numel(), gradient))
+    arriving = [_Arriving(vector, [*(chunk.first for chunk in chunks), len(array)]) for vector in received]
+    room = min(_CHUNK, len(array))
+    magnitudes, is_found = np.empty(room, array.dtype), np.empty(room, bool)
+    sums = np.empty(room if arriving else 0, array.dtype)
+    for number, (first, last, added) in enumerate(chunks):
         part = array[first:last]
-        if added is not None:
-            np.add(part, added[first - start : last - start], out=part)
-        elif gradient is not None:
-            values[first:last] += gradient[first - start : last - start]
-        mask = is_large[: last - first]
+        if added is not None and numpy_knows(added):
+            np.add(part, added.numpy(), out=part)
+        elif added is not None:
+            values[first:last] += added
         if arriving:
-            np.copyto(sums[: last - first], part)
-            part = sums[: last - first]
+            np.copyto(sums[: len(part)], part)
+            part = sums[: len(part)]
             for vector in arriving:
                 vector.add_to(part, number)
-            np.less(np.abs(part, out=magnitudes[: last - first]), threshold, out=mask)
-            np.logical_not(mask, out=mask)  # what is not a number is not less
-        else:
-            np.greater_equal(np.abs(part, out=magnitudes[: last - first]), threshold, out=mask)
-        positions = mask.nonzero()[0]
+        mask = np.less(np.abs(part, out=magnitudes[: len(part)]), threshold, out=is_found[: len(part)])
+        positions = np.logical_not(mask, out=mask).nonzero()[0]  # what is not a number is not less
         kept = part[positions]
         positions += first
         yield positions, kept
+
+
+class _Chunk(NamedTuple):
+    """A range of the vector, and what belongs to it of one part of the gradient."""
+
+    first: int
+    last: int
+    gradient: Tensor | None
+
+
+def _chunks(numel: int, gradient: Scattered | None) -> Iterator[_Chunk]:
+    """All of the vector, in order."""
+    for start, part in gradient.placed() if gradient is not None else [(0, None)]:
+        end = numel if part is None else start + part.numel()
+        for first in range(start, end, _CHUNK):
+            last = min(first + _CHUNK, end)
+            yield _Chunk(first, last, None if part is None else part[first - start : last - start])
 
 
 class _Arriving:
@@ -87,7 +98,7 @@ class _Arriving:
 
     Args:
         vector: of the whole.
-        edges: where chunks begin and end.
+        edges: where chunks begin, and the last one ends.
     """
 
     def __init__(self, vector: SparseVector, edges: Sequence[int]) -> None:
@@ -97,5 +108,4 @@ class _Arriving:
     def add_to(self, part: np.ndarray, number: int) -> None:
         """Add what belongs to a chunk to it."""
         cut = slice(self._cuts[number], self._cuts[number + 1])
-        with np.errstate(invalid="ignore"):  # an overflow that another worker has sent; the ledger tells of it
-            part[self._indices[cut] - self._edges[number]] += self._values[cut]
+        part[self._indices[cut] - self._edges[number]] += self._values[cut]

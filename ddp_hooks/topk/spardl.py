@@ -95,7 +95,7 @@ def spardl(
     """The sum over all workers of what they hold, sparse; what is left out becomes their residuals.
 
     Args:
-        ledger: of this worker's residual plus gradient; closed in the end.
+        ledger: of this worker's residual, to which the selector adds the gradient; closed in the end.
         selector: of the ledger's working vector.
         plan: who is where.
         wire: how entries travel.

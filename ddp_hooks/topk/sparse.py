@@ -92,7 +92,7 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
     if k <= 0:
         return torch.zeros(numel, dtype=torch.bool, device=magnitudes.device)
     boundary = kth_largest(magnitudes, k)
-    mask = ~(magnitudes < boundary)
+    mask = magnitudes.isnan() if math.isnan(boundary) else ~(magnitudes < boundary)
     surplus = int(mask.count_nonzero()) - k
     if surplus:
         ties = mask if math.isnan(boundary) else magnitudes == boundary

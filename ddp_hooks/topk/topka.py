@@ -16,14 +16,14 @@ def topka(ledger: Ledger, selector: Selector, k: int, rank: int, world_size: int
     and words.
 
     Args:
-        ledger: of this worker's residual plus gradient; closed in the end.
+        ledger: of this worker's residual, to which the selector adds the gradient; closed in the end.
         selector: of the ledger's working vector, as one block.
         k: entries per worker.
         rank, world_size: of the group.
         wire: how entries travel.
     """
     numel = ledger.work.numel()
-    message = wire.encode(ledger.take(selector.select(0), wire), numel, k)
+    message = wire.encode(ledger.take(selector.select(0), wire, in_result=True), numel, k)
     messages = yield from bruck_all_gather(message, [message.numel()] * world_size, range(world_size), rank)
     result = total([wire.decode(message, numel, k) for message in messages])
     ledger.close(result)

@@ -21,7 +21,7 @@ def topkdsa(ledger: Ledger, selector: Selector, rank: int, world_size: int, wire
     """The sum of all workers' largest entries.
 
     Args:
-        ledger: of this worker's residual plus gradient; closed in the end.
+        ledger: of this worker's residual, to which the selector adds the gradient; closed in the end.
         selector: of the ledger's working vector, as one block.
         rank, world_size: of the group.
         wire: how entries travel.

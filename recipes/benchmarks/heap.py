@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import threading
 import time
 from types import TracebackType
@@ -22,19 +23,14 @@ class _MallocInfo(ctypes.Structure):
     ]
 
 
-def used_heap_bytes() -> int:
-    """Bytes in use, of all threads.
-
-    Raises:
-        RuntimeError: this system's C library does not tell.
-    """
-    try:
-        mallinfo = ctypes.CDLL(None).mallinfo2
-    except AttributeError:
-        raise RuntimeError("bytes in use are counted by glibc 2.33 or newer, which this system has not") from None
+def used_heap_bytes() -> float:
+    """Bytes in use, of all threads; not a number where the C library does not tell (glibc 2.33 or newer does)."""
+    mallinfo = getattr(ctypes.CDLL(None), "mallinfo2", None)
+    if mallinfo is None:
+        return math.nan
     mallinfo.restype = _MallocInfo
     info = mallinfo()
-    return int(info.uordblks + info.hblkhd)
+    return float(info.uordblks + info.hblkhd)
 
 
 class HeapWatch:

@@ -151,7 +151,7 @@ def peak_memory(job: Job) -> dict[str, Any]:
     with HeapWatch() as watch:
         run_variant(job, name, partial(torch.optim.AdamW, lr=1e-4))
     resident, used = peak_resident_bytes() - resident_before, watch.peak_bytes - used_before
-    most = over_ranks([float(used), resident, peak_resident_bytes()], dist.ReduceOp.MAX)
+    most = over_ranks([used, resident, peak_resident_bytes()], dist.ReduceOp.MAX)
     return {**dict(zip(("used", "resident", "all_resident"), most, strict=True)), "parameters": job.workload.num_bytes}
 
 

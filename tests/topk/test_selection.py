@@ -88,27 +88,32 @@ def test_a_gradient_in_several_places(lengths: list[int], stride: int, seed: int
     assert found.indices.tolist() == [index for index, value in enumerate(values.tolist()) if abs(value) >= 6.0]
 
 
-@given(st.integers(0, 1000), st.sampled_from([7, 1 << 17]), st.booleans())
-@settings(max_examples=60, deadline=None)
-def test_entries_that_are_received(seed: int, chunk: int, with_gradient: bool) -> None:
-    """They may lift entries onto the list, or take so much from the largest ones that others take their places."""
+@given(st.integers(0, 1000), st.sampled_from([7, 1 << 17]), st.booleans(), st.booleans())
+@settings(max_examples=100, deadline=None)
+def test_entries_that_are_received(seed: int, chunk: int, with_gradient: bool, is_misled: bool) -> None:
+    """They may lift entries onto the list, or take so much from the largest ones that others take their places.
+
+    Sums are formed in the order of arrival: tenths are rounded in another way in another order.
+    """
     generator = torch.Generator().manual_seed(seed)
-    gradient = torch.randint(-9, 10, (5000,), generator=generator).float()
+    gradient = torch.randint(-9, 10, (5000,), generator=generator) * 0.1
     work = torch.zeros(5000) if with_gradient else gradient.clone()
     scattered = Scattered((gradient[:2500], gradient[2500:])) if with_gradient else None
     selector = BlockSelector(work, (0, 2000, 5000), (20, 30), scattered)
     total = gradient.clone()
     received = torch.randperm(2999, generator=generator)[:400].sort().values + 1
-    values = torch.randint(-9, 10, (400,), generator=generator).float()
+    values = torch.randint(-9, 10, (400,), generator=generator) * 0.1
     if seed % 2:
-        received = torch.nonzero(gradient[2001:].abs() > 7).squeeze(1) + 1  # the largest ones fall
+        received = torch.nonzero(gradient[2001:].abs() > 0.7).squeeze(1) + 1  # the largest ones fall
         values = -gradient[2000 + received]
     again = received[::3] - 1  # some of them, and neighbours
-    for indices, added in [(received, values), (again, torch.full((len(again),), -1.0))]:
+    for indices, added in [(received, values), (again, torch.full((len(again),), -0.3)), (received, 3 * values)]:
         selector.receive(1, SparseVector(indices, added))
         total[2000 + indices] += added
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "_CHUNK", chunk)
+        if is_misled:  # nothing is on the list
+            patch.setattr(selection, "_sampled_threshold", lambda *_: 1e9)
         for block, (start, end, k) in enumerate([(0, 2000, 20), (2000, 5000, 30)]):
             chosen = selector.select(block)
             assert torch.equal(chosen.indices, by_sorting(total[start:end], k))
@@ -138,15 +143,22 @@ def test_a_list_that_is_too_short_is_not_used(what: str, monkeypatch: pytest.Mon
     assert exact == ([] if what == "others" else [k])
 
 
+@pytest.mark.parametrize("k", [1, 2, 10])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_sums_that_are_not_numbers_are_selected(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("is_received", [False, True])
+def test_sums_that_are_not_numbers_are_selected(dtype: torch.dtype, k: int, is_received: bool) -> None:
     """So that the result has them, and every rank refuses it."""
-    work = torch.arange(1000).to(dtype)
-    selector = BlockSelector(work, (0, 1000), (10,))
-    for value in (math.inf, -math.inf):
-        selector.receive(0, SparseVector(torch.tensor([3]), torch.tensor([value], dtype=dtype)))
+    work = torch.arange(1000).flip(0).to(dtype)  # the largest numbers come first
+    selector = BlockSelector(work, (0, 1000), (k,))
+    spoilt = torch.tensor([998, 999])
+    if is_received:
+        for value in (math.inf, -math.inf):
+            selector.receive(0, SparseVector(spoilt, torch.full((2,), value, dtype=dtype)))
+    else:
+        work[spoilt] = math.nan
     chosen = selector.select(0)
-    assert len(chosen) == 10 and chosen.indices[0] == 3 and chosen.values[0].isnan()
+    assert len(chosen) == k and chosen.indices[-2:].tolist() == spoilt[:k].tolist()
+    assert chosen.values[-2:].isnan().all()
     with pytest.raises(AssertionError, match="already"):  # the gradient would be added twice
         selector.select(0)
 
