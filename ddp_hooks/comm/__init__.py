@@ -2,6 +2,7 @@
 
 from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
 from ddp_hooks.comm.agreement import agree
+from ddp_hooks.comm.bruck import bruck_all_gather, num_rounds
 from ddp_hooks.comm.collectives import (
     Partition,
     Segment,
@@ -45,10 +46,12 @@ __all__ = [
     "agree",
     "aligned_bounds",
     "at_exit",
+    "bruck_all_gather",
     "in_order_of",
     "in_storage_order",
     "is_dense",
     "mebibytes",
+    "num_rounds",
     "ordered_reduce_scatter",
     "pairwise_exchange",
     "profile_link",

@@ -3,12 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Recv, Round, Send, round_of
-from ddp_hooks.topk.bags import all_gather_steps
+from ddp_hooks.comm.exchange import Recv, Round, Send, round_of
+
+
+class Step(NamedTuple):
+    """One round of a worker: what it sends to whom, and what it receives from whom."""
+
+    target: int
+    outgoing: tuple[int, ...]  # whose messages, or which blocks
+    source: int
+    incoming: tuple[int, ...]
+
+
+def num_rounds(size: int) -> int:
+    """Rounds in which ``size`` workers can each hear of every other: the logarithm to base 2, rounded up."""
+    return (size - 1).bit_length()
+
+
+def all_gather_steps(worker: int, size: int) -> list[Step]:
+    """The rounds of Bruck's all-gather (zhao2024spardl, Fig. 3b): everything held so far, no more than is missing."""
+    steps = []
+    for i in range(num_rounds(size)):
+        distance = 1 << i
+        count = min(distance, size - distance)
+        source = (worker + distance) % size
+        outgoing = tuple((worker + x) % size for x in range(count))
+        incoming = tuple((source + x) % size for x in range(count))
+        steps.append(Step((worker - distance) % size, outgoing, source, incoming))
+    return steps
 
 
 def bruck_all_gather(

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Lanes, Recorder, Stall, Work, without_messages
-from ddp_hooks.topk.bruck import bruck_all_gather
+from ddp_hooks.comm import Algorithm, Lanes, Recorder, Stall, Work, bruck_all_gather, without_messages
 from ddp_hooks.topk.groups import GradientGroup, Place, runs_of
 from ddp_hooks.topk.reduction import Gradients, Reduction
 

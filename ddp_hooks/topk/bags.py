@@ -1,4 +1,4 @@
-"""Who sends which blocks to whom: the bags of Spar-Reduce-Scatter and the steps of Bruck's all-gather.
+"""Who sends which blocks to whom: the bags of Spar-Reduce-Scatter.
 
 Pure functions of the number of workers. Workers and blocks of one team are numbered from 0 and lie on a circle
 (zhao2024spardl, section III-B; the paper counts from 1).
@@ -7,21 +7,8 @@ Pure functions of the number of workers. Workers and blocks of one team are numb
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
-
-class Step(NamedTuple):
-    """One round of a worker: what it sends to whom, and what it receives from whom."""
-
-    target: int
-    outgoing: tuple[int, ...]  # blocks
-    source: int
-    incoming: tuple[int, ...]
-
-
-def num_rounds(size: int) -> int:
-    """Rounds in which ``size`` workers can each hear of every other: the logarithm to base 2, rounded up."""
-    return (size - 1).bit_length()
+from ddp_hooks.comm.bruck import Step, num_rounds
 
 
 def bags(worker: int, size: int) -> list[tuple[int, ...]]:
@@ -48,19 +35,6 @@ def reduce_scatter_steps(worker: int, size: int) -> list[Step]:
         steps.append(
             Step((worker + distance) % size, bags(worker, size)[i + 1], source, bags(source, size)[i + 1])
         )
-    return steps
-
-
-def all_gather_steps(worker: int, size: int) -> list[Step]:
-    """The rounds of Bruck's all-gather (Fig. 3b): everything held so far, but no more than is missing."""
-    steps = []
-    for i in range(num_rounds(size)):
-        distance = 1 << i
-        count = min(distance, size - distance)
-        source = (worker + distance) % size
-        outgoing = tuple((worker + x) % size for x in range(count))
-        incoming = tuple((source + x) % size for x in range(count))
-        steps.append(Step((worker - distance) % size, outgoing, source, incoming))
     return steps
 
 

@@ -6,8 +6,7 @@ from collections.abc import Generator, Sequence
 
 import torch
 
-from ddp_hooks.comm import Recv, Round, Send, pairwise_exchange, round_of
-from ddp_hooks.topk.bruck import bruck_all_gather
+from ddp_hooks.comm import Recv, Round, Send, bruck_all_gather, pairwise_exchange, round_of
 from ddp_hooks.topk.sparse import SparseVector, total
 from ddp_hooks.topk.wire import Wire
 

@@ -5,8 +5,7 @@ A binomial tree, so any number of workers will do.
 
 from __future__ import annotations
 
-from ddp_hooks.comm import Recv, Send, round_of
-from ddp_hooks.topk.bags import num_rounds
+from ddp_hooks.comm import Recv, Send, num_rounds, round_of
 from ddp_hooks.topk.exchange import Exchange, Selector
 from ddp_hooks.topk.ledger import Ledger
 from ddp_hooks.topk.sparse import add, split_largest

@@ -18,12 +18,12 @@ from ddp_hooks.comm import (
     ThreadWork,
     Work,
     aligned_bounds,
+    bruck_all_gather,
     ring_all_gather,
     ring_reduce_scatter,
     without_messages,
 )
 from ddp_hooks.topk.algorithms import SparseSum
-from ddp_hooks.topk.bruck import bruck_all_gather
 from ddp_hooks.topk.groups import GradientGroup, Run
 from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.sparse import SparseVector

@@ -19,9 +19,8 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Recv, Send, round_of
+from ddp_hooks.comm import Recv, Send, bruck_all_gather, round_of
 from ddp_hooks.topk.bags import block_counts, even_bounds, reduce_scatter_steps
-from ddp_hooks.topk.bruck import bruck_all_gather
 from ddp_hooks.topk.controller import TopHController
 from ddp_hooks.topk.exchange import Exchange, Selector
 from ddp_hooks.topk.ledger import Ledger

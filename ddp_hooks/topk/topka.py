@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ddp_hooks.topk.bruck import bruck_all_gather
+from ddp_hooks.comm import bruck_all_gather
 from ddp_hooks.topk.exchange import Exchange, Selector
 from ddp_hooks.topk.ledger import Ledger
 from ddp_hooks.topk.sparse import total

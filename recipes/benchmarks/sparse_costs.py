@@ -17,9 +17,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from ddp_hooks.comm import Algorithm, AlphaBeta, run_on_fabric
+from ddp_hooks.comm import Algorithm, AlphaBeta, num_rounds, run_on_fabric
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.bags import num_rounds
 from ddp_hooks.topk.wire import Wire
 
 WORLD_SIZES = (2, 4, 8, 14, 16, 32, 64)
