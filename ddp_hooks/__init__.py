@@ -4,20 +4,34 @@ __version__ = "0.1.0"
 
 from ddp_hooks.comm import LaneError, LaneTimeout, Span
 from ddp_hooks.dear import DearConfig, DearState, DearStats, GradScaler, clip_grad_norm_, dear_hook
+from ddp_hooks.embedding import (
+    EmbeddingTables,
+    RowwiseAdamW,
+    ShardedEmbedding,
+    TableConfig,
+    TableStats,
+    shard_embeddings,
+)
 from ddp_hooks.topk import TopKConfig, TopKState, TopKStats, topk_hook
 
 __all__ = [
     "DearConfig",
     "DearState",
     "DearStats",
+    "EmbeddingTables",
     "GradScaler",
     "LaneError",
     "LaneTimeout",
+    "RowwiseAdamW",
+    "ShardedEmbedding",
     "Span",
+    "TableConfig",
+    "TableStats",
     "TopKConfig",
     "TopKState",
     "TopKStats",
     "clip_grad_norm_",
     "dear_hook",
+    "shard_embeddings",
     "topk_hook",
 ]

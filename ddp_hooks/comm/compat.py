@@ -109,6 +109,12 @@ def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Param
     }
 
 
+def ddp_in_forward() -> DistributedDataParallel | None:
+    """The DDP module whose forward runs, or None."""
+    ddp = DistributedDataParallel._get_active_ddp_module()
+    return ddp if isinstance(ddp, DistributedDataParallel) else None
+
+
 def uses_mixed_precision(ddp: DistributedDataParallel) -> bool:
     """Whether DDP casts parameters and gradients by itself, which takes the one slot for communication hooks."""
     return getattr(ddp, "mixed_precision", None) is not None
@@ -144,6 +150,16 @@ def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:
             calls += 1
         frame = frame.f_back
     return calls > 1
+
+
+def inside_grad_scaler() -> bool:
+    """Whether what runs was called by a gradient scaler's ``step``."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.amp.grad_scaler" and frame.f_code.co_name == "_maybe_opt_step":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def places_gradients_one_by_one(ddp: DistributedDataParallel) -> bool:

@@ -444,6 +444,7 @@ class Lanes:
         device: where the tensors will be.
         settings: slices and timeouts.
         recorder: where lanes note spans, for a timeline.
+        backend: what carries them; None: what the group uses for such a device.
     """
 
     def __init__(
@@ -453,11 +454,12 @@ class Lanes:
         device: torch.device,
         settings: LaneSettings,
         recorder: Recorder,
+        backend: str | None = None,
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._backend = compat.backend_of(group, device)
+        self._backend = backend or compat.backend_of(group, device)
         self.native = self._backend == "nccl"
         self._device = device
         self._settings = settings

@@ -1,5 +1,6 @@
 """Updates and parameters that arrive in the next forward: who waits for them where, and what stands in for them."""
 
+from ddp_hooks.feed import companions
 from ddp_hooks.feed.deferred import DeferredUpdates, copied
 from ddp_hooks.feed.guard import GradientGuard
 from ddp_hooks.feed.inert import InertOnCopy
@@ -15,6 +16,7 @@ __all__ = [
     "FeedPipe",
     "GradientGuard",
     "InertOnCopy",
+    "companions",
     "copied",
     "extend_zero_grad",
     "wait_before_reading",

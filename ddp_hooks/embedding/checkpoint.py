@@ -1,0 +1,211 @@
+"""Saving and loading: whole tables under their names in the model that was not sharded, or every rank its columns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hooks.comm import Algorithm
+from ddp_hooks.embedding.columns import gather_columns
+from ddp_hooks.embedding.table import Table
+
+
+class TableCheckpoint:
+    """Makes and reads states of tables and their optimizer.
+
+    Args:
+        tables: all of them.
+        optimizer: of their weights.
+        rank, world_size: of
+        group: the ranks.
+        exchange: runs an algorithm to its end.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        optimizer: torch.optim.Optimizer,
+        rank: int,
+        world_size: int,
+        group: dist.ProcessGroup,
+        exchange: Callable[[Algorithm, str], None],
+    ) -> None:
+        self._tables = tables
+        self._optimizer = optimizer
+        self._rank = rank
+        self._world_size = world_size
+        self._group = group
+        self._exchange = exchange
+        self._saved: dict[str, Any] | None = None  # the optimizer's whole state
+        self._passing = False  # whether this module asks for the optimizer's own part
+
+    # -- whole ------------------------------------------------------------------------------------------------------
+
+    def weights(self, to: int | None, device: torch.device) -> list[Tensor] | None:
+        """All whole tables, on rank ``to`` or everywhere; collective."""
+        gathered = [self._gather(table, table.weight.detach(), to) for table in self._tables]
+        return [full.to(device) for full in gathered if full is not None] if to in (None, self._rank) else None
+
+    def optimizer_state(self, to: int | None) -> dict[str, Any] | None:
+        """The optimizer's ``state_dict`` as it would be for whole tables, on the CPU; collective."""
+        own = self._own_state()
+        whole: dict[int, dict[str, Any]] = {}
+        for position, table in enumerate(self._in_order()):
+            state = own["state"].get(position)
+            if state is None:
+                continue
+            whole[position] = {
+                key: self._gather(table, value, to) if self._has_columns(table, value) else _on_host(value)
+                for key, value in state.items()
+            }
+        if to not in (None, self._rank):
+            return None
+        for state in whole.values():
+            for key, value in state.items():
+                state[key] = _on_host(value)
+        return {**own, "state": whole}
+
+    def keep(self, state: dict[str, Any] | None) -> None:
+        """What ``optimizer.state_dict()`` is to return; None: to raise, unless there is one rank only."""
+        self._saved = state
+
+    def before_state_dict(self, *_: Any) -> None:
+        """A hook of the optimizer."""
+        if self._world_size > 1 and not self._passing and self._saved is None:
+            raise RuntimeError(
+                "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
+                "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
+                "tables.optimizer.state_dict() on the rank that saves then, before the next step"
+            )
+
+    def after_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """A hook of the optimizer."""
+        return self._saved if not self._passing else None
+
+    def before_load(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A hook of the optimizer: cut out this rank's columns."""
+        tables = self._in_order()
+        state = {}
+        for position, values in state_dict["state"].items():
+            table = tables[int(position)]
+            state[position] = {key: self._cut(table, key, value) for key, value in values.items()}
+        return {**state_dict, "state": state}
+
+    def _cut(self, table: Table, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        if tuple(value.shape) != (table.num_rows, table.dim):
+            raise ValueError(
+                f"{key} of {table.name} must have the shape {(table.num_rows, table.dim)} of the whole table, got "
+                f"{tuple(value.shape)}: load what tables.full_optimizer_state_dict() has returned"
+            )
+        return table.cut(value, self._rank).contiguous()
+
+    # -- in parts ---------------------------------------------------------------------------------------------------
+
+    def parts(self) -> dict[str, Any]:
+        """This rank's columns of weights and state as DTensors, for ``torch.distributed.checkpoint``."""
+        own = self._own_state()
+        found: dict[str, Any] = {}
+        for position, table in enumerate(self._in_order()):
+            found[f"{table.name}.weight"] = self._as_dtensor(table, table.weight.detach())
+            for key, value in own["state"].get(position, {}).items():
+                whole = isinstance(value, Tensor) and self._has_columns(table, value)
+                found[f"{table.name}.{key}"] = self._as_dtensor(table, value) if whole else torch.as_tensor(value)
+        found["param_groups"] = own["param_groups"]
+        return found
+
+    def load_parts(self, path: str | os.PathLike[str], prefix: str) -> None:
+        """Read what :meth:`parts` has made, on any number of ranks; collective."""
+        from torch.distributed.checkpoint import FileSystemReader, load
+        from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+        keys = [key.removeprefix(f"{prefix}.") for key in metadata if key.startswith(f"{prefix}.")]
+        missing = [table.name for table in self._tables if f"{table.name}.weight" not in keys]
+        if missing:
+            raise ValueError(f"{os.fspath(path)} has no table {', '.join(missing)} under {prefix!r}")
+        target: dict[str, Any] = {"param_groups": self._own_state()["param_groups"]}
+        for table in self._tables:
+            for key in keys:
+                if key.rpartition(".")[0] != table.name:
+                    continue
+                entry = metadata[f"{prefix}.{key}"]
+                assert isinstance(entry, TensorStorageMetadata)
+                shape = tuple(entry.size)
+                if shape == (table.num_rows, table.dim):
+                    target[key] = self._as_dtensor(table, torch.zeros_like(table.weight.detach()))
+                else:
+                    target[key] = torch.zeros(shape, dtype=entry.properties.dtype)
+        load({prefix: target}, checkpoint_id=path, process_group=self._group)
+        self._install(target)
+
+    def _install(self, loaded: Mapping[str, Any]) -> None:
+        template = self._own_state()["state"]
+        state: dict[int, dict[str, Any]] = {}
+        for position, table in enumerate(self._in_order()):
+            for key, value in loaded.items():
+                name, _, entry = key.rpartition(".")
+                if name != table.name:
+                    continue
+                local = value.to_local() if hasattr(value, "to_local") else value
+                if entry == "weight":
+                    with torch.no_grad():
+                        table.weight.copy_(local)
+                elif local.dim() == 0 and not isinstance(template.get(position, {}).get(entry, 0), Tensor):
+                    state.setdefault(position, {})[entry] = local.item()
+                else:
+                    state.setdefault(position, {})[entry] = local
+        self._passing = True
+        try:
+            self._optimizer.load_state_dict({"state": state, "param_groups": loaded["param_groups"]})
+        finally:
+            self._passing = False
+
+    def _as_dtensor(self, table: Table, columns: Tensor) -> Any:
+        from torch.distributed.device_mesh import DeviceMesh
+        from torch.distributed.tensor import DTensor, Shard
+
+        mesh = DeviceMesh.from_group(self._group, columns.device.type)
+        shape = torch.Size((table.num_rows, table.dim))
+        return DTensor.from_local(columns, mesh, [Shard(1)], run_check=False, shape=shape, stride=(table.dim, 1))
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def loads_parts(self) -> bool:
+        """Whether a state of this rank's columns is being loaded."""
+        return self._passing
+
+    def _own_state(self) -> dict[str, Any]:
+        self._passing = True
+        try:
+            return self._optimizer.state_dict()
+        finally:
+            self._passing = False
+
+    def _in_order(self) -> list[Table]:
+        """The tables as the optimizer numbers them."""
+        table_of = {id(table.weight): table for table in self._tables}
+        return [table_of[id(p)] for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _has_columns(self, table: Table, value: Any) -> bool:
+        return isinstance(value, Tensor) and value.dim() == 2 and value.shape == table.weight.shape
+
+    def _gather(self, table: Table, columns: Tensor, to: int | None) -> Tensor | None:
+        found: list[Tensor | None] = []
+
+        def algorithm() -> Algorithm:
+            found.append((yield from gather_columns(table, columns, self._rank, self._world_size, to)))
+
+        self._exchange(algorithm(), f"all columns of {table.name}")
+        return found[0]
+
+
+def _on_host(value: Any) -> Any:
+    return value.detach().cpu().clone() if isinstance(value, Tensor) else value

@@ -1,0 +1,541 @@
+"""When rows travel: what happens around forwards, backwards and steps, as functions that hooks call.
+
+A step with prefetched batches, on every rank:
+
+1. The root's forward begins. The vectors of this batch are on their way since the last step; each table's forward
+   waits for them.
+2. It ends. Ranks tell each other which rows they will look up next.
+3. A table's gradient is complete. Its rows are coalesced and split (Algorithm 1); the prior ones leave at once.
+4. The step. Prior rows are applied, and the next vectors looked up. What was delayed leaves, and is applied at the end
+   of the next step at the latest, before anybody looks it up.
+
+Everything that a step has to send is submitted when it ends, so that waiting never communicates. Without prefetched
+batches a table's forward looks up by itself, and all rows are prior.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from ddp_hooks.comm import (
+    Algorithm,
+    Lanes,
+    LaneSettings,
+    Recorder,
+    Stall,
+    Work,
+    bruck_all_gather,
+    compat,
+)
+from ddp_hooks.embedding.config import TableConfig
+from ddp_hooks.embedding.gradients import GradientExchange, RowSum, merged
+from ddp_hooks.embedding.ids import CHANGED, NO_COMPLAINT, BatchRows, Complaint, Ids, Purpose, tell_ids
+from ddp_hooks.embedding.module import GatheredVectors
+from ddp_hooks.embedding.stats import ClippedOf, TableStats, Tally
+from ddp_hooks.embedding.table import Table
+from ddp_hooks.embedding.updates import TableUpdates
+from ddp_hooks.embedding.vectors import Lookup, look_up
+
+Sums: TypeAlias = dict[int, RowSum]  # by table
+
+
+@dataclass
+class Announcement:
+    """What a wrapped loader hands out, and what it will hand out next."""
+
+    current: BatchRows
+    upcoming: BatchRows | None
+
+
+@dataclass
+class Prepared:
+    """A batch that ranks have told each other of, or are about to.
+
+    Args:
+        told: done when its rows are known.
+        lookups: of its vectors, by table; None: not asked for yet.
+        fetched: done when they are there.
+    """
+
+    batch: BatchRows
+    told: Work
+    lookups: dict[int, Lookup] | None = None
+    fetched: Work | None = None
+
+
+@dataclass
+class _Sent:
+    exchange: GradientExchange
+    prior: Work
+
+
+class TableFlow:
+    """The inner half of ``EmbeddingTables``.
+
+    Args:
+        root: the model; its forwards are those of steps.
+        tables: the tables.
+        optimizer: of their weights.
+        group: the ranks.
+        config: the settings.
+    """
+
+    def __init__(
+        self,
+        root: torch.nn.Module,
+        tables: Sequence[Table],
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        config: TableConfig,
+    ) -> None:
+        self.config = config
+        self.optimizer = optimizer
+        self.device = tables[0].weight.device
+        self._root = root
+        self._all = list(tables)
+        self._ranks = dist.get_process_group_ranks(group)
+        self._recorder = Recorder(False)
+        settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
+        self._urgent = Lanes(group, 1, self.device, settings, self._recorder)
+        self._patient = Lanes(group, 1, self.device, settings, self._recorder)
+        self._control = self._urgent  # ids are numbers for the host
+        if self.device.type != "cpu":
+            self._control = Lanes(group, 1, torch.device("cpu"), settings, self._recorder, backend="gloo")
+        self._rank, self._world_size = self._urgent.rank, self._urgent.world_size
+        self._updates = TableUpdates(optimizer, [table.weight for table in tables])
+        self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
+        self._tally = Tally()
+        self._stats = TableStats()
+        self._clip_of_step: ClippedOf = "none"
+        self._closed = False
+
+        self._whole: list[Tensor] | None = None  # tables, inside of local()
+        self._announced: Announcement | None = None
+        self._forward = 0  # forwards of the root so far, those without gradients left out
+        self._in_forward = False
+        self._synchronises = True  # whether the last one did not run under no_sync()
+        self._no_sync = False
+        self._prefetched: Prepared | None = None  # the batch of the present forward
+        self._ahead: Prepared | None = None  # the next one
+        self._upcoming: BatchRows | None = None  # of which ranks are to be told at the end of the forward
+        self._asked: dict[int, list[Lookup]] = defaultdict(list)  # in the present forward, by table
+        self._complaint = NO_COMPLAINT
+        self._fault: str | None = None  # why ranks cannot go on; all of them raise it when backward ends
+
+        self._open: dict[int, list[Lookup]] = defaultdict(list)  # whose gradients have not been sent, by table
+        self._calls: dict[int, int] = defaultdict(int)  # of forwards since then
+        self._backwards: dict[int, int] = defaultdict(int)  # of those calls
+        self._order: list[int] = []  # in which tables send, once ranks have agreed
+        self._first_calls: dict[int, None] = {}
+        self._queue: list[int] = []  # tables that are to send in the present backward
+        self._in_backward = False
+        self._sent: list[_Sent] = []  # since the last step
+        self._sums: Sums = {}  # complete ones, taken out of those before the step
+        self._multiplier = 1.0
+        self._late: list[GradientExchange] = []  # whose delayed rows are not applied yet
+        self._late_multiplier = 1.0
+        self._late_work: Work | None = None
+        self._is_followed = False
+
+    # -- batches ----------------------------------------------------------------------------------------------------
+
+    def announce(self, current: BatchRows, upcoming: BatchRows | None) -> None:
+        """A wrapped loader hands out a batch."""
+        self._announced = Announcement(current, upcoming)
+
+    # -- 1. a forward begins ----------------------------------------------------------------------------------------
+
+    def _before_forward(self, *_: Any) -> None:
+        if not torch.is_grad_enabled() or self._whole is not None:
+            return
+        self._refuse_closed()
+        self._synchronises = self._is_to_synchronise()
+        if self._sent and not self._is_followed:
+            raise RuntimeError(
+                "tables have gradients of an earlier backward that no step has applied: call tables.step() after "
+                "optimizer.step(), or tables.follow(optimizer) once; to add up gradients of several backwards use "
+                "no_sync(), to drop them tables.zero_grad()"
+            )
+        self._forward += 1
+        self._in_forward, self._in_backward = True, False
+        self._asked.clear()
+        self._prefetched = None
+        announced, self._announced = self._announced, None
+        if announced is None or self.config.schedule == "none":
+            return
+        self._upcoming = announced.upcoming
+        ahead, self._ahead = self._ahead, None
+        known = ahead is not None and ahead.batch is announced.current and self._is_known(ahead)
+        prepared = ahead if known and ahead is not None else self._tell(announced.current, Purpose.NOW)
+        if prepared.lookups is None:  # no step has looked them up
+            self.flush()
+            self._fetch(prepared)
+        assert prepared.lookups is not None
+        for index, lookup in prepared.lookups.items():
+            self._open[index].append(lookup)
+        self._prefetched = prepared
+
+    def _is_known(self, ahead: Prepared) -> bool:
+        """Whether every rank has such a batch, and nothing is wrong with it."""
+        ahead.told.wait()
+        if ahead.batch.problem is not None:
+            raise ValueError(ahead.batch.problem)
+        return ahead.batch.by_rank is not None
+
+    def _is_to_synchronise(self) -> bool:
+        ddp = compat.ddp_in_forward()
+        return not self._no_sync and (ddp is None or ddp.require_backward_grad_sync)
+
+    def _tell(self, batch: BatchRows, purpose: Purpose) -> Prepared:
+        algorithm = tell_ids(
+            batch, purpose, self._forward, self._complaint, self._all, self._rank, self._ranks
+        )
+        return Prepared(batch, self._run(self._control, "id", algorithm, "ids of a batch"))
+
+    def _fetch(self, prepared: Prepared) -> None:
+        """Ask for the vectors of a batch."""
+        wanted = prepared.batch.wanted or {}
+        lookups = [Lookup(table, wanted[table.index]) for table in self._all if table.index in wanted]
+        prepared.lookups = {lookup.table.index: lookup for lookup in lookups}
+        algorithm = look_up(lookups, prepared.batch, self._rank, self._world_size)
+        prepared.fetched = self._run(self._urgent, "lookup", algorithm, "vectors of a batch", [prepared.told])
+
+    # -- a table's forward ------------------------------------------------------------------------------------------
+
+    def embed(self, index: int, ids: Tensor) -> Tensor:
+        """The vectors of ``ids``; what a table's module returns."""
+        self._refuse_closed()
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"ids for {self._all[index].name} must be int32 or int64, got {ids.dtype}")
+        if self._whole is not None:
+            return self._embed_locally(index, ids)
+        values = as_ids(ids)
+        found = self._find(index, values)
+        shape = *ids.shape, self._all[index].dim
+        if found is None:  # all ranks raise when backward ends
+            weight = self._all[index].weight
+            return torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
+        lookup, positions = found
+        if not compat.in_backward():  # else a forward is repeated there, whose call has been counted
+            self._calls[index] += 1
+            self._tally.num_ids += len(values)
+        self._first_calls.setdefault(index)
+        if torch.is_grad_enabled():
+            vectors = GatheredVectors.apply(self._anchor, lookup, positions, self)
+        else:
+            assert lookup.vectors is not None
+            vectors = lookup.vectors.index_select(0, positions)
+        return vectors.view(shape)
+
+    def _embed_locally(self, index: int, ids: Tensor) -> Tensor:
+        assert self._whole is not None
+        if torch.is_grad_enabled() and self._root.training:
+            raise RuntimeError(
+                "a training forward inside of tables.local(), where tables are copies: leave it before training on, "
+                "and evaluate under torch.no_grad()"
+            )
+        return torch.nn.functional.embedding(ids, self._whole[index], self._all[index].padding_idx)
+
+    def _find(self, index: int, values: Ids) -> tuple[Lookup, Tensor] | None:
+        prefetched = self._prefetched if self._in_forward or compat.in_backward() else None
+        if prefetched is not None and prefetched.lookups is not None and index in prefetched.lookups:
+            return self._find_prefetched(index, values, prefetched)
+        if compat.in_backward():  # a forward is repeated: no rank may look up anew
+            for lookup in self._asked[index]:
+                positions = lookup.positions_of(values)
+                if not isinstance(positions, int):
+                    return lookup, positions
+            raise RuntimeError(
+                f"a forward was repeated during backward and asks {self._all[index].name} for ids that it had not "
+                f"asked for before: activation checkpointing needs the same ones"
+            )
+        return self._look_up_now(index, values)
+
+    def _find_prefetched(self, index: int, values: Ids, prefetched: Prepared) -> tuple[Lookup, Tensor] | None:
+        assert prefetched.lookups is not None and prefetched.fetched is not None
+        self._wait(prefetched.fetched, self._tally.lookups)
+        if not self._may_go_on(prefetched.batch):
+            return None
+        lookup = prefetched.lookups[index]
+        positions = lookup.positions_of(values)
+        if isinstance(positions, int):
+            self._complaint = Complaint(CHANGED, index, positions)
+            return None
+        return lookup, positions
+
+    def _look_up_now(self, index: int, values: Ids) -> tuple[Lookup, Tensor] | None:
+        if self._fault is not None:
+            return None
+        self.flush()
+        batch = BatchRows.of({index: values}, self._all, self.config.deduplicate)
+        prepared = self._tell(batch, Purpose.ONE_TABLE)
+        self._fetch(prepared)
+        assert prepared.lookups is not None and prepared.fetched is not None
+        self._wait(prepared.fetched, self._tally.lookups)
+        if not self._may_go_on(batch):
+            return None
+        lookup = prepared.lookups[index]
+        if self._in_forward or torch.is_grad_enabled():
+            self._asked[index].append(lookup)
+            self._open[index].append(lookup)
+        positions = lookup.positions_of(values)
+        assert isinstance(positions, Tensor)
+        return lookup, positions
+
+    def _may_go_on(self, batch: BatchRows) -> bool:
+        """False if ranks have parted, and some will hear of it at the end of their backward only; then all raise."""
+        if batch.problem is not None:
+            raise ValueError(batch.problem)
+        if batch.fault is not None:
+            if not (batch.parted and torch.is_grad_enabled()):
+                raise RuntimeError(batch.fault)
+            self._fault = batch.fault
+            return False
+        return True
+
+    # -- 2. a forward ends ------------------------------------------------------------------------------------------
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        if not self._in_forward:
+            return
+        self._in_forward = False
+        if output is None:
+            for lanes in self._lanes:
+                lanes.annotate(sys.exc_info()[1], "forward")
+            return
+        if self._prefetched is not None and self._fault is None:
+            upcoming, self._upcoming = self._upcoming, None
+            self._ahead = self._tell(upcoming or BatchRows(None), Purpose.AHEAD)
+        for leaf in tree_leaves(output):
+            if isinstance(leaf, Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._notice_backward)
+
+    # -- 3. a backward ----------------------------------------------------------------------------------------------
+
+    def _notice_backward(self, *_: Any) -> None:
+        if self._in_backward:
+            return
+        self._in_backward = True
+        self._queue = [index for index in self._order if self._open[index]] if self._synchronises else []
+        compat.queue_engine_callback(self._end_backward)
+
+    def receive_gradient(self, lookup: Lookup, positions: Tensor, gradient: Tensor) -> None:
+        """A call's backward has come."""
+        if lookup.closed:
+            raise RuntimeError(
+                f"a gradient of {lookup.table.name} belongs to a forward whose gradients have been sent: run one "
+                f"backward per forward, or add the losses of several forwards up first"
+            )
+        self._notice_backward()
+        lookup.add_gradient(positions, gradient)
+        self._backwards[lookup.table.index] += 1
+        self._send_complete()
+
+    def _end_backward(self) -> None:
+        self._in_backward = False
+        if self._ahead is not None:
+            self._wait(self._ahead.told, self._tally.gradients)
+            self._fault = self._fault or self._ahead.batch.fault
+        self._refuse_parted()
+        if not self._synchronises:
+            self._look_ahead()  # no step comes before the next forward
+            return
+        if not self._order:
+            self._order = self._agreed_order()
+        self._queue = [index for index in self._order if self._open[index]]
+        self._send_complete(force=True)
+
+    def _agreed_order(self) -> list[int]:
+        """Tables whose gradients are complete early first: the reverse of the first rank's first calls."""
+        called = list(reversed(self._first_calls))
+        mine = torch.tensor([*called, *(t.index for t in self._all if t.index not in self._first_calls)])
+        gathered: list[Tensor] = []
+
+        def algorithm() -> Algorithm:
+            sizes = [len(mine)] * self._world_size
+            gathered.extend((yield from bruck_all_gather(mine, sizes, range(self._world_size), self._rank)))
+
+        self._wait(self._run(self._control, "id", algorithm(), "the order of tables"), self._tally.gradients)
+        order: list[int] = gathered[0].tolist()
+        return order
+
+    def _send_complete(self, force: bool = False) -> None:
+        """Send gradients, in the agreed order, as far as they are complete."""
+        while self._queue and (force or self._backwards[self._queue[0]] == self._calls[self._queue[0]]):
+            index = self._queue.pop(0)
+            table = self._all[index]
+            ahead = self._ahead
+            exchange = GradientExchange(
+                table,
+                self._open.pop(index),
+                ahead.batch if ahead is not None else None,
+                self.config.schedule == "2d",
+                self._rank,
+                self._world_size,
+            )
+            self._calls[index] = self._backwards[index] = 0
+            after = [ahead.told] if ahead is not None else []
+            work = self._run(self._urgent, "prior", exchange.send_prior(), f"prior rows of {table.name}", after)
+            self._sent.append(_Sent(exchange, work))
+
+    # -- 4. the step ------------------------------------------------------------------------------------------------
+
+    def _begin_step(self) -> None:
+        """Apply prior rows, and look up the next batch."""
+        self._refuse_closed()
+        self._refuse_parted()
+        if any(lookup.gradient is not None for lookups in self._open.values() for lookup in lookups):
+            raise RuntimeError(
+                "step() after backwards under no_sync() only: their gradients have not been sent. Run the last "
+                "backward before a step without no_sync()"
+            )
+        self._forget_lookups()
+        self.flush()
+        if not (self._sent or self._sums):
+            return
+        if self._must_be_whole():
+            self._complete_sums()
+            parts = self._sums
+        else:
+            for one in self._sent:
+                self._wait(one.prior, self._tally.gradients)
+            exchanges = [one.exchange for one in self._sent]
+            parts = _scaled({e.table.index: _there(e.prior) for e in exchanges}, self._multiplier)
+            self._late = [exchange for exchange in exchanges if not exchange.is_complete]
+            self._late_multiplier = self._multiplier
+            self._tally.add_rows(exchanges)
+        with self._tally.updates.measure(self._recorder, "updates of tables"):
+            self._updates.begin()
+            self._updates.apply(parts)
+        self._stats = self._tally.next_stats(self._stats, self._clip_of_step)
+        self._drop_gradients()
+        self._look_ahead()
+
+    def _end_step(self, after: Sequence[Work] = ()) -> None:
+        """Send what was delayed.
+
+        Args:
+            after: more urgent work, to let pass.
+        """
+        if self._late and self._late_work is None:
+            exchanges = self._late
+            fetched = [self._ahead.fetched] if self._ahead is not None and self._ahead.fetched is not None else []
+            self._late_work = self._send_delayed(exchanges, [*fetched, *after])
+
+    def flush(self) -> None:
+        """Wait for delayed rows, and apply them. Communicates nothing itself: one rank alone may call it."""
+        if self._late_work is None:
+            return
+        self._wait(self._late_work, self._tally.gradients)
+        exchanges, self._late, self._late_work = self._late, [], None
+        parts = {exchange.table.index: _there(exchange.delayed) for exchange in exchanges}
+        with self._tally.updates.measure(self._recorder, "delayed updates of tables"):
+            self._updates.apply(_scaled(parts, self._late_multiplier))
+
+    def _must_be_whole(self) -> bool:
+        """Whether nothing may be delayed: gradients were clipped, or come from several backwards."""
+        tables = [one.exchange.table.index for one in self._sent]
+        ahead = self._ahead.batch if self._ahead is not None else None
+        return bool(self._sums) or len(set(tables)) < len(tables) or any(
+            one.exchange.upcoming is not ahead for one in self._sent
+        )
+
+    def _complete_sums(self) -> None:
+        """Have all rows of all gradients here; collective."""
+        for one in self._sent:
+            self._wait(one.prior, self._tally.gradients)
+        exchanges = [one.exchange for one in self._sent if not one.exchange.is_complete]
+        if exchanges:
+            self._wait(self._send_delayed(exchanges, ()), self._tally.gradients)
+        parts: dict[int, list[RowSum]] = defaultdict(list)
+        for index, part in self._sums.items():
+            parts[index].append(part)
+        for one in self._sent:
+            fresh = {0: _there(one.exchange.prior), 1: _there(one.exchange.delayed)}
+            parts[one.exchange.table.index] += _scaled(fresh, self._multiplier).values()
+        self._sums = {index: merged(several) for index, several in parts.items()}
+        self._tally.add_rows([one.exchange for one in self._sent])
+        self._sent, self._multiplier = [], 1.0
+
+    def _send_delayed(self, exchanges: Sequence[GradientExchange], after: Sequence[Work]) -> Work:
+        def algorithm() -> Algorithm:
+            for exchange in exchanges:
+                yield from exchange.send_delayed()
+
+        names = ", ".join(dict.fromkeys(exchange.table.name for exchange in exchanges))
+        return self._run(self._patient, "delayed", algorithm(), f"delayed rows of {names}", after)
+
+    def _look_ahead(self) -> None:
+        """Ask for the vectors of the next batch; those that were asked for before may be of old weights."""
+        if self._ahead is None:
+            return
+        self._wait(self._ahead.told, self._tally.gradients)
+        if self._ahead.batch.by_rank is not None:
+            if not self._synchronises:
+                self.flush()  # nobody knew of this batch when rows were delayed
+            self._fetch(self._ahead)
+
+    # -- parts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _lanes(self) -> list[Lanes]:
+        return list(dict.fromkeys((self._urgent, self._patient, self._control)))
+
+    def _run(
+        self, lanes: Lanes, kind: Any, algorithm: Algorithm, label: str, after: Sequence[Work] = ()
+    ) -> Work:
+        return lanes.run(self._tally.counted(kind, algorithm), label, after)
+
+    def _wait(self, work: Work, stall: Stall) -> None:
+        if not work.done:
+            with stall.measure(self._recorder, work.label):
+                work.wait()
+        else:
+            work.wait()
+
+    def _drop_gradients(self) -> None:
+        """Forget what backwards have left since the last step."""
+        for lookups in self._open.values():
+            for lookup in lookups:
+                lookup.forget_gradient()
+        self._sent, self._sums, self._multiplier, self._clip_of_step = [], {}, 1.0, "none"
+
+    def _forget_lookups(self) -> None:
+        self._open.clear()
+        self._calls.clear()
+        self._backwards.clear()
+
+    def _refuse_parted(self) -> None:
+        if self._fault is not None:
+            raise RuntimeError(self._fault)
+
+    def _refuse_closed(self) -> None:
+        if self._closed:
+            raise RuntimeError("the tables were closed: build the model again to train on")
+
+
+def as_ids(ids: Tensor) -> Ids:
+    """(n,), int64, on the host."""
+    values: Ids = ids.detach().cpu().numpy().astype(np.int64).reshape(-1)
+    return values
+
+
+def _there(part: RowSum | None) -> RowSum:
+    assert part is not None
+    return part
+
+
+def _scaled(parts: Mapping[int, RowSum], multiplier: float) -> dict[int, RowSum]:
+    if multiplier == 1.0:
+        return dict(parts)
+    return {index: part._replace(values=part.values * multiplier) for index, part in parts.items()}

@@ -1,0 +1,534 @@
+"""Tables split by columns: what users hold of EmbRace. How a step goes is in :mod:`ddp_hooks.embedding.flow`."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ddp_hooks.comm import Algorithm, Work, agree, at_exit, compat
+from ddp_hooks.embedding import updates
+from ddp_hooks.embedding.checkpoint import TableCheckpoint
+from ddp_hooks.embedding.choose import Chosen, Which, choose, find_problem
+from ddp_hooks.embedding.columns import scatter_columns
+from ddp_hooks.embedding.config import TableConfig
+from ddp_hooks.embedding.flow import TableFlow
+from ddp_hooks.embedding.ids import BatchRows
+from ddp_hooks.embedding.module import ShardedEmbedding
+from ddp_hooks.embedding.prefetch import BatchIds, PrefetchedLoader, ids_by_table
+from ddp_hooks.embedding.stats import TableStats
+from ddp_hooks.embedding.table import Table, column_bounds
+from ddp_hooks.feed import InertOnCopy, companions, extend_zero_grad
+
+Batch = TypeVar("Batch")
+
+
+def shard_embeddings(
+    model: nn.Module,
+    process_group: dist.ProcessGroup | None = None,
+    modules: int | Which | Iterable[Which] | None = None,
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SparseAdam,
+    *,
+    config: TableConfig | None = None,
+    **optimizer_options: Any,
+) -> EmbeddingTables:
+    """Split large embeddings by columns over the ranks (EmbRace, section 4.1), in place, before wrapping the model.
+
+    Each ``nn.Embedding`` that is meant becomes a :class:`ShardedEmbedding` with the same forward. DDP, FSDP2 and the
+    model's optimizer do not see its weight. The result of training is that of an ``nn.Embedding(sparse=True)`` with the
+    same optimizer under plain DDP.
+
+    Collective: all ranks do it, before ``DistributedDataParallel`` or ``fully_shard``. Tables begin with the weights of
+    the first rank.
+
+    Args:
+        model: changed in place.
+        process_group: of data parallelism; None: all ranks.
+        modules: which: names, modules or types of modules, or how many rows they have at least. None: every
+            ``nn.Embedding`` that is trained and has at least 4096 rows.
+        optimizer_class: ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`RowwiseAdamW`, whose updates of a row look at
+            no other one.
+        config: settings of the exchange.
+        **optimizer_options: for ``optimizer_class``, such as ``lr``.
+
+    Raises:
+        ValueError: on every rank, before anything is changed, when this cannot be right, or when ranks differ.
+    """
+    config = config if config is not None else TableConfig()
+    group = process_group if process_group is not None else dist.group.WORLD
+    if group is None:
+        raise ValueError("torch.distributed is not initialised: call init_process_group(), or launch with torchrun")
+    chosen: list[Chosen] = []
+    problem = updates.find_problem(optimizer_class, optimizer_options)
+    if problem is None:
+        try:
+            chosen = choose(model, modules)
+            problem = find_problem(chosen, config) or _problem_of_devices(chosen)
+        except ValueError as error:
+            problem = str(error)
+    entries = _fingerprint(chosen, optimizer_class, optimizer_options, config) if problem is None else {}
+    agree(entries, problem, group, "the set-up of shard_embeddings")
+    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+    tables = [_table_of(index, one, rank, world_size) for index, one in enumerate(chosen)]
+    optimizer = optimizer_class([(table.name, table.weight) for table in tables], **optimizer_options)
+    result = EmbeddingTables(model, tables, optimizer, group, config)
+    result._begin_with([one.weight for one in chosen])
+    for table, one in zip(tables, chosen, strict=True):
+        _replace(result, table, one)
+    return result
+
+
+class EmbeddingTables(TableFlow):
+    """Sharded tables of a model; made by :func:`shard_embeddings`.
+
+    The optimizer of the tables steps beside the model's: :meth:`follow` it once (``DearState`` does that by itself), or
+    call :meth:`step` after it. With :meth:`prefetch` what the next batch looks up travels early, and the rest of the
+    gradient while the model computes.
+
+    Attributes:
+        optimizer: a ``torch.optim.Optimizer`` of the tables, for schedulers and its settings.
+        config: the settings.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: Sequence[Table],
+        optimizer: torch.optim.Optimizer,
+        group: dist.ProcessGroup,
+        config: TableConfig,
+    ) -> None:
+        super().__init__(model, tables, optimizer, group, config)
+        self._group = group
+        self._index_of = {name: table.index for table in tables for name in (table.name, *table.aliases)}
+        self._checkpoint = TableCheckpoint(tables, optimizer, self._rank, self._world_size, group, self._exchange)
+        self._kept: list[Tensor] | None = None  # whole tables, for state_dict() on this rank until the next step
+        self._steps_with_another = False
+        self._followed: torch.optim.Optimizer | None = None
+        self._following: list[Any] = []
+        self._is_unscaled = False
+        self._urgent_works: Sequence[Work] = ()
+        self._replaced: dict[int, weakref.ref[Tensor]] = {}  # the weights that were whole
+        self._handles: list[Any] = [
+            model.register_forward_pre_hook(InertOnCopy(self._before_forward)),
+            model.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
+            optimizer.register_step_pre_hook(self._before_own_step),
+            optimizer.register_step_post_hook(self._after_own_step),
+            optimizer.register_state_dict_pre_hook(lambda *_: self.flush()),
+            optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict),
+            optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict),
+            optimizer.register_load_state_dict_pre_hook(self._before_load),
+            extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
+            at_exit(self.close, self._abandon, self._is_stuck),
+        ]
+        companions.join_module(model, self)
+
+    # -- what users call --------------------------------------------------------------------------------------------
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tables, as :meth:`prefetch` knows them."""
+        return list(self._index_of)
+
+    def follow(self, optimizer: torch.optim.Optimizer) -> None:
+        """Step and zero gradients together with ``optimizer``, the model's, from now on.
+
+        Raises:
+            ValueError: the optimizer holds a weight that was sharded: make it after ``shard_embeddings``.
+        """
+        held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        stale = [self._all[index].name for index, weight in self._replaced.items() if id(weight()) in held]
+        if stale:
+            raise ValueError(
+                f"the optimizer still holds the whole weight of {', '.join(stale)}: make it from model.parameters() "
+                f"after shard_embeddings()"
+            )
+        self.unfollow()
+        self._followed, self._is_followed = optimizer, True
+        self._following = [
+            optimizer.register_step_pre_hook(self._before_their_step),
+            optimizer.register_step_post_hook(self._after_their_step),
+            extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
+        ]
+        companions.join_optimizer(optimizer, self)
+
+    def unfollow(self) -> None:
+        """Step with nobody."""
+        if self._followed is not None:
+            companions.leave_optimizer(self._followed, self)
+        for handle in self._following:
+            handle.remove()
+        self._followed, self._is_followed, self._following = None, False, []
+
+    def step(self) -> None:
+        """Update the tables; after the model's ``optimizer.step()`` where they do not :meth:`follow` it."""
+        self.optimizer.step()
+
+    def zero_grad(self) -> None:
+        """Forget the tables' gradients; the model's optimizer does it where they :meth:`follow` it."""
+        self._drop_gradients()
+
+    def prefetch(self, loader: Iterable[Batch], ids: Callable[[Batch], BatchIds]) -> PrefetchedLoader[Batch]:
+        """A loader that is one batch ahead of the training loop, so that rows travel before they are needed.
+
+        Args:
+            loader: any iterable of batches, of training. It is wrapped last: whatever skips or reorders batches does it
+                inside.
+            ids: all ids that a batch will look up, by the name of the table: ``lambda batch: {"encoder.embed":
+                batch["input_ids"]}``. More than a forward asks for do no harm, fewer are an error.
+        """
+        return PrefetchedLoader(self, loader, ids)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add gradients of forwards inside up on this rank, and send them with the next one outside.
+
+        For models without DDP; DDP's own ``no_sync()`` counts for tables, too.
+        """
+        before, self._no_sync = self._no_sync, True
+        try:
+            yield
+        finally:
+            self._no_sync = before
+
+    @contextmanager
+    def local(self) -> Iterator[None]:
+        """Have whole tables on every rank, for evaluation with any number of batches on each; collective at its begin.
+
+        Takes the memory of whole tables for as long as it lasts. ``state_dict()`` works inside.
+        """
+        self._refuse_closed()
+        self.flush()
+        self._whole = self._checkpoint.weights(None, self.device)
+        try:
+            yield
+        finally:
+            self._whole = None
+
+    def stats(self) -> TableStats:
+        """What the last step cost on this rank."""
+        return self._stats
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Not here: ``ddp_hooks.clip_grad_norm_([parameters or state, tables], max_norm)`` clips all gradients."""
+        raise RuntimeError(
+            "clip tables together with the rest of the model, whose norm is one: "
+            "ddp_hooks.clip_grad_norm_([ddp.parameters(), tables], max_norm), or [state, tables] with DearState"
+        )
+
+    @contextmanager
+    def reduced_gradients(self) -> Iterator[list[torch.nn.Parameter]]:
+        """This rank's columns of all rows that have a gradient, as ``.grad``, to read or to scale; collective.
+
+        Between backward and the step, which then waits for delayed rows. Nothing with
+        ``TableConfig(clip="dense_only")``.
+        """
+        if self.config.clip == "dense_only":
+            self._clip_of_step = "dense_only"
+            yield []
+            return
+        self._clip_of_step = "all"
+        self._complete_sums()
+        holders = []
+        for part in self._sums.values():
+            holder = nn.Parameter(part.values.new_zeros(()).expand(part.values.shape))
+            holder.grad = part.values
+            holders.append(holder)
+        yield holders
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """The sum of a small tensor over the ranks; collective."""
+        return self._reduced(value, dist.ReduceOp.SUM)
+
+    def largest_over_ranks(self, value: Tensor) -> Tensor:
+        """The largest values of a small tensor over the ranks; collective."""
+        return self._reduced(value, dist.ReduceOp.MAX)
+
+    def full_state_dict(self) -> dict[str, Any]:
+        """The model's ``state_dict`` with whole tables, on the CPU, as the model without sharding has it; collective.
+
+        Every rank gets it. Load it with ``model.load_state_dict``, also into a model that is not sharded.
+        """
+        self._refuse_closed()
+        self.flush()
+        before, self._kept = self._kept, self._checkpoint.weights(None, torch.device("cpu"))
+        try:
+            state: dict[str, Any] = self._root.state_dict()
+        finally:
+            self._kept = before
+        return state
+
+    def full_optimizer_state_dict(self) -> dict[str, Any]:
+        """The table optimizer's ``state_dict`` for whole tables, on the CPU; collective. Every rank gets it.
+
+        Load it with ``tables.optimizer.load_state_dict``, on any number of ranks.
+        """
+        self._refuse_closed()
+        self.flush()
+        state = self._checkpoint.optimizer_state(None)
+        assert state is not None
+        return state
+
+    def consolidate(self, to: int = 0) -> None:
+        """Gather tables and optimizer state on rank ``to`` of the group, for code that saves there alone; collective.
+
+        Until the next step ``model.state_dict()`` and ``tables.optimizer.state_dict()`` return whole tables there; on
+        other ranks, and after the next step, they raise.
+        """
+        if not 0 <= to < self._world_size:
+            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._world_size - 1}, got {to}")
+        self._refuse_closed()
+        self.flush()
+        self._kept = self._checkpoint.weights(to, torch.device("cpu"))
+        self._checkpoint.keep(self._checkpoint.optimizer_state(to))
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """This rank's columns of tables and optimizer state, DTensors, for ``torch.distributed.checkpoint.save``.
+
+        Tensors are those in use, not copies. See :meth:`load_sharded`.
+        """
+        self._refuse_closed()
+        self.flush()
+        return self._checkpoint.parts()
+
+    def load_sharded(self, path: str | os.PathLike[str], prefix: str = "tables") -> None:
+        """Restore tables and optimizer from a ``torch.distributed.checkpoint``, on any number of ranks; collective.
+
+        Args:
+            path: the checkpoint's folder.
+            prefix: the key under which :meth:`sharded_state_dict` was saved.
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        self._refuse_closed()
+        self.flush()
+        self._checkpoint.load_parts(path, prefix)
+        self._weights_changed()
+
+    def close(self) -> None:
+        """Finish communication, let every rank do the same, and end the lanes. The model keeps its columns."""
+        if self._closed:
+            return
+        try:
+            self.flush()
+        finally:
+            self._closed = True
+            self.unfollow()
+            for handle in self._handles:
+                handle.remove()
+            for lanes in self._lanes:
+                lanes.close()
+
+    # -- for modules and loaders ------------------------------------------------------------------------------------
+
+    def rows_of(self, given: BatchIds) -> BatchRows:
+        """What a batch looks up, from what the function given to :meth:`prefetch` returned."""
+        return BatchRows.of(ids_by_table(given, self._index_of), self._all, self.config.deduplicate)
+
+    def withdraw_announcement(self) -> None:
+        """The loader has ended."""
+        self._announced = None
+
+    def whole_weight(self, index: int, what: str) -> Tensor:
+        """A whole table, if it is here.
+
+        Raises:
+            RuntimeError: it is not, because this rank has some columns only.
+        """
+        if self._whole is not None:
+            return self._whole[index]
+        if self._kept is not None:
+            return self._kept[index]
+        if self._world_size == 1:
+            self.flush()
+            return self._all[index].weight.detach()
+        raise RuntimeError(
+            f"{what}: rank {self._ranks[self._rank]} has some columns of {self._all[index].name} only, and to gather "
+            f"the others takes all ranks. To save call tables.full_state_dict() on all ranks, or tables.consolidate() "
+            f"on all ranks and state_dict() on the rank that saves then, before the next step; to evaluate or read "
+            f"weights use tables.local() on all ranks"
+        )
+
+    def load_weight(self, index: int, full: Tensor) -> None:
+        """Take this rank's columns of (num_rows, dim)."""
+        self.flush()
+        table = self._all[index]
+        with torch.no_grad():
+            table.weight.copy_(table.cut(full, self._rank))
+        self._weights_changed()
+
+    def convert(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
+        """``model.to()`` and the like."""
+        self.flush()
+        weight = self._all[index].weight
+        with torch.no_grad():
+            converted = function(weight.data)
+        if converted.device != weight.device:
+            raise RuntimeError(
+                f"sharded tables cannot move from {weight.device} to {converted.device}: move the model before "
+                f"shard_embeddings()"
+            )
+        weight.data = converted
+
+    # -- companions (see ddp_hooks.feed.companions) -----------------------------------------------------------------
+
+    def let_pass(self, works: Sequence[Work]) -> None:
+        """Delayed rows follow these."""
+        self._urgent_works = works
+
+    def unscale(self, inverse_scale: float) -> bool:
+        """Multiply gradients when they are applied; whether some of this rank's are not finite."""
+        self._multiplier *= inverse_scale
+        self._is_unscaled = True
+        return self.found_nonfinite()
+
+    def found_nonfinite(self) -> bool:
+        """Whether some of this rank's gradients are not finite, before or after summing up."""
+        for one in self._sent:
+            self._wait(one.prior, self._tally.gradients)
+        finite = all(one.exchange.finite for one in self._sent)
+        return not (finite and all(bool(torch.isfinite(part.values).all()) for part in self._sums.values()))
+
+    def drop_gradients(self) -> None:
+        """There is to be no update."""
+        self._drop_gradients()
+
+    # -- seams ------------------------------------------------------------------------------------------------------
+
+    def _before_own_step(self, *_: Any) -> None:
+        if not self._updates.running:
+            self._kept = None
+            self._checkpoint.keep(None)
+            self._begin_step()
+
+    def _after_own_step(self, *_: Any) -> None:
+        if not (self._updates.running or self._steps_with_another):
+            self._end_step()
+
+    def _before_their_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if compat.is_inner_step(optimizer):
+            return
+        self._refuse_stock_scaler()
+        if compat.with_closure(args, kwargs, lambda closure: closure) is None:
+            self._step_with_another()
+
+    def _after_their_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if compat.is_inner_step(optimizer):
+            return
+        if compat.with_closure(args, kwargs, lambda closure: closure) is not None:  # backward was in there
+            self._step_with_another()
+        self._end_step(self._urgent_works)
+        self._urgent_works = ()
+
+    def _step_with_another(self) -> None:
+        self._steps_with_another = True
+        try:
+            self.optimizer.step()  # which schedulers look for
+        finally:
+            self._steps_with_another = False
+
+    def _refuse_stock_scaler(self) -> None:
+        if compat.inside_grad_scaler() and not self._is_unscaled and (self._sent or self._sums):
+            raise RuntimeError(
+                "torch.amp.GradScaler does not see the gradients of sharded tables, which would stay scaled: use "
+                "ddp_hooks.GradScaler instead, with the same arguments"
+            )
+        self._is_unscaled = False
+
+    def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        self.flush()
+        return None if self._checkpoint.loads_parts else self._checkpoint.before_load(optimizer, state_dict)
+
+    def _weights_changed(self) -> None:
+        """Vectors that were looked up ahead are of old weights."""
+        if self._ahead is not None:
+            self._ahead.lookups = self._ahead.fetched = None
+
+    def _begin_with(self, weights: Sequence[Tensor]) -> None:
+        self._replaced = {index: weakref.ref(weight) for index, weight in enumerate(weights)}
+        for table, full in zip(self._all, weights, strict=True):
+            algorithm = scatter_columns(table, full.detach(), self._rank, self._world_size)
+            self._exchange(algorithm, f"the weights of {table.name}")
+
+    def _exchange(self, algorithm: Algorithm, label: str) -> None:
+        self._urgent.run(algorithm, label).wait()
+
+    def _reduced(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
+        value = value.to(self.device, copy=True)
+        dist.all_reduce(value, op, group=self._group)
+        return value
+
+    def _abandon(self, error: BaseException) -> None:
+        for lanes in self._lanes:
+            lanes.abandon(error)
+
+    def _is_stuck(self) -> bool:
+        return any(lanes.stuck for lanes in self._lanes)
+
+    def __deepcopy__(self, memo: Any) -> EmbeddingTables:
+        raise TypeError("sharded tables cannot be copied: build a model without them and load full_state_dict()")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("sharded tables cannot be pickled: save tables.full_state_dict() instead")
+
+
+def _table_of(index: int, chosen: Chosen, rank: int, world_size: int) -> Table:
+    module, weight = chosen.places[0].module, chosen.weight
+    bounds = column_bounds(module.embedding_dim, world_size)
+    own = torch.empty(
+        module.num_embeddings, bounds[rank + 1] - bounds[rank], dtype=weight.dtype, device=weight.device
+    )
+    return Table(
+        index=index,
+        name=chosen.name,
+        aliases=tuple(place.path for place in chosen.places[1:]),
+        num_rows=module.num_embeddings,
+        dim=module.embedding_dim,
+        bounds=bounds,
+        weight=torch.nn.Parameter(own),
+        padding_idx=module.padding_idx,
+    )
+
+
+def _replace(tables: EmbeddingTables, table: Table, chosen: Chosen) -> None:
+    made: dict[int, ShardedEmbedding] = {}
+    for place in chosen.places:
+        key = id(place.module)
+        if key not in made:
+            made[key] = ShardedEmbedding(tables, table, is_first=not made).train(place.module.training)
+        setattr(place.parent, place.attribute, made[key])
+    for _, module, attribute in chosen.others:
+        setattr(module, attribute, torch.nn.Parameter(chosen.weight.detach().clone()))
+
+
+def _problem_of_devices(chosen: Sequence[Chosen]) -> str | None:
+    devices = {str(one.weight.device) for one in chosen}
+    if len(devices) > 1:
+        return f"the tables must be on one device, found {sorted(devices)}"
+    return None
+
+
+def _fingerprint(
+    chosen: Sequence[Chosen], optimizer_class: Any, options: dict[str, Any], config: TableConfig
+) -> dict[str, object]:
+    from ddp_hooks import __version__
+
+    entries: dict[str, object] = {
+        "torch version": torch.__version__,
+        "ddp_hooks version": __version__,
+        "TableConfig": config,
+        "optimizer_class": optimizer_class.__qualname__,
+        "the optimizer's options": sorted(options.items()),
+    }
+    for one in chosen:
+        places = ", ".join(place.path for place in one.places)
+        padding = one.places[0].module.padding_idx
+        entries[f"table {one.name}"] = f"{tuple(one.weight.shape)} {one.weight.dtype} padding {padding} as {places}"
+    return entries

@@ -1,0 +1,102 @@
+"""One step of a table optimizer, taken in two parts.
+
+Prior rows are updated at the step, delayed ones later: with the same learning rate, and as the same step. (The paper
+counts a step with the delayed part only, section 5.7; the first prior update would then divide by 1 - beta ** 0.)
+Splitting rows is exact for optimizers that update a row by its gradient and its state alone, and leave rows without a
+gradient as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.embedding.gradients import RowSum
+from ddp_hooks.embedding.rowwise import RowwiseAdamW
+from ddp_hooks.feed import DeferredUpdates, copied
+
+ROWWISE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowwiseAdamW)
+
+
+def find_problem(optimizer_class: Any, options: Mapping[str, Any]) -> str | None:
+    """Why these updates cannot be split by rows; None if they can."""
+    if optimizer_class not in ROWWISE:
+        known = ", ".join(kind.__name__ for kind in ROWWISE)
+        name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+        return (
+            f"{name} is not known to update rows one by one and to leave the others alone: give tables an "
+            f"optimizer_class of {known} (SparseAdam for Adam, RowwiseAdamW for AdamW)"
+        )
+    for name in ("momentum", "dampening", "nesterov") if optimizer_class is torch.optim.SGD else ():
+        if options.get(name):
+            return (
+                f"SGD's {name} moves rows that have no gradient, so updates cannot be split by rows: leave it out, or "
+                f"use SparseAdam"
+            )
+    if optimizer_class is not RowwiseAdamW and options.get("weight_decay"):
+        return (
+            f"weight_decay of {optimizer_class.__name__} does not work with gradients of a few rows: leave it out, or "
+            f"use RowwiseAdamW"
+        )
+    return None
+
+
+class TableUpdates:
+    """Applies steps.
+
+    Args:
+        optimizer: of ``weights``.
+        weights: of the tables, in their order.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._weights = weights
+        self._parts: dict[int, RowSum] = {}
+        self._counts: dict[int, Any] = {}  # by table: steps before the one that is under way
+        self._deferred = DeferredUpdates(optimizer, weights, self._gradient_of)
+
+    @property
+    def running(self) -> bool:
+        """Whether the optimizer's own code runs for some tables."""
+        return self._deferred.running
+
+    def begin(self) -> None:
+        """A step begins, with the settings of now."""
+        self._deferred.note_settings()
+        self._counts = {}
+
+    @torch.no_grad()
+    def apply(self, parts: Mapping[int, RowSum]) -> None:
+        """Update rows, by table; what is applied before the next :meth:`begin` is one step.
+
+        The rows of several parts of one table are different ones.
+        """
+        present = {index: part for index, part in parts.items() if part.values.shape[1]}  # else: no columns here
+        for index, weight in enumerate(self._weights):
+            if index not in present:
+                continue
+            state = self._optimizer.state[weight]
+            if index in self._counts:
+                state["step"] = copied(self._counts[index])
+            elif "step" in state:
+                self._counts[index] = copied(state["step"])
+            else:  # SGD has none, others make it in their first step, as a number
+                self._counts[index] = 0
+        if not present:
+            return
+        self._parts = present
+        without_count = [i for i in present if "step" not in self._optimizer.state[self._weights[i]]]
+        self._deferred.run(list(present))
+        for index in without_count:
+            if "step" not in self._optimizer.state[self._weights[index]]:
+                del self._counts[index]
+        self._parts = {}
+
+    def _gradient_of(self, index: int) -> Tensor:
+        rows, values = self._parts[index]
+        shape = self._weights[index].shape
+        return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
