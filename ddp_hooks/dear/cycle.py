@@ -57,6 +57,7 @@ from ddp_hooks.dear.sharded import ShardedOptimizer
 from ddp_hooks.dear.stats import DearStats, StatsLog
 from ddp_hooks.dear.watch import GradientWatch
 from ddp_hooks.feed import ELEMENTWISE, FeedPipe
+from ddp_hooks.feed.companions import Companion
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -82,6 +83,7 @@ class StepCycle:
     """
 
     _inspector: Inspector  # made by DearState, of which it asks for sums over ranks
+    _companions: list[Companion]  # what is updated beside the parameters, found by DearState
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class StepCycle:
         group: dist.ProcessGroup,
     ) -> None:
         self.config = config
+        self._companions = []
         # Weakly: DDP's reducer holds the hook's state out of the garbage collector's sight, and DDP the reducer.
         self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
         self._root = ddp.module
@@ -346,6 +349,8 @@ class StepCycle:
             self._sharded.close_step()
             if self._sharded.deferred:
                 self._launch_gathers(self._sharded.memory)
+        for companion in self._companions:
+            companion.let_pass(self._pipe.under_way)
         if not self.config.overlap_forward or self.config.check_replicas:
             self._pipe.finish()
         self._stats = self._next_stats()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import ExitStack
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,7 @@ from torch import Tensor
 from ddp_hooks.dear.clipping import GradientShards, gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.shards import ShardSet
+from ddp_hooks.feed.companions import Companion
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -28,6 +30,7 @@ class Inspector:
         names: of the parameters.
         config: ``max_grad_norm`` and ``on_nonfinite``.
         device: of the gradients.
+        companions: what is updated beside them, whose gradients count, too.
     """
 
     ranks: GradientShards
@@ -36,6 +39,7 @@ class Inspector:
     names: Sequence[str]
     config: DearConfig
     device: torch.device
+    companions: list[Companion] = field(default_factory=list)
     grad_norm: Tensor | None = None  # before clipping, at the last update
     skipped_steps: int = 0
 
@@ -46,7 +50,13 @@ class Inspector:
         Raises:
             RuntimeError: on every rank, with ``on_nonfinite="raise"``, if a gradient is not finite on any rank.
         """
-        gradients = gradients_of(shard.tensor for shard in self.sharded.shards)
+        with ExitStack() as stack:
+            gradients = gradients_of(shard.tensor for shard in self.sharded.shards)
+            for companion in self.companions if self.config.max_grad_norm is not None else []:
+                gradients += gradients_of(stack.enter_context(companion.reduced_gradients()))
+            return self._approve(gradients)
+
+    def _approve(self, gradients: Sequence[Tensor]) -> bool:
         count, power = self.ranks.sum_over_ranks(torch.stack([self._nonfinite(gradients), self._power(gradients)]))
         if self.config.on_nonfinite is not None and count > 0:
             found = self._where()
@@ -55,6 +65,8 @@ class Inspector:
             self.skipped_steps += 1
             logger.warning("skipped an update on all ranks, gradients are not finite: %s", found)
             self.sharded.drop_gradients()
+            for companion in self.companions:
+                companion.drop_gradients()
             return False
         if self.config.max_grad_norm is not None:
             self.grad_norm = norm_of([power], 2.0)
@@ -63,7 +75,11 @@ class Inspector:
 
     def _nonfinite(self, gradients: Sequence[Tensor]) -> Tensor:
         """1 if a gradient of this rank is not finite, else 0; a float64 scalar."""
-        if self.config.on_nonfinite is None or not gradients:
+        if self.config.on_nonfinite is None:
+            return self._zero()
+        if any(companion.found_nonfinite() for companion in self.companions):
+            return self._zero() + 1.0
+        if not gradients:
             return self._zero()
         return (~torch.isfinite(torch.nn.utils.get_total_norm(gradients, torch.inf))).double()
 
@@ -80,6 +96,7 @@ class Inspector:
             for shard in self.sharded.shards
             if shard.tensor.grad is not None and not torch.isfinite(shard.tensor.grad).all()
         ]
+        mine += ["a sharded table"] if any(companion.found_nonfinite() for companion in self.companions) else []
         everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(self.group))]
         dist.all_gather_object(everyone, mine, group=self.group)
         names = list(dict.fromkeys(name for found in everyone for name in found))

@@ -1,4 +1,4 @@
-"""A GradScaler for sharded gradients: ranks look for overflows in their own shards, and act together."""
+"""A GradScaler for sharded gradients and tables: ranks look for overflows in their own parts, and act together."""
 
 from __future__ import annotations
 
@@ -9,15 +9,18 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ddp_hooks.dear.clipping import GradientShards
 from ddp_hooks.dear.registry import state_of
+from ddp_hooks.feed.companions import companions_of
 
 
 class GradScaler(torch.amp.GradScaler):
     """``torch.amp.GradScaler``, also for optimizers under a :class:`~ddp_hooks.DearState`; same arguments and use.
 
-    Gradients are unscaled in this rank's shards. Whether one of them overflowed is reduced over the ranks before
-    anything reads it, so that all ranks skip the same steps and keep the same scale. The stock scaler would look at
-    its own shards alone; it raises, naming this class. Other optimizers are treated as the stock scaler does.
+    Gradients are unscaled in this rank's shards, and in sharded tables that follow the optimizer. Whether one of them
+    overflowed is reduced over the ranks before anything reads it, so that all ranks skip the same steps and keep the
+    same scale. The stock scaler would look at its own part alone; it raises, naming this class. Other optimizers are
+    treated as the stock scaler does.
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -26,7 +29,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: a second step before ``update()``, or a closure, as the stock scaler does.
         """
-        if not self._enabled or state_of(optimizer) is None:
+        if not self._enabled or (state_of(optimizer) is None and not companions_of(optimizer)):
             return super().step(optimizer, *args, **kwargs)
         if args or "closure" in kwargs:
             raise RuntimeError("GradScaler.step() takes no closure: run backward before it")
@@ -43,15 +46,21 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        state = state_of(optimizer)
-        if state is None:
+        state, companions = state_of(optimizer), companions_of(optimizer)
+        if state is None and not companions:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
-        with state.reduced_gradients() as shards:
-            holders = _Holders([{"params": [*shards, *state.other_parameters]}])
-            found = super()._unscale_grads_(cast(torch.optim.Optimizer, holders), inv_scale, found_inf, allow_fp16)
+        if state is None:
+            found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+        else:
+            with state.reduced_gradients() as shards:
+                holders = _Holders([{"params": [*shards, *state.other_parameters]}])
+                found = super()._unscale_grads_(cast(torch.optim.Optimizer, holders), inv_scale, found_inf, allow_fp16)
+        overflowed = [companion.unscale(inv_scale.item()) for companion in companions]
         # A rank may hold no shard at all, and has to hear of overflows nevertheless.
-        flags = [flag.to(state.device) for flag in (found_inf, *found.values())]
-        return {state.device: state.largest_over_ranks(torch.stack(flags).max())}
+        flags = [found_inf, *found.values(), torch.tensor(float(any(overflowed)))]
+        ranks: GradientShards = state if state is not None else companions[0]
+        device = state.device if state is not None else found_inf.device
+        return {device: ranks.largest_over_ranks(torch.stack([flag.to(device) for flag in flags]).max()).to(device)}
 
 
 @dataclass

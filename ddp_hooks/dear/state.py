@@ -19,7 +19,7 @@ from ddp_hooks.dear.cycle import StepCycle
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
-from ddp_hooks.feed import InertOnCopy, extend_zero_grad, wait_before_reading
+from ddp_hooks.feed import InertOnCopy, companions, extend_zero_grad, wait_before_reading
 
 
 class DearState(StepCycle):
@@ -57,10 +57,15 @@ class DearState(StepCycle):
         agree(entries, problem, group, "the set-up of DearState")
 
         super().__init__(ddp, optimizer, config, group)
-        self._inspector = Inspector(self, group, self._sharded, self._names, config, self.device)
+        self._inspector = Inspector(
+            self, group, self._sharded, self._names, config, self.device, self._companions
+        )
         self._handles = self._install_hooks(ddp)
         checks.claim(self._root)
         registry.register(optimizer, self)
+        self._companions += companions.companions_in(ddp.module)
+        for companion in self._companions:
+            companion.follow(optimizer)
 
     # -- what users call --------------------------------------------------------------------------------------------
 
@@ -92,21 +97,22 @@ class DearState(StepCycle):
         """Clip the norm of the model's gradients, like ``torch.nn.utils.clip_grad_norm_`` on plain DDP.
 
         Between backward and ``optimizer.step()``; collective, one all-reduce of a scalar. For a norm over several
-        models see :func:`ddp_hooks.clip_grad_norm_`, which also says what the arguments are.
+        models see :func:`ddp_hooks.clip_grad_norm_`, which also says what the arguments are. Sharded tables count.
 
         Returns:
             The norm before clipping, a scalar: equal on every rank.
         """
-        return clipping.clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
+        return clipping.clip_grad_norm_([self, *self._companions], max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``, like ``torch.nn.utils.clip_grad_value_``.
 
         Between backward and ``optimizer.step()``; all ranks do it.
         """
-        with self.reduced_gradients() as shards, torch.no_grad():
-            for gradient in clipping.gradients_of(shards):
-                gradient.clamp_(-clip_value, clip_value)
+        for source in (self, *self._companions):
+            with source.reduced_gradients() as shards, torch.no_grad():
+                for gradient in clipping.gradients_of(shards):
+                    gradient.clamp_(-clip_value, clip_value)
 
     @contextmanager
     def reduced_gradients(self) -> Iterator[list[torch.nn.Parameter]]:

@@ -75,26 +75,18 @@ class TableUpdates:
 
         The rows of several parts of one table are different ones.
         """
-        present = {index: part for index, part in parts.items() if part.values.shape[1]}  # else: no columns here
-        for index, weight in enumerate(self._weights):
-            if index not in present:
-                continue
-            state = self._optimizer.state[weight]
+        if not parts:
+            return
+        states = {index: self._optimizer.state[self._weights[index]] for index in parts}
+        for index, state in states.items():
             if index in self._counts:
                 state["step"] = copied(self._counts[index])
-            elif "step" in state:
-                self._counts[index] = copied(state["step"])
-            else:  # SGD has none, others make it in their first step, as a number
-                self._counts[index] = 0
-        if not present:
-            return
-        self._parts = present
-        without_count = [i for i in present if "step" not in self._optimizer.state[self._weights[i]]]
-        self._deferred.run(list(present))
-        for index in without_count:
-            if "step" not in self._optimizer.state[self._weights[index]]:
-                del self._counts[index]
+        before = {index: copied(state.get("step", 0)) for index, state in states.items()}
+        self._parts = dict(parts)
+        self._deferred.run(list(parts))
         self._parts = {}
+        # An optimizer may not count steps, or begin to in its first one.
+        self._counts.update({index: before[index] for index, state in states.items() if "step" in state})
 
     def _gradient_of(self, index: int) -> Tensor:
         rows, values = self._parts[index]

@@ -190,6 +190,11 @@ class FeedPipe:
         self._works = [None] * len(self._groups)
         self._assign_groups_to_modules()
 
+    @property
+    def under_way(self) -> list[Work]:
+        """The gathers that have not been awaited yet."""
+        return [work for work in self._works if work is not None] if self.in_flight else []
+
     def launched(self, works: Sequence[Work]) -> None:
         """Gathers were submitted, one per group: modules wait for them from now on."""
         self._versions = [parameter._version for parameter in self._parameters]

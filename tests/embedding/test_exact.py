@@ -1,0 +1,181 @@
+"""Sharded tables end in the bits of whole ones under plain DDP, in every kind of loop.
+
+Prevents: rows that are lost, applied twice, applied to another row or in another step than plain DDP would; rows read
+before their update; and moments or bias corrections that differ because an update came in two parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ddp_hooks import TableConfig, TableStats
+from ddp_hooks.comm import Work
+from ddp_hooks.embedding.gradients import GradientExchange
+from tests.embedding.twins import CONFIG, OPTIMIZERS, Batch, Loop, Side, Twins, batches
+from tests.workers import WorkerPools
+
+NUM_BATCHES = 12
+
+
+def plain(side: Side, data: Iterator[Batch]) -> None:
+    for batch in data:
+        side.zero_grad()
+        side.ddp(batch).backward()
+        side.step()
+
+
+def zero_after_forward(side: Side, data: Iterator[Batch]) -> None:
+    for batch in data:
+        loss = side.ddp(batch)
+        side.zero_grad(set_to_none=False)
+        loss.backward()
+        side.step()
+
+
+def accumulate(side: Side, data: Iterator[Batch]) -> None:
+    side.zero_grad()
+    for number, batch in enumerate(data):
+        if number % 3 < 2:
+            with side.ddp.no_sync():
+                side.ddp(batch).backward()
+            continue
+        side.ddp(batch).backward()
+        side.step()
+        side.zero_grad()
+
+
+def accumulate_with_sync(side: Side, data: Iterator[Batch]) -> None:
+    """Two synchronised backwards per step: their sums add up."""
+    side.zero_grad()
+    for number, batch in enumerate(data):
+        side.ddp(batch).backward()
+        if number % 2:
+            side.step()
+            side.zero_grad()
+
+
+def sum_losses(side: Side, data: Iterator[Batch]) -> None:
+    """Both forwards before one backward."""
+    for batch in data:
+        side.zero_grad()
+        with side.ddp.no_sync():
+            first = side.ddp.module(batch)
+        (first + side.ddp(batch)).backward()
+        side.step()
+
+
+def skip_steps(side: Side, data: Iterator[Batch]) -> None:
+    for number, batch in enumerate(data):
+        side.zero_grad()
+        side.ddp(batch).backward()
+        if number % 3 != 1:
+            side.step()
+
+
+def evaluate_between(side: Side, data: Iterator[Batch]) -> None:
+    for number, batch in enumerate(data):
+        side.zero_grad()
+        side.ddp(batch).backward()
+        side.step()
+        if number % 4 == 1:
+            side.ddp.eval()
+            with torch.no_grad():
+                side.ddp.module(batch)
+            side.ddp.train()
+
+
+def leave_early(side: Side, data: Iterator[Batch]) -> None:
+    """Skips a batch on all ranks."""
+    for number, batch in enumerate(data):
+        if number == 5:
+            continue
+        side.zero_grad()
+        side.ddp(batch).backward()
+        side.step()
+
+
+def schedule(side: Side, data: Iterator[Batch]) -> None:
+    optimizers = [*side.optimizers, *([side.tables.optimizer] if side.tables is not None else [])]
+    schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
+    for batch in data:
+        side.zero_grad()
+        side.ddp(batch).backward()
+        side.step()
+        for scheduler in schedulers:
+            scheduler.step()
+
+
+LOOPS: dict[str, Loop] = {
+    function.__name__: function
+    for function in (
+        plain,
+        zero_after_forward,
+        accumulate,
+        accumulate_with_sync,
+        sum_losses,
+        skip_steps,
+        evaluate_between,
+        leave_early,
+        schedule,
+    )
+}
+
+
+def run(
+    rank: int, world_size: int, loop: str, optimizer: str, prefetch: bool, config: TableConfig
+) -> tuple[float, float, TableStats, int]:
+    twins = Twins.of(world_size, optimizer, config)
+    assert twins.ours.tables is not None
+    delayed = 0
+
+    def counting(side: Side, data: Iterator[Batch]) -> None:
+        nonlocal delayed
+        if side.tables is None:
+            LOOPS[loop](side, data)
+            return
+        send = side.tables._send_delayed
+
+        def send_delayed(exchanges: Sequence[GradientExchange], after: Sequence[Work]) -> Work:
+            nonlocal delayed
+            delayed += sum(exchange.num_delayed for exchange in exchanges)
+            return send(exchanges, after)
+
+        side.tables._send_delayed = send_delayed  # type: ignore[method-assign]
+        LOOPS[loop](side, data)
+
+    twins.train(counting, batches(rank, world_size, NUM_BATCHES), prefetch)
+    result = twins.gap(), twins.optimizer_gap(), twins.ours.tables.stats(), delayed
+    twins.ours.tables.close()
+    return result
+
+
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
+@pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_plain_loop(workers: WorkerPools, world_size: int, optimizer: str, prefetch: bool) -> None:
+    results = workers(world_size).run(run, "plain", optimizer, prefetch, CONFIG)
+    assert [result[:2] for result in results] == [(0.0, 0.0)] * world_size
+    assert all((delayed > 0) == prefetch for *_, delayed in results)  # the split has really run, or really not
+
+
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
+@pytest.mark.parametrize("loop", [name for name in LOOPS if name != "plain"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_other_loops(workers: WorkerPools, world_size: int, loop: str, prefetch: bool) -> None:
+    results = workers(world_size).run(run, loop, "sparse_adam", prefetch, CONFIG)
+    assert [result[:2] for result in results] == [(0.0, 0.0)] * world_size
+    if prefetch:
+        assert all(delayed > 0 for *_, delayed in results)
+
+
+@pytest.mark.parametrize("deduplicate", [True, False])
+@pytest.mark.parametrize("way", ["2d", "horizontal", "none"])
+def test_other_schedules(workers: WorkerPools, way: str, deduplicate: bool) -> None:
+    config = replace(CONFIG, schedule=way, deduplicate=deduplicate)  # type: ignore[arg-type]
+    results = workers(3).run(run, "plain", "sparse_adam", True, config)
+    assert [result[:2] for result in results] == [(0.0, 0.0)] * 3
+    assert all((delayed > 0) == (way == "2d") for *_, delayed in results)
