@@ -5,11 +5,13 @@ __version__ = "0.1.0"
 from ddp_hooks.comm import LaneError, LaneTimeout, Span
 from ddp_hooks.dear import DearConfig, DearState, DearStats, GradScaler, clip_grad_norm_, dear_hook
 from ddp_hooks.embedding import (
+    EmbeddingState,
     EmbeddingTables,
     RowwiseAdamW,
     ShardedEmbedding,
     TableConfig,
     TableStats,
+    embedding_hook,
     shard_embeddings,
 )
 from ddp_hooks.topk import TopKConfig, TopKState, TopKStats, topk_hook
@@ -18,6 +20,7 @@ __all__ = [
     "DearConfig",
     "DearState",
     "DearStats",
+    "EmbeddingState",
     "EmbeddingTables",
     "GradScaler",
     "LaneError",
@@ -32,6 +35,7 @@ __all__ = [
     "TopKStats",
     "clip_grad_norm_",
     "dear_hook",
+    "embedding_hook",
     "shard_embeddings",
     "topk_hook",
 ]

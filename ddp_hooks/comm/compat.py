@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
@@ -99,9 +100,23 @@ def ignored_parameter_names(ddp: DistributedDataParallel) -> set[str]:
     return set(getattr(ddp, "parameters_to_ignore", ()))
 
 
+_left_to_another: weakref.WeakKeyDictionary[DistributedDataParallel, set[str]] = weakref.WeakKeyDictionary()
+
+
+def leave_to_another(ddp: DistributedDataParallel, names: set[str]) -> None:
+    """A hook that hands buckets on keeps those of these parameters to itself."""
+    _left_to_another[ddp] = names
+
+
+def sparse_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
+    """The parameters for which DDP makes sparse buckets, by name."""
+    sparse = {id(module.weight) for module in ddp.module.modules() if expects_sparse_gradient(module)}
+    return {name: p for name, p in ddp.module.named_parameters() if id(p) in sparse and p.requires_grad}
+
+
 def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
-    """The parameters that DDP reduces, by name; shared ones once."""
-    ignored = ignored_parameter_names(ddp)
+    """The parameters that DDP reduces, by name; shared ones once; without those left to another hook."""
+    ignored = ignored_parameter_names(ddp) | _left_to_another.get(ddp, set())
     return {
         name: parameter
         for name, parameter in ddp.module.named_parameters()

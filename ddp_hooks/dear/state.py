@@ -109,7 +109,8 @@ class DearState(StepCycle):
 
         Between backward and ``optimizer.step()``; all ranks do it.
         """
-        for source in (self, *self._companions):
+        sources: list[clipping.GradientShards] = [self, *self._companions]
+        for source in sources:
             with source.reduced_gradients() as shards, torch.no_grad():
                 for gradient in clipping.gradients_of(shards):
                     gradient.clamp_(-clip_value, clip_value)

@@ -1,9 +1,20 @@
 """Embedding tables that travel by row (li2022embrace)."""
 
 from ddp_hooks.embedding.config import TableConfig
+from ddp_hooks.embedding.hook import embedding_hook
 from ddp_hooks.embedding.module import ShardedEmbedding
+from ddp_hooks.embedding.replicated import EmbeddingState
 from ddp_hooks.embedding.rowwise import RowwiseAdamW
 from ddp_hooks.embedding.stats import TableStats
 from ddp_hooks.embedding.tables import EmbeddingTables, shard_embeddings
 
-__all__ = ["EmbeddingTables", "RowwiseAdamW", "ShardedEmbedding", "TableConfig", "TableStats", "shard_embeddings"]
+__all__ = [
+    "EmbeddingState",
+    "EmbeddingTables",
+    "RowwiseAdamW",
+    "ShardedEmbedding",
+    "TableConfig",
+    "TableStats",
+    "embedding_hook",
+    "shard_embeddings",
+]

@@ -91,4 +91,6 @@ class TableUpdates:
     def _gradient_of(self, index: int) -> Tensor:
         rows, values = self._parts[index]
         shape = self._weights[index].shape
+        if not shape[1]:  # torch reads past the end of rows without columns; the step counts nevertheless
+            rows, values = rows[:0], values[:0]
         return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)

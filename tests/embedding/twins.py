@@ -1,4 +1,4 @@
-"""Train one model twice, with sharded tables and with whole ones under plain DDP, on gradients that are whole numbers."""
+"""Train one model twice, with sharded tables and with whole ones under plain DDP, on whole-numbered gradients."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def ids_of(batch: Batch) -> dict[str, Tensor | list[Tensor]]:
 
 
 def batches(rank: int, world_size: int, count: int) -> list[Batch]:
-    """Of other lengths on every rank, and sometimes empty; rows of which nobody, somebody and everybody uses the next."""
+    """Of other lengths on every rank, sometimes empty; with rows that nobody, somebody or everybody uses next."""
     result = []
     for step in range(count):
         generator = torch.Generator().manual_seed(1000 * step + rank)
@@ -142,7 +142,7 @@ class Twins:
         config: TableConfig = CONFIG,
         model: Callable[[int], nn.Module] = Tables,
         modules: Any = 1,
-        wrap: Callable[[nn.Module, Any], Any] | None = None,
+        wrap: Callable[[DistributedDataParallel, torch.optim.Optimizer], Any] | None = None,
     ) -> Twins:
         kind, options = OPTIMIZERS[optimizer]
         torch.manual_seed(7 + dist.get_rank())  # the first rank's weights count

@@ -1,0 +1,157 @@
+"""Sparse gradients of whole tables: the mean of plain DDP, alone and beside another hook for the dense gradients.
+
+Prevents: rows that are lost or counted twice between partition and exchange, replicas that part, and a dense hook that
+waits for a bucket which it never gets.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import DearState, EmbeddingState, TopKConfig, TopKState, dear_hook, embedding_hook, topk_hook
+from ddp_hooks.comm import Algorithm, run_on_fabric
+from ddp_hooks.embedding.gradients import RowSum
+from ddp_hooks.embedding.replicated import sum_rows
+from tests.dear.test_refusals import message_of
+from tests.dear.twins import CONFIG as DEAR_CONFIG
+from tests.embedding.twins import Tables, batches, sum_and_divide
+from tests.workers import WorkerPools
+
+
+@given(
+    st.lists(st.dictionaries(st.integers(0, 30), st.integers(-9, 9), max_size=12), min_size=1, max_size=9),
+    st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+)
+def test_sums_of_rows(gradients: list[dict[int, int]], dtype: torch.dtype) -> None:
+    """For any number of ranks, also with nothing on some of them: what a dictionary would say, on every rank."""
+    world_size = len(gradients)
+    results: dict[int, RowSum] = {}
+
+    def algorithm(rank: int) -> Algorithm:
+        rows = sorted(gradients[rank])
+        values = torch.tensor([[gradients[rank][row], -1] for row in rows], dtype=dtype).view(-1, 2)
+        own = RowSum(torch.tensor(rows, dtype=torch.int64), values)
+        results[rank] = yield from sum_rows(own, rank, world_size)
+
+    run_on_fabric([algorithm(rank) for rank in range(world_size)])
+    total: dict[int, list[int]] = {}
+    for gradient in gradients:
+        for row, value in gradient.items():
+            before = total.get(row, [0, 0])
+            total[row] = [before[0] + value, before[1] - 1]
+    for result in results.values():
+        assert result.rows.tolist() == sorted(total)
+        assert result.values.tolist() == [total[row] for row in sorted(total)]
+
+
+def train(rank: int, world_size: int, dense: str) -> tuple[list[float], int]:
+    """The largest difference to plain DDP after each step, and the bytes of sparse gradients."""
+    torch.manual_seed(7)
+    original = Tables(world_size)
+    ours = DistributedDataParallel(copy.deepcopy(original), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+    plain = DistributedDataParallel(copy.deepcopy(original), bucket_cap_mb=0.05)
+    plain.register_comm_hook(None, sum_and_divide)
+    optimizers: list[list[Any]] = []
+    for ddp in (ours, plain):
+        module: Any = ddp.module
+        tables = [module.encoder.weight, module.decoder["words"].weight, module.narrow.weight]
+        optimizers.append([torch.optim.SGD([module.dense], lr=0.5), torch.optim.SparseAdam(tables, lr=0.25)])
+    state = EmbeddingState(ours, timeout_s=20)
+    other: Any = None
+    if dense == "dear":
+        other = DearState(ours, optimizers[0][0], DEAR_CONFIG)
+        state.use_for_dense(dear_hook, other)
+    elif dense == "topk":
+        other = TopKState(ours, TopKConfig(density=1.0, timeout_s=20))
+        state.use_for_dense(topk_hook, other)
+    ours.register_comm_hook(state, embedding_hook)
+    gaps = []
+    for batch in batches(rank, world_size, 6):
+        for ddp, steppers in zip((ours, plain), optimizers, strict=True):
+            for optimizer in steppers:
+                optimizer.zero_grad()
+            ddp(batch).backward()
+            for optimizer in steppers:
+                optimizer.step()
+        if dense == "dear":
+            other.synchronize()
+        pairs = zip(ours.module.parameters(), plain.module.parameters(), strict=True)
+        gaps.append(max(float((p - q).abs().max()) for p, q in pairs))
+    sent = state.traffic.sent_bytes
+    if other is not None:
+        other.close()
+    state.close()
+    return gaps, sent
+
+
+@pytest.mark.parametrize("dense", ["all-reduce", "dear", "topk"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_equals_plain_ddp(workers: WorkerPools, world_size: int, dense: str) -> None:
+    for gaps, sent in workers(world_size).run(train, dense):
+        # DDP's own all-reduce divides before it sums, which is not exact for three ranks.
+        assert max(gaps) <= (1e-5 if dense == "all-reduce" and world_size == 3 else 0.0)
+        assert (sent > 0) == (world_size > 1)
+
+
+class Common(nn.Module):
+    """A table of which every rank uses the same rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(1000, 64, sparse=True)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table(ids).sum()
+
+
+def count_bytes(rank: int, world_size: int) -> tuple[int, int]:
+    ddp = DistributedDataParallel(Common())
+    state = EmbeddingState(ddp, timeout_s=20)
+    ddp.register_comm_hook(state, embedding_hook)
+    ddp(torch.arange(200).repeat(3)).backward()
+    gradient = ddp.module.table.weight.grad
+    assert isinstance(gradient, torch.Tensor)
+    sent = state.traffic.sent_bytes
+    state.close()
+    return sent, gradient.coalesce().values().nbytes
+
+
+def test_rows_that_all_ranks_have_travel_once(workers: WorkerPools) -> None:
+    """All-gather would send three times the rows of each rank; partition and exchange half of that."""
+    for sent, nbytes in workers(4).run(count_bytes):
+        assert 1.5 * nbytes < sent < 1.6 * nbytes
+
+
+def refusals(rank: int, world_size: int) -> list[str]:
+    dense = DistributedDataParallel(nn.Linear(3, 3))
+    hooked = DistributedDataParallel(Common())
+    hooked.register_comm_hook(None, sum_and_divide)
+    sparse = DistributedDataParallel(Common(), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(sparse.parameters(), lr=0.1)
+    closed = EmbeddingState(sparse, timeout_s=20)
+    closed.close()
+    messages = [
+        message_of(lambda: EmbeddingState(dense)),
+        message_of(lambda: EmbeddingState(dense.module)),
+        message_of(lambda: EmbeddingState(hooked)),
+        message_of(lambda: DearState(sparse, optimizer)),
+        message_of(lambda: TopKState(sparse)),
+    ]
+    dist.barrier()
+    return messages
+
+
+def test_refusals(workers: WorkerPools) -> None:
+    expected = ["has no sparse table", "wrap the model first", "already has a communication hook"]
+    expected += ["create an EmbeddingState before"] * 2
+    for messages in workers(2).run(refusals):
+        assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
