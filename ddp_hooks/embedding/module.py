@@ -32,14 +32,14 @@ class ShardedEmbedding(nn.Module):
         self.num_embeddings = table.num_rows
         self.embedding_dim = table.dim
         self.padding_idx = table.padding_idx
-        self._tables = tables
+        self.tables = tables
         self._table = table
         self._is_first = is_first  # of the modules that share the table
 
     @property
     def weight(self) -> Tensor:
         """The whole table, (num_embeddings, embedding_dim), inside of ``tables.local()``; otherwise raises."""
-        return self._tables.whole_weight(self._table.index, f"{self._table.name}.weight")
+        return self.tables.whole_weight(self._table.index, f"{self._table.name}.weight")
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class ShardedEmbedding(nn.Module):
         Returns:
             Their vectors, (*input.shape, embedding_dim).
         """
-        return self._tables.embed(self._table.index, input)
+        return self.tables.embed(self._table.index, input)
 
     def extra_repr(self) -> str:
         """As ``nn.Embedding`` has it, with the columns that are here."""
@@ -62,11 +62,11 @@ class ShardedEmbedding(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbedding:
         super()._apply(fn, recurse)
         if self._is_first:
-            self._tables.convert(self._table.index, fn)
+            self.tables.convert(self._table.index, fn)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self._tables.whole_weight(self._table.index, "state_dict()")
+        destination[prefix + "weight"] = self.tables.whole_weight(self._table.index, "state_dict()")
 
     def _load_from_state_dict(
         self,
@@ -86,7 +86,7 @@ class ShardedEmbedding(nn.Module):
             shape = self._table.num_rows, self._table.dim
             error_msgs.append(f"{key} must have the shape {shape} of the whole table, got {tuple(full.shape)}")
         else:
-            self._tables.load_weight(self._table.index, full)
+            self.tables.load_weight(self._table.index, full)
 
     def __deepcopy__(self, memo: Any) -> ShardedEmbedding:
         raise TypeError(

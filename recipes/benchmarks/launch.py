@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from recipes.benchmarks.compiled_job import CompiledJob
+from recipes.benchmarks.embrace_job import EmbraceJob
 from recipes.benchmarks.job import Job
 from recipes.benchmarks.loss_job import LossJob
 from recipes.benchmarks.sparse_job import SparseJob
 from recipes.cluster import Cluster
 from recipes.cluster.launch import run_workers
 
-AnyJob: TypeAlias = Job | CompiledJob | SparseJob | LossJob
+AnyJob: TypeAlias = Job | CompiledJob | EmbraceJob | SparseJob | LossJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE_S = 5.0  # for the other workers, once one has failed

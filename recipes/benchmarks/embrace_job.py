@@ -1,0 +1,58 @@
+"""What the workers of the EmbRace benchmark are asked to do."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from recipes.benchmarks.embrace_workloads import EmbraceWorkload
+
+VARIANTS = {
+    "ddp-dense": "plain DDP, dense gradients of tables",
+    "ddp-sparse": "plain DDP, sparse gradients (gloo: all-gather of all rows)",
+    "push-pull": "rows partitioned, pulled and pushed (as in Parallax), plain DDP",
+    "dense-priority": "dense gradients, in parts and in the order of the next forward (as in ByteScheduler)",
+    "embedding-hook": "sparse gradients by partition and exchange (embedding_hook), plain DDP",
+    "sharded": "columns by AlltoAll without scheduling, plain DDP",
+    "horizontal": "columns by AlltoAll, looked up ahead, DeAR",
+    "2d-ddp": "columns by AlltoAll, prior and delayed rows, plain DDP",
+    "2d": "columns by AlltoAll, prior and delayed rows, DeAR",
+}
+BASELINES = ("ddp-dense", "ddp-sparse", "push-pull", "dense-priority")
+OURS = ("embedding-hook", "sharded", "horizontal", "2d-ddp", "2d")
+SWEPT = ("all-reduce", "all-gather", "push-pull", "alltoall")
+
+
+@dataclass(frozen=True)
+class EmbraceJob:
+    """All variants of one model, or with ``densities`` one exchange of its tables by all approaches.
+
+    Args:
+        variants: of :data:`VARIANTS`.
+        rounds: windows of each variant.
+        warmup_steps, timed_steps: of a window.
+        densities: of the rows that are looked up; empty: none of that.
+    """
+
+    workload: EmbraceWorkload
+    variants: tuple[str, ...]
+    rounds: int = 2
+    warmup_steps: int = 3
+    timed_steps: int = 5
+    densities: tuple[float, ...] = ()
+    result_path: str = ""  # set by the launcher
+    rendezvous: str = "env://"
+
+    @property
+    def name(self) -> str:
+        return self.workload.name
+
+    def save(self, path: Path) -> None:
+        path.write_text(json.dumps({**asdict(self), "workload": self.workload.to_json()}))
+
+    @classmethod
+    def load(cls, path: Path) -> EmbraceJob:
+        data = json.loads(path.read_text())
+        lists = {key: tuple(data[key]) for key in ("variants", "densities")}
+        return cls(**{**data, **lists, "workload": EmbraceWorkload.from_json(data["workload"])})
