@@ -49,7 +49,7 @@ class ShardedEmbedding(nn.Module):
             input: ids of any shape, int32 or int64.
 
         Returns:
-            Their vectors, (*input.shape, embedding_dim).
+            Their vectors, ``(*input.shape, embedding_dim)``.
         """
         return self.tables.embed(self._table.index, input)
 
