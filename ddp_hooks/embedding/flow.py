@@ -38,7 +38,7 @@ from ddp_hooks.comm import (
     compat,
 )
 from ddp_hooks.embedding.config import TableConfig
-from ddp_hooks.embedding.gradients import GradientExchange, RowSum, merged
+from ddp_hooks.embedding.gradients import GradientExchange, RowSum, merged, send_delayed
 from ddp_hooks.embedding.ids import CHANGED, NO_COMPLAINT, BatchRows, Complaint, Ids, Purpose, tell_ids
 from ddp_hooks.embedding.module import GatheredVectors
 from ddp_hooks.embedding.stats import ClippedOf, TableStats, Tally
@@ -468,12 +468,8 @@ class TableFlow:
         self._sent, self._multiplier = [], 1.0
 
     def _send_delayed(self, exchanges: Sequence[GradientExchange], after: Sequence[Work]) -> Work:
-        def algorithm() -> Algorithm:
-            for exchange in exchanges:
-                yield from exchange.send_delayed()
-
         names = ", ".join(dict.fromkeys(exchange.table.name for exchange in exchanges))
-        return self._run(self._patient, "delayed", algorithm(), f"delayed rows of {names}", after)
+        return self._run(self._patient, "delayed", send_delayed(exchanges), f"delayed rows of {names}", after)
 
     def _look_ahead(self) -> None:
         """Ask for the vectors of the next batch; those that were asked for before may be of old weights."""

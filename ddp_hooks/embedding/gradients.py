@@ -8,6 +8,7 @@ know both parts of everybody's gradient, and nothing is told.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -83,7 +84,7 @@ class GradientExchange:
         self._is_prior = self._split()
         self.num_prior = int(self._is_prior[self._rank].sum())
         self.num_delayed = len(self._rows[self._rank]) - self.num_prior
-        self.prior = yield from self._exchange(self._is_prior)
+        (self.prior,) = yield from _exchange([self], [self._is_prior])
         if all(mask.all() for mask in self._is_prior):
             self.delayed = self._nothing()
             self._values = self._touched = None
@@ -92,12 +93,6 @@ class GradientExchange:
     def is_complete(self) -> bool:
         """Whether nothing is left to be sent."""
         return self._values is None and self.prior is not None
-
-    def send_delayed(self) -> Algorithm:
-        """Exchange the delayed rows; fills :attr:`delayed`."""
-        if self.delayed is None:
-            self.delayed = yield from self._exchange([~mask for mask in self._is_prior])
-            self._values = self._touched = None
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -147,58 +142,98 @@ class GradientExchange:
             self._values = torch.zeros(len(mine), self.table.dim, dtype=weight.dtype, device=weight.device)
             self._touched = torch.zeros(len(mine), dtype=torch.bool, device=weight.device)
 
-    def _exchange(self, masks: Sequence[Mask]) -> Generator[Round, None, RowSum]:
-        """Send everybody's columns of the rows under this rank's mask, and sum what arrives of the own columns.
-
-        A message ends with a byte per row: whether it has a gradient. A row that was looked up and not used is not
-        touched by a lazy optimizer.
-        """
-        table, rank = self.table, self._rank
+    def _part(self, masks: Sequence[Mask]) -> _Part:
         assert self._values is not None and self._touched is not None
-        device, dtype = self._values.device, self._values.dtype
         rows = [all_rows[mask] for all_rows, mask in zip(self._rows, masks, strict=True)]
-        own = torch.from_numpy(np.flatnonzero(masks[rank])).to(device)
-        values = self._values.index_select(0, own)
-        touched = self._touched.index_select(0, own).view(torch.uint8)
-        outgoing, incoming = [], []
-        for peer in range(self._world_size):
-            message, (body, flags) = packed([packed_rows(table, len(own), peer), len(own)], device)
-            as_rows(body, len(own), table.columns_of(peer), dtype).copy_(table.cut(values, peer))
-            flags.copy_(touched)
-            outgoing.append(message)
-            if peer == rank:
-                incoming.append((message, [body, flags]))
-            else:
-                incoming.append(packed([packed_rows(table, len(rows[peer]), rank), len(rows[peer])], device))
-        yield from pairwise_exchange(outgoing, [message for message, _ in incoming], rank)
-        columns = table.columns_of(rank)
-        bodies = [
-            as_rows(body, len(part), columns, dtype) for part, (_, (body, _)) in zip(rows, incoming, strict=True)
-        ]
-        used = [flags.view(torch.bool) for _, (_, flags) in incoming]
-        return self._sum(rows, bodies, used)
-
-    def _sum(self, rows: Sequence[Ids], values: Sequence[Tensor], used: Sequence[Tensor]) -> RowSum:
-        """The mean over ranks, added up in the order of the ranks."""
-        flags = [flag.cpu().numpy() for flag in used]
-        touched = np.unique(np.concatenate([part[flag] for part, flag in zip(rows, flags, strict=True)]))
-        device, dtype = values[0].device, values[0].dtype
-        wide = torch.promote_types(dtype, torch.float32)
-        total = torch.zeros(len(touched), self.table.columns_of(self._rank), dtype=wide, device=device)
-        for part, flag, body in zip(rows, flags, values, strict=True):
-            if flag.all():
-                places, present = np.searchsorted(touched, part), body
-            else:
-                places = np.searchsorted(touched, part[flag])
-                present = body.index_select(0, torch.from_numpy(np.flatnonzero(flag)).to(device))
-            total.index_add_(0, torch.from_numpy(places).to(device), present.to(wide))
-        total.div_(self._world_size)
-        return RowSum(torch.from_numpy(touched).to(device), total.to(dtype))
+        own = torch.from_numpy(np.flatnonzero(masks[self._rank])).to(self._values.device)
+        return _Part(self.table, rows, self._values.index_select(0, own), self._touched.index_select(0, own))
 
     def _nothing(self) -> RowSum:
         weight = self.table.weight
         values = torch.zeros(0, self.table.columns_of(self._rank), dtype=weight.dtype, device=weight.device)
         return RowSum(torch.zeros(0, dtype=torch.int64, device=weight.device), values)
+
+
+def send_delayed(exchanges: Sequence[GradientExchange]) -> Algorithm:
+    """Exchange the delayed rows of several tables at once, as far as that is left to do; fills their ``delayed``."""
+    left = [exchange for exchange in exchanges if exchange.delayed is None]
+    sums = yield from _exchange(left, [[~mask for mask in exchange._is_prior] for exchange in left])
+    for exchange, part in zip(left, sums, strict=True):
+        exchange.delayed = part
+        exchange._values = exchange._touched = None
+
+
+@dataclass
+class _Part:
+    """Some rows of one table's gradient.
+
+    Args:
+        rows: by rank, ascending.
+        values: (m, dim), of this rank's rows.
+        touched: (m,), bool: which of them have a gradient.
+    """
+
+    table: Table
+    rows: list[Ids]
+    values: Tensor
+    touched: Tensor
+
+    def nbytes(self, sender: int, receiver: int) -> list[int]:
+        """Of what one rank sends another: columns of rows, and a byte per row."""
+        count = len(self.rows[sender])
+        return [packed_rows(self.table, count, receiver), count]
+
+    def write(self, body: Tensor, flags: Tensor, receiver: int) -> None:
+        """Fill what is sent to a rank."""
+        columns, dtype = self.table.columns_of(receiver), self.values.dtype
+        as_rows(body, len(self.values), columns, dtype).copy_(self.table.cut(self.values, receiver))
+        flags.copy_(self.touched.view(torch.uint8))
+
+    def sum(self, received: Sequence[tuple[Tensor, Tensor]], rank: int) -> RowSum:
+        """The mean over ranks of what has come in, added up in the order of the ranks."""
+        dtype, device, columns = self.values.dtype, self.values.device, self.table.columns_of(rank)
+        flags = [flag.view(torch.bool).cpu().numpy() for _, flag in received]
+        touched = np.unique(np.concatenate([rows[flag] for rows, flag in zip(self.rows, flags, strict=True)]))
+        total = torch.zeros(len(touched), columns, dtype=torch.promote_types(dtype, torch.float32), device=device)
+        for rows, flag, (body, _) in zip(self.rows, flags, received, strict=True):
+            values = as_rows(body, len(rows), columns, dtype)
+            if not flag.all():
+                rows = rows[flag]
+                values = values.index_select(0, torch.from_numpy(np.flatnonzero(flag)).to(device))
+            places = torch.from_numpy(np.searchsorted(touched, rows)).to(device)
+            total.index_add_(0, places, values.to(total.dtype))
+        total.div_(len(received))
+        return RowSum(torch.from_numpy(touched).to(device), total.to(dtype))
+
+
+def _exchange(
+    exchanges: Sequence[GradientExchange], masks: Sequence[Sequence[Mask]]
+) -> Generator[Round, None, list[RowSum]]:
+    """Send every rank its columns of the rows under these masks, in one message each, and sum up what arrives.
+
+    A message says of each row whether it has a gradient: a row that was looked up and not used is not touched by a lazy
+    optimizer.
+    """
+    if not exchanges:
+        return []
+    rank, world_size = exchanges[0]._rank, exchanges[0]._world_size
+    parts = [exchange._part(mask) for exchange, mask in zip(exchanges, masks, strict=True)]
+    device = parts[0].values.device
+    outgoing, incoming = [], []
+    for peer in range(world_size):
+        message, slots = packed([size for part in parts for size in part.nbytes(rank, peer)], device)
+        for part, body, flags in zip(parts, slots[::2], slots[1::2], strict=True):
+            part.write(body, flags, peer)
+        outgoing.append(message)
+        if peer == rank:
+            incoming.append((message, slots))
+        else:
+            incoming.append(packed([size for part in parts for size in part.nbytes(peer, rank)], device))
+    yield from pairwise_exchange(outgoing, [message for message, _ in incoming], rank)
+    return [
+        part.sum([(slots[2 * number], slots[2 * number + 1]) for _, slots in incoming], rank)
+        for number, part in enumerate(parts)
+    ]
 
 
 def _is_finite(values: Tensor) -> bool:
