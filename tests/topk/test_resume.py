@@ -5,46 +5,32 @@ Prevents: residuals that are saved in the middle of something, or forgotten, or 
 
 from __future__ import annotations
 
-import os
-import shutil
-import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
+from tests import resuming
 from tests.dear.test_models import MODELS
+from tests.resuming import die, die_in_a_round
 from tests.workers import WorkerPools
 
-NUM_STEPS, SAVE_EVERY, FATAL_STEP = 9, 2, 5
 PHASES = ("backward", "mid exchange", "before the step", "saving", "before commit")
 CONFIG = TopKConfig(density=0.05, group_mb=0.02, warmup_steps=6, timeout_s=20, stall_warning_s=10)
 
 
 def train(rank: int, world_size: int, folder: str, victim: int, phase: str | None) -> bytes:
-    """Begin or resume, save every other step, and end with the bytes of parameters and residuals; or die on the way."""
-    loop = Loop(rank, world_size, Path(folder))
-    loop.resume()
-    for step in range(loop.step, NUM_STEPS):
-        dying = phase if rank == victim and step == FATAL_STEP else None
-        loop.train_step(step, dying)
-        if (step + 1) % SAVE_EVERY == 0:
-            loop.save(step + 1, dying)
-    kept = [loop.state.state_dict()["residual"][name] for name in loop.state._names]
-    loop.state.close()
-    return b"".join(values.detach().numpy().tobytes() for values in (*loop.ddp.module.parameters(), *kept))
+    return resuming.train(Loop(rank, world_size), rank, Path(folder), victim, phase)
 
 
 class Loop:
     """What a user would write, with places to die in."""
 
-    def __init__(self, rank: int, world_size: int, folder: Path) -> None:
-        self.rank, self.world_size, self.folder, self.step = rank, world_size, folder, 0
+    def __init__(self, rank: int, world_size: int) -> None:
+        self.rank, self.world_size = rank, world_size
         model: Any
         self.batches: Any
         model, self.batches, optimizer = MODELS["encoder"]
@@ -60,27 +46,13 @@ class Loop:
         if dying == "backward":
             list(self.ddp.module.parameters())[4].register_hook(lambda _: die())
         if dying == "mid exchange":
-            self._die_in_a_round()
+            die_in_a_round(self.state._lanes)
         loss.backward()
         if dying == "before the step":
             die()
         self.optimizer.step()
 
-    def _die_in_a_round(self) -> None:
-        for lane in self.state._lanes._lanes:
-            wait = lane._wait  # type: ignore[attr-defined]
-
-            def wait_and_die(running: Any, submission: Any, wait: Callable[..., Any] = wait) -> None:
-                wait(running, submission)
-                die()
-
-            lane._wait = wait_and_die  # type: ignore[attr-defined]
-
-    # -- checkpoints: written beside, then renamed, so that what has its name is complete ----------------------------
-
-    def save(self, step: int, dying: str | None) -> None:
-        unfinished = self.folder / f"unfinished-{step}"
-        unfinished.mkdir(exist_ok=True)
+    def write(self, folder: Path, step: int, dying: str | None) -> None:
         content = {
             "model": self.ddp.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
@@ -88,54 +60,31 @@ class Loop:
             "step": step,
         }
         if dying == "saving":
-            (unfinished / f"{self.rank}.pt").write_bytes(b"torn")
+            (folder / f"{self.rank}.pt").write_bytes(b"torn")
             die()
-        torch.save(content, unfinished / f"{self.rank}.pt")
-        if dying == "before commit":
-            die()
-        dist.barrier()
-        if self.rank == 0:
-            unfinished.rename(self.folder / f"step-{step}")
-        dist.barrier()
+        torch.save(content, folder / f"{self.rank}.pt")
 
-    def resume(self) -> None:
-        saved = sorted(self.folder.glob("step-*"), key=lambda path: int(path.name.split("-")[1]))
-        dist.barrier()
-        if self.rank == 0:
-            for torn in self.folder.glob("unfinished-*"):
-                shutil.rmtree(torn)
-        if not saved:
-            return
-        content = torch.load(saved[-1] / f"{self.rank}.pt", weights_only=True)
+    def read(self, folder: Path) -> int:
+        content = torch.load(folder / f"{self.rank}.pt", weights_only=True)
         self.ddp.module.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         self.state.load_state_dict(content["topk"])
-        self.step = content["step"]
+        step: int = content["step"]
+        return step
 
-
-def die() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def kill_and_resume(workers: WorkerPools, folder: Path, world_size: int, victim: int, phase: str) -> None:
-    pool = workers(world_size)
-    outcomes = pool.outcomes(train, str(folder), victim, phase, timeout_s=60)
-    pool.end()
-    assert outcomes[victim][0] != "ok", f"rank {victim} should have died"
-    assert (folder / "step-4").exists() and not (folder / "step-8").exists()
-    resumed = workers(world_size).run(train, str(folder), -1, None, timeout_s=60)
-    other = folder / "undisturbed"
-    other.mkdir()
-    assert resumed == workers(world_size).run(train, str(other), -1, None)
+    def finish(self) -> bytes:
+        kept = [self.state.state_dict()["residual"][name] for name in self.state._names]
+        self.state.close()
+        return b"".join(values.detach().numpy().tobytes() for values in (*self.ddp.module.parameters(), *kept))
 
 
 @pytest.mark.parametrize("phase", PHASES)
 def test_two_ranks(workers: WorkerPools, tmp_path: Path, phase: str) -> None:
-    kill_and_resume(workers, tmp_path, 2, 1, phase)
+    resuming.kill_and_resume(workers, train, tmp_path, 2, 1, phase)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 0), (3, 1), (3, 2)])
 def test_every_rank(workers: WorkerPools, tmp_path: Path, world_size: int, victim: int, phase: str) -> None:
-    kill_and_resume(workers, tmp_path, world_size, victim, phase)
+    resuming.kill_and_resume(workers, train, tmp_path, world_size, victim, phase)
