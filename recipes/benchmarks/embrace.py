@@ -170,6 +170,17 @@ def step_s(one: dict[str, Any], name: str) -> float:
     return statistics.median(window["step_s"] for window in one["windows"][name])
 
 
+def least(one: dict[str, Any]) -> tuple[float, float]:
+    """MB that a worker sends in a step whose dense gradients are summed exactly, and seconds for them.
+
+    2 (P - 1) / P of the dense gradients (a ring, or any all-reduce in two halves), and the rows of tables both ways.
+    """
+    tables = one["workload"]["tables"]
+    rows_mb = sum(table["num_rows_used"] * table["dim"] * 4 for table in tables) / 1e6
+    sent_mb = 2 * (one["workers"] - 1) / one["workers"] * (one["dense_mb"] + rows_mb)
+    return sent_mb, sent_mb * 1e6 / one["goodput_bytes_per_s"]
+
+
 def best_baseline(one: dict[str, Any]) -> str | None:
     """The fastest of the baselines that ran."""
     present = [name for name in BASELINES if name in one["windows"]]
@@ -202,6 +213,11 @@ def remarks(one: dict[str, Any]) -> list[str]:
         f"Tables {one['table_mb']:.0f} MB, dense layers {one['dense_mb']:.0f} MB, computing {one['compute_s']:.3f} s "
         f"per step; {goodput}."
     ]
+    bound_mb, bound_s = least(one)
+    texts.append(
+        f"An exact step sends {bound_mb:.1f} MB at least (float32, rows of 2d), which takes {bound_s:.3f} s at that "
+        f"goodput."
+    )
     details = one["details"].get("2d") or one["details"].get("2d-ddp")
     if details:
         rows = [details[key] for key in ("num_ids", "num_rows", "num_prior_rows", "num_delayed_rows")]

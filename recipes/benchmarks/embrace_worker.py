@@ -23,9 +23,12 @@ from ddp_hooks import (
     EmbeddingTables,
     ShardedEmbedding,
     TableConfig,
+    TopKConfig,
+    TopKState,
     dear_hook,
     embedding_hook,
     shard_embeddings,
+    topk_hook,
 )
 from recipes.benchmarks.embrace_job import EmbraceJob
 from recipes.benchmarks.embrace_workloads import (
@@ -251,13 +254,16 @@ def _sharded(name: str, workload: EmbraceWorkload) -> Trainee:
     with_dear = name in ("horizontal", "2d")
     ddp = _wrapped(model, SMALL_BUCKET_MB if with_dear else BUCKET_MB)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=LR)
-    closing: list[DearState | EmbeddingTables] = [tables]
+    closing: list[DearState | TopKState | EmbeddingTables] = [tables]
+    tables.follow(optimizer)
     if with_dear:
         state = DearState(ddp, optimizer)
         ddp.register_comm_hook(state, dear_hook)
         closing.insert(0, state)
-    else:
-        tables.follow(optimizer)
+    elif name == "2d-topk":
+        sparse = TopKState(ddp, TopKConfig(density=0.01))
+        ddp.register_comm_hook(sparse, topk_hook)
+        closing.insert(0, sparse)
     names = {spec.name: f"tables.{spec.name}" for spec in workload.tables}
 
     def wrap(data: list[Any]) -> Iterable[Any]:
