@@ -17,6 +17,7 @@ import statistics
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -246,39 +247,67 @@ def show(one: dict[str, Any]) -> None:
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel per table: steps as computing and stall, or seconds over density; and scaling, where workers differ."""
+    """A panel per table: seconds per step, or over density; and tokens per second over workers, where these differ."""
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    panels = [one for run in runs for one in run["measured"]]
+    measured = [one for run in runs for one in run["measured"]]
+    scaling = scaling_of(measured)
+    panels = [partial(_plot_one, one) for one in measured]
+    panels += [partial(_plot_scaling, title, lines) for title, lines in scaling.items()]
     width = min(4, len(panels))
     height = -(-len(panels) // width)
     figure, axes = plt.subplots(height, width, figsize=(1 + 4 * width, 3.9 * height), squeeze=False)
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
-    for ax, one in zip(axes.flat, panels, strict=False):
-        ax.set_title(one["title"], fontsize=8)
-        if "sweep" in one:
-            for name, by_density in one["sweep"].items():
-                seconds = [statistics.median(values) for values in by_density.values()]
-                ax.plot([float(density) for density in by_density], seconds, marker=".", label=name)
-            ax.set_xlabel("density of rows")
-            ax.set_ylabel("seconds")
-            ax.legend(fontsize=7)
-            continue
-        names = list(one["windows"])
-        seconds = [step_s(one, name) for name in names]
-        colours = ["tab:gray" if name in BASELINES else "tab:orange" for name in names]
-        ax.bar(names, seconds, color=colours)
-        ax.axhline(one["compute_s"], color="tab:green", linewidth=1, label="computing")
-        ax.tick_params(axis="x", rotation=60, labelsize=7)
-        ax.set_ylabel("seconds per step")
-        ax.legend(fontsize=7)
+    for ax, panel in zip(axes.flat, panels, strict=False):
+        panel(ax)
     figure.tight_layout()
     figure.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(figure)
+
+
+def scaling_of(measured: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
+    """Tokens per second, by model and network, variant and workers; where there are several numbers of workers."""
+    found: dict[str, dict[str, dict[int, float]]] = {}
+    for one in measured:
+        for name in one.get("windows", {}):
+            title = f"{one['model']}, {one['rate'] or 'loopback'}, {one['title'].rpartition(', ')[2]}"
+            found.setdefault(title, {}).setdefault(name, {})[one["workers"]] = one["tokens"] / step_s(one, name)
+    return {title: lines for title, lines in found.items() if max(map(len, lines.values())) > 1}
+
+
+def _plot_one(one: dict[str, Any], ax: Any) -> None:
+    ax.set_title(one["title"], fontsize=8)
+    if "sweep" in one:
+        for name, by_density in one["sweep"].items():
+            seconds = [statistics.median(values) for values in by_density.values()]
+            ax.plot([float(density) for density in by_density], seconds, marker=".", label=name)
+        ax.set_xlabel("density of rows")
+        ax.set_ylabel("seconds")
+    else:
+        names = list(one["windows"])
+        colours = ["tab:gray" if name in BASELINES else "tab:orange" for name in names]
+        ax.bar(names, [step_s(one, name) for name in names], color=colours)
+        ax.axhline(one["compute_s"], color="tab:green", linewidth=1, label="computing")
+        ax.tick_params(axis="x", rotation=60, labelsize=7)
+        ax.set_ylabel("seconds per step")
+    ax.legend(fontsize=7)
+
+
+def _plot_scaling(title: str, lines: dict[str, dict[int, float]], ax: Any) -> None:
+    ax.set_title(f"{title}: scaling", fontsize=8)
+    for name, by_workers in lines.items():
+        workers = sorted(by_workers)
+        ax.plot(workers, [by_workers[count] for count in workers], marker=".", label=name)
+    ours = lines.get("2d") or next(iter(lines.values()))
+    fewest = min(ours)
+    ax.plot(sorted(ours), [ours[fewest] * count / fewest for count in sorted(ours)], "k:", label="2d, linear")
+    ax.set_xlabel("workers")
+    ax.set_ylabel("tokens per second")
+    ax.legend(fontsize=6)
 
 
 def write_page(path: Path, runs: Sequence[dict[str, Any]]) -> None:

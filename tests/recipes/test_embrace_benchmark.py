@@ -97,6 +97,10 @@ def test_ratios_are_to_the_fastest_baseline() -> None:
     assert rows["2d"][embrace.COLUMNS.index("× best")] == "2.00"
     assert rows["ddp-dense*"][embrace.COLUMNS.index("tokens/s")] == "25"
     tables = [{"num_rows_used": 1000, "dim": 250}]
+    one |= {"model": "bert", "rate": "1gbit", "workers": 2, "title": "bert, 2 workers, 1gbit, scale 1"}
+    assert embrace.scaling_of([one]) == {}
+    more = {**one, "workers": 4, "tokens": 200}
+    assert embrace.scaling_of([one, more])["bert, 1gbit, scale 1"]["2d"] == {2: 100.0, 4: 200.0}
     one |= {"table_mb": 1.0, "dense_mb": 1.0, "goodput_bytes_per_s": 1e8, "workers": 4, "workload": {"tables": tables}}
     assert embrace.least(one) == pytest.approx((3.0, 0.03))
     assert embrace.remarks(one)[-1] == "2D scheduling: 67% less stall than without."
