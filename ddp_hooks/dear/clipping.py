@@ -41,8 +41,9 @@ def clip_grad_norm_(
     Between backward and ``optimizer.step()``; collective over the group of every state, in the order given.
 
     Args:
-        sources: states, whose model's gradients are meant, and tensors or lists of tensors with the same gradients
-            on every rank (a module under plain DDP, for instance).
+        sources: states, whose model's gradients are meant, with those of its sharded tables; tables; and tensors or
+            lists of tensors with the same gradients on every rank (a module under plain DDP, for instance), or DTensors
+            (one under FSDP2).
         max_norm: largest norm that is left as it is.
         norm_type: p of the p-norm, > 0; ``math.inf`` for the largest absolute value.
         error_if_nonfinite: raise, on every rank, if the norm is not finite.
@@ -56,6 +57,7 @@ def clip_grad_norm_(
     """
     check_norm(max_norm, norm_type)
     shards, tensors = _sort(sources)
+    shards += [beside for source in shards for beside in _companions(source) if beside not in shards]
     replicated = [tensor.grad for tensor in tensors if tensor.grad is not None]
     with ExitStack() as stack:
         gradients = [gradients_of(stack.enter_context(source.reduced_gradients())) for source in shards]
@@ -103,15 +105,26 @@ def scale_down(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> N
     """Multiply ``gradients``, whose norm is ``total``, so that it becomes at most ``max_norm``; in place."""
     factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # as torch.nn.utils.clip_grads_with_norm_ has it
     for gradient in gradients:
-        gradient.mul_(factor.to(gradient.device, gradient.dtype))
+        if hasattr(gradient, "full_tensor"):
+            gradient.mul_(factor.item())
+        else:
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
 
 def power_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     """Sum of powers, or the largest absolute value: what adds up to a norm; a float64 scalar."""
-    norm = torch.nn.utils.get_total_norm(gradients, norm_type).double()
+    norm = torch.nn.utils.get_total_norm(gradients, norm_type)
+    if hasattr(norm, "full_tensor"):  # a DTensor, each rank of which has a part; to import the class takes a while
+        norm = norm.full_tensor()
+    norm = norm.double()
     if norm_type < math.inf:
         return norm**norm_type
     return norm.nan_to_num(nan=math.inf, posinf=math.inf)  # backends disagree on the larger of a number and NaN
+
+
+def _companions(source: GradientShards) -> list[GradientShards]:
+    """What belongs to a state: tables of its model."""
+    return list(getattr(source, "companions", ()))
 
 
 def _sort(

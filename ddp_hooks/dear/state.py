@@ -102,14 +102,14 @@ class DearState(StepCycle):
         Returns:
             The norm before clipping, a scalar: equal on every rank.
         """
-        return clipping.clip_grad_norm_([self, *self._companions], max_norm, norm_type, error_if_nonfinite)
+        return clipping.clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``, like ``torch.nn.utils.clip_grad_value_``.
 
         Between backward and ``optimizer.step()``; all ranks do it.
         """
-        sources: list[clipping.GradientShards] = [self, *self._companions]
+        sources: list[clipping.GradientShards] = [self, *self.companions]
         for source in sources:
             with source.reduced_gradients() as shards, torch.no_grad():
                 for gradient in clipping.gradients_of(shards):
@@ -138,6 +138,11 @@ class DearState(StepCycle):
             yield [shard.tensor for shard in self._sharded.shards]
         finally:
             self._keeper.withdraw()
+
+    @property
+    def companions(self) -> list[companions.Companion]:
+        """What is updated beside the parameters: sharded tables of the model."""
+        return self._companions
 
     @property
     def other_parameters(self) -> list[Tensor]:

@@ -5,8 +5,9 @@ from ddp_hooks.embedding.hook import embedding_hook
 from ddp_hooks.embedding.module import ShardedEmbedding
 from ddp_hooks.embedding.replicated import EmbeddingState
 from ddp_hooks.embedding.rowwise import RowwiseAdamW
+from ddp_hooks.embedding.shard import shard_embeddings
 from ddp_hooks.embedding.stats import TableStats
-from ddp_hooks.embedding.tables import EmbeddingTables, shard_embeddings
+from ddp_hooks.embedding.tables import EmbeddingTables
 
 __all__ = [
     "EmbeddingState",

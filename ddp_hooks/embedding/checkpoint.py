@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm
+from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.columns import gather_columns
 from ddp_hooks.embedding.table import Table
 
@@ -21,26 +21,14 @@ class TableCheckpoint:
     Args:
         tables: all of them.
         optimizer: of their weights.
-        rank, world_size: of
-        group: the ranks.
-        exchange: runs an algorithm to its end.
+        channels: to the other ranks.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[Table],
-        optimizer: torch.optim.Optimizer,
-        rank: int,
-        world_size: int,
-        group: dist.ProcessGroup,
-        exchange: Callable[[Algorithm, str], None],
-    ) -> None:
+    def __init__(self, tables: Sequence[Table], optimizer: torch.optim.Optimizer, channels: Channels) -> None:
         self._tables = tables
         self._optimizer = optimizer
-        self._rank = rank
-        self._world_size = world_size
-        self._group = group
-        self._exchange = exchange
+        self._channels = channels
+        self._rank, self._world_size, self._group = channels.rank, channels.world_size, channels.group
         self._saved: dict[str, Any] | None = None  # the optimizer's whole state
         self._passing = False  # whether this module asks for the optimizer's own part
 
@@ -203,7 +191,7 @@ class TableCheckpoint:
         def algorithm() -> Algorithm:
             found.append((yield from gather_columns(table, columns, self._rank, self._world_size, to)))
 
-        self._exchange(algorithm(), f"all columns of {table.name}")
+        self._channels.run_now(algorithm(), f"all columns of {table.name}")
         return found[0]
 
 

@@ -17,9 +17,9 @@ from __future__ import annotations
 
 import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,26 +27,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ddp_hooks.comm import (
-    Algorithm,
-    Lanes,
-    LaneSettings,
-    Recorder,
-    Stall,
-    Work,
-    bruck_all_gather,
-    compat,
-)
+from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, compat
+from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.config import TableConfig
-from ddp_hooks.embedding.gradients import GradientExchange, RowSum, merged, send_delayed
+from ddp_hooks.embedding.gradients import GradientExchange
 from ddp_hooks.embedding.ids import CHANGED, NO_COMPLAINT, BatchRows, Complaint, Ids, Purpose, tell_ids
 from ddp_hooks.embedding.module import GatheredVectors
-from ddp_hooks.embedding.stats import ClippedOf, TableStats, Tally
+from ddp_hooks.embedding.step import TableStep
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.embedding.updates import TableUpdates
 from ddp_hooks.embedding.vectors import Lookup, look_up
-
-Sums: TypeAlias = dict[int, RowSum]  # by table
 
 
 @dataclass
@@ -73,12 +63,6 @@ class Prepared:
     fetched: Work | None = None
 
 
-@dataclass
-class _Sent:
-    exchange: GradientExchange
-    prior: Work
-
-
 class TableFlow:
     """The inner half of ``EmbeddingTables``.
 
@@ -103,20 +87,11 @@ class TableFlow:
         self.device = tables[0].weight.device
         self._root = root
         self._all = list(tables)
-        self._ranks = dist.get_process_group_ranks(group)
-        self._recorder = Recorder(False)
-        settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
-        self._urgent = Lanes(group, 1, self.device, settings, self._recorder)
-        self._patient = Lanes(group, 1, self.device, settings, self._recorder)
-        self._control = self._urgent  # ids are numbers for the host
-        if self.device.type != "cpu":
-            self._control = Lanes(group, 1, torch.device("cpu"), settings, self._recorder, backend="gloo")
-        self._rank, self._world_size = self._urgent.rank, self._urgent.world_size
+        self._channels = Channels(group, self.device, config)
+        self._tally = self._channels.tally
         self._updates = TableUpdates(optimizer, [table.weight for table in tables])
+        self._step = TableStep(self._channels, self._updates)
         self._anchor = torch.zeros(0, device=self.device, requires_grad=True)
-        self._tally = Tally()
-        self._stats = TableStats()
-        self._clip_of_step: ClippedOf = "none"
         self._closed = False
 
         self._whole: list[Tensor] | None = None  # tables, inside of local()
@@ -139,12 +114,6 @@ class TableFlow:
         self._first_calls: dict[int, None] = {}
         self._queue: list[int] = []  # tables that are to send in the present backward
         self._in_backward = False
-        self._sent: list[_Sent] = []  # since the last step
-        self._sums: Sums = {}  # complete ones, taken out of those before the step
-        self._multiplier = 1.0
-        self._late: list[GradientExchange] = []  # whose delayed rows are not applied yet
-        self._late_multiplier = 1.0
-        self._late_work: Work | None = None
         self._is_followed = False
 
     # -- batches ----------------------------------------------------------------------------------------------------
@@ -160,7 +129,7 @@ class TableFlow:
             return
         self._refuse_closed()
         self._synchronises = self._is_to_synchronise()
-        if self._sent and not self._is_followed:
+        if self._step.has_gradients and not self._is_followed:
             raise RuntimeError(
                 "tables have gradients of an earlier backward that no step has applied: call tables.step() after "
                 "optimizer.step(), or tables.follow(optimizer) once; to add up gradients of several backwards use "
@@ -197,18 +166,19 @@ class TableFlow:
         return not self._no_sync and (ddp is None or ddp.require_backward_grad_sync)
 
     def _tell(self, batch: BatchRows, purpose: Purpose) -> Prepared:
+        channels = self._channels
         algorithm = tell_ids(
-            batch, purpose, self._forward, self._complaint, self._all, self._rank, self._ranks
+            batch, purpose, self._forward, self._complaint, self._all, channels.rank, channels.ranks
         )
-        return Prepared(batch, self._run(self._control, "id", algorithm, "ids of a batch"))
+        return Prepared(batch, channels.run("id", algorithm, "ids of a batch"))
 
     def _fetch(self, prepared: Prepared) -> None:
         """Ask for the vectors of a batch."""
         wanted = prepared.batch.wanted or {}
         lookups = [Lookup(table, wanted[table.index]) for table in self._all if table.index in wanted]
         prepared.lookups = {lookup.table.index: lookup for lookup in lookups}
-        algorithm = look_up(lookups, prepared.batch, self._rank, self._world_size)
-        prepared.fetched = self._run(self._urgent, "lookup", algorithm, "vectors of a batch", [prepared.told])
+        algorithm = look_up(lookups, prepared.batch, self._channels.rank, self._channels.world_size)
+        prepared.fetched = self._channels.run("lookup", algorithm, "vectors of a batch", [prepared.told])
 
     # -- a table's forward ------------------------------------------------------------------------------------------
 
@@ -263,7 +233,7 @@ class TableFlow:
 
     def _find_prefetched(self, index: int, values: Ids, prefetched: Prepared) -> tuple[Lookup, Tensor] | None:
         assert prefetched.lookups is not None and prefetched.fetched is not None
-        self._wait(prefetched.fetched, self._tally.lookups)
+        self._channels.wait(prefetched.fetched, self._tally.lookups)
         if not self._may_go_on(prefetched.batch):
             return None
         lookup = prefetched.lookups[index]
@@ -281,7 +251,7 @@ class TableFlow:
         prepared = self._tell(batch, Purpose.ONE_TABLE)
         self._fetch(prepared)
         assert prepared.lookups is not None and prepared.fetched is not None
-        self._wait(prepared.fetched, self._tally.lookups)
+        self._channels.wait(prepared.fetched, self._tally.lookups)
         if not self._may_go_on(batch):
             return None
         lookup = prepared.lookups[index]
@@ -310,8 +280,7 @@ class TableFlow:
             return
         self._in_forward = False
         if output is None:
-            for lanes in self._lanes:
-                lanes.annotate(sys.exc_info()[1], "forward")
+            self._channels.annotate(sys.exc_info()[1])
             return
         if self._prefetched is not None and self._fault is None:
             upcoming, self._upcoming = self._upcoming, None
@@ -344,7 +313,7 @@ class TableFlow:
     def _end_backward(self) -> None:
         self._in_backward = False
         if self._ahead is not None:
-            self._wait(self._ahead.told, self._tally.gradients)
+            self._channels.wait(self._ahead.told, self._tally.gradients)
             self._fault = self._fault or self._ahead.batch.fault
         self._refuse_parted()
         if not self._synchronises:
@@ -362,10 +331,12 @@ class TableFlow:
         gathered: list[Tensor] = []
 
         def algorithm() -> Algorithm:
-            sizes = [len(mine)] * self._world_size
-            gathered.extend((yield from bruck_all_gather(mine, sizes, range(self._world_size), self._rank)))
+            everyone = range(self._channels.world_size)
+            gathered.extend(
+                (yield from bruck_all_gather(mine, [len(mine)] * len(everyone), everyone, self._channels.rank))
+            )
 
-        self._wait(self._run(self._control, "id", algorithm(), "the order of tables"), self._tally.gradients)
+        self._channels.wait(self._channels.run("id", algorithm(), "the order of tables"), self._tally.gradients)
         order: list[int] = gathered[0].tolist()
         return order
 
@@ -380,13 +351,11 @@ class TableFlow:
                 self._open.pop(index),
                 ahead.batch if ahead is not None else None,
                 self.config.schedule == "2d",
-                self._rank,
-                self._world_size,
+                self._channels.rank,
+                self._channels.world_size,
             )
             self._calls[index] = self._backwards[index] = 0
-            after = [ahead.told] if ahead is not None else []
-            work = self._run(self._urgent, "prior", exchange.send_prior(), f"prior rows of {table.name}", after)
-            self._sent.append(_Sent(exchange, work))
+            self._step.send(exchange, ahead.told if ahead is not None else None)
 
     # -- 4. the step ------------------------------------------------------------------------------------------------
 
@@ -399,83 +368,28 @@ class TableFlow:
                 "step() after backwards under no_sync() only: their gradients have not been sent. Run the last "
                 "backward before a step without no_sync()"
             )
-        self._forget_lookups()
-        self.flush()
-        if not (self._sent or self._sums):
-            return
-        if self._must_be_whole():
-            self._complete_sums()
-            parts = self._sums
-        else:
-            for one in self._sent:
-                self._wait(one.prior, self._tally.gradients)
-            exchanges = [one.exchange for one in self._sent]
-            parts = _scaled({e.table.index: _there(e.prior) for e in exchanges}, self._multiplier)
-            self._late = [exchange for exchange in exchanges if not exchange.is_complete]
-            self._late_multiplier = self._multiplier
-            self._tally.add_rows(exchanges)
-        with self._tally.updates.measure(self._recorder, "updates of tables"):
-            self._updates.begin()
-            self._updates.apply(parts)
-        self._stats = self._tally.next_stats(self._stats, self._clip_of_step)
-        self._drop_gradients()
-        self._look_ahead()
+        self._open.clear()
+        self._calls.clear()
+        self._backwards.clear()
+        had_gradients = self._step.has_gradients
+        self._step.begin(self._ahead.batch if self._ahead is not None else None)
+        if had_gradients:
+            self._look_ahead()
 
     def _end_step(self, after: Sequence[Work] = ()) -> None:
-        """Send what was delayed.
-
-        Args:
-            after: more urgent work, to let pass.
-        """
-        if self._late and self._late_work is None:
-            exchanges = self._late
-            fetched = [self._ahead.fetched] if self._ahead is not None and self._ahead.fetched is not None else []
-            self._late_work = self._send_delayed(exchanges, [*fetched, *after])
+        """Send what was delayed, when more urgent work has passed."""
+        fetched = [self._ahead.fetched] if self._ahead is not None and self._ahead.fetched is not None else []
+        self._step.end([*fetched, *after])
 
     def flush(self) -> None:
         """Wait for delayed rows, and apply them. Communicates nothing itself: one rank alone may call it."""
-        if self._late_work is None:
-            return
-        self._wait(self._late_work, self._tally.gradients)
-        exchanges, self._late, self._late_work = self._late, [], None
-        parts = {exchange.table.index: _there(exchange.delayed) for exchange in exchanges}
-        with self._tally.updates.measure(self._recorder, "delayed updates of tables"):
-            self._updates.apply(_scaled(parts, self._late_multiplier))
-
-    def _must_be_whole(self) -> bool:
-        """Whether nothing may be delayed: gradients were clipped, or come from several backwards."""
-        tables = [one.exchange.table.index for one in self._sent]
-        ahead = self._ahead.batch if self._ahead is not None else None
-        return bool(self._sums) or len(set(tables)) < len(tables) or any(
-            one.exchange.upcoming is not ahead for one in self._sent
-        )
-
-    def _complete_sums(self) -> None:
-        """Have all rows of all gradients here; collective."""
-        for one in self._sent:
-            self._wait(one.prior, self._tally.gradients)
-        exchanges = [one.exchange for one in self._sent if not one.exchange.is_complete]
-        if exchanges:
-            self._wait(self._send_delayed(exchanges, ()), self._tally.gradients)
-        parts: dict[int, list[RowSum]] = defaultdict(list)
-        for index, part in self._sums.items():
-            parts[index].append(part)
-        for one in self._sent:
-            fresh = {0: _there(one.exchange.prior), 1: _there(one.exchange.delayed)}
-            parts[one.exchange.table.index] += _scaled(fresh, self._multiplier).values()
-        self._sums = {index: merged(several) for index, several in parts.items()}
-        self._tally.add_rows([one.exchange for one in self._sent])
-        self._sent, self._multiplier = [], 1.0
-
-    def _send_delayed(self, exchanges: Sequence[GradientExchange], after: Sequence[Work]) -> Work:
-        names = ", ".join(dict.fromkeys(exchange.table.name for exchange in exchanges))
-        return self._run(self._patient, "delayed", send_delayed(exchanges), f"delayed rows of {names}", after)
+        self._step.flush()
 
     def _look_ahead(self) -> None:
         """Ask for the vectors of the next batch; those that were asked for before may be of old weights."""
         if self._ahead is None:
             return
-        self._wait(self._ahead.told, self._tally.gradients)
+        self._channels.wait(self._ahead.told, self._tally.gradients)
         if self._ahead.batch.by_rank is not None:
             if not self._synchronises:
                 self.flush()  # nobody knew of this batch when rows were delayed
@@ -483,33 +397,12 @@ class TableFlow:
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
-    @property
-    def _lanes(self) -> list[Lanes]:
-        return list(dict.fromkeys((self._urgent, self._patient, self._control)))
-
-    def _run(
-        self, lanes: Lanes, kind: Any, algorithm: Algorithm, label: str, after: Sequence[Work] = ()
-    ) -> Work:
-        return lanes.run(self._tally.counted(kind, algorithm), label, after)
-
-    def _wait(self, work: Work, stall: Stall) -> None:
-        if not work.done:
-            with stall.measure(self._recorder, work.label):
-                work.wait()
-        else:
-            work.wait()
-
     def _drop_gradients(self) -> None:
         """Forget what backwards have left since the last step."""
         for lookups in self._open.values():
             for lookup in lookups:
                 lookup.forget_gradient()
-        self._sent, self._sums, self._multiplier, self._clip_of_step = [], {}, 1.0, "none"
-
-    def _forget_lookups(self) -> None:
-        self._open.clear()
-        self._calls.clear()
-        self._backwards.clear()
+        self._step.drop()
 
     def _refuse_parted(self) -> None:
         if self._fault is not None:
@@ -524,14 +417,3 @@ def as_ids(ids: Tensor) -> Ids:
     """(n,), int64, on the host."""
     values: Ids = ids.detach().cpu().numpy().astype(np.int64).reshape(-1)
     return values
-
-
-def _there(part: RowSum | None) -> RowSum:
-    assert part is not None
-    return part
-
-
-def _scaled(parts: Mapping[int, RowSum], multiplier: float) -> dict[int, RowSum]:
-    if multiplier == 1.0:
-        return dict(parts)
-    return {index: part._replace(values=part.values * multiplier) for index, part in parts.items()}

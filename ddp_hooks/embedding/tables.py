@@ -12,80 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp_hooks.comm import Algorithm, Work, agree, at_exit, compat
-from ddp_hooks.embedding import updates
+from ddp_hooks.comm import Work, at_exit, compat
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
-from ddp_hooks.embedding.choose import Chosen, Which, choose, find_problem
 from ddp_hooks.embedding.columns import scatter_columns
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.flow import TableFlow
 from ddp_hooks.embedding.ids import BatchRows
-from ddp_hooks.embedding.module import ShardedEmbedding
 from ddp_hooks.embedding.prefetch import BatchIds, PrefetchedLoader, ids_by_table
 from ddp_hooks.embedding.stats import TableStats
-from ddp_hooks.embedding.table import Table, column_bounds
+from ddp_hooks.embedding.table import Table
 from ddp_hooks.feed import InertOnCopy, companions, extend_zero_grad
 
 Batch = TypeVar("Batch")
 
 
-def shard_embeddings(
-    model: nn.Module,
-    process_group: dist.ProcessGroup | None = None,
-    modules: int | Which | Iterable[Which] | None = None,
-    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SparseAdam,
-    *,
-    config: TableConfig | None = None,
-    **optimizer_options: Any,
-) -> EmbeddingTables:
-    """Split large embeddings by columns over the ranks (EmbRace, section 4.1), in place, before wrapping the model.
-
-    Each ``nn.Embedding`` that is meant becomes a :class:`ShardedEmbedding` with the same forward. DDP, FSDP2 and the
-    model's optimizer do not see its weight. The result of training is that of an ``nn.Embedding(sparse=True)`` with the
-    same optimizer under plain DDP.
-
-    Collective: all ranks do it, before ``DistributedDataParallel`` or ``fully_shard``. Tables begin with the weights of
-    the first rank.
-
-    Args:
-        model: changed in place.
-        process_group: of data parallelism; None: all ranks.
-        modules: which: names, modules or types of modules, or how many rows they have at least. None: every
-            ``nn.Embedding`` that is trained and has at least 4096 rows.
-        optimizer_class: ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`RowwiseAdamW`, whose updates of a row look at
-            no other one.
-        config: settings of the exchange.
-        **optimizer_options: for ``optimizer_class``, such as ``lr``.
-
-    Raises:
-        ValueError: on every rank, before anything is changed, when this cannot be right, or when ranks differ.
-    """
-    config = config if config is not None else TableConfig()
-    group = process_group if process_group is not None else dist.group.WORLD
-    if group is None:
-        raise ValueError("torch.distributed is not initialised: call init_process_group(), or launch with torchrun")
-    chosen: list[Chosen] = []
-    problem = updates.find_problem(optimizer_class, optimizer_options)
-    if problem is None:
-        try:
-            chosen = choose(model, modules)
-            problem = find_problem(chosen, config) or _problem_of_devices(chosen)
-        except ValueError as error:
-            problem = str(error)
-    entries = _fingerprint(chosen, optimizer_class, optimizer_options, config) if problem is None else {}
-    agree(entries, problem, group, "the set-up of shard_embeddings")
-    rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    tables = [_table_of(index, one, rank, world_size) for index, one in enumerate(chosen)]
-    optimizer = optimizer_class([(table.name, table.weight) for table in tables], **optimizer_options)
-    result = EmbeddingTables(model, tables, optimizer, group, config)
-    result._begin_with([one.weight for one in chosen])
-    for table, one in zip(tables, chosen, strict=True):
-        _replace(result, table, one)
-    return result
-
-
 class EmbeddingTables(TableFlow):
-    """Sharded tables of a model; made by :func:`shard_embeddings`.
+    """Sharded tables of a model; made by :func:`~ddp_hooks.shard_embeddings`.
 
     The optimizer of the tables steps beside the model's: :meth:`follow` it once (``DearState`` does that by itself), or
     call :meth:`step` after it. With :meth:`prefetch` what the next batch looks up travels early, and the rest of the
@@ -105,9 +47,8 @@ class EmbeddingTables(TableFlow):
         config: TableConfig,
     ) -> None:
         super().__init__(model, tables, optimizer, group, config)
-        self._group = group
         self._index_of = {name: table.index for table in tables for name in (table.name, *table.aliases)}
-        self._checkpoint = TableCheckpoint(tables, optimizer, self._rank, self._world_size, group, self._exchange)
+        self._checkpoint = TableCheckpoint(tables, optimizer, self._channels)
         self._kept: list[Tensor] | None = None  # whole tables, for state_dict() on this rank until the next step
         self._steps_with_another = False
         self._followed: torch.optim.Optimizer | None = None
@@ -125,7 +66,7 @@ class EmbeddingTables(TableFlow):
             optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict),
             optimizer.register_load_state_dict_pre_hook(self._before_load),
             extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
-            at_exit(self.close, self._abandon, self._is_stuck),
+            at_exit(self.close, self._channels.abandon, self._channels.is_stuck),
         ]
         companions.join_module(model, self)
 
@@ -213,7 +154,7 @@ class EmbeddingTables(TableFlow):
 
     def stats(self) -> TableStats:
         """What the last step cost on this rank."""
-        return self._stats
+        return self._step.stats
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Not here: ``ddp_hooks.clip_grad_norm_([parameters or state, tables], max_norm)`` clips all gradients."""
@@ -230,13 +171,12 @@ class EmbeddingTables(TableFlow):
         ``TableConfig(clip="dense_only")``.
         """
         if self.config.clip == "dense_only":
-            self._clip_of_step = "dense_only"
+            self._step.clip = "dense_only"
             yield []
             return
-        self._clip_of_step = "all"
-        self._complete_sums()
+        self._step.clip = "all"
         holders = []
-        for part in self._sums.values():
+        for part in self._step.complete().values():
             holder = nn.Parameter(part.values.new_zeros(()).expand(part.values.shape))
             holder.grad = part.values
             holders.append(holder)
@@ -281,8 +221,8 @@ class EmbeddingTables(TableFlow):
         Until the next step ``model.state_dict()`` and ``tables.optimizer.state_dict()`` return whole tables there; on
         other ranks, and after the next step, they raise.
         """
-        if not 0 <= to < self._world_size:
-            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._world_size - 1}, got {to}")
+        if not 0 <= to < self._channels.world_size:
+            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._channels.world_size - 1}, got {to}")
         self._refuse_closed()
         self.flush()
         self._kept = self._checkpoint.weights(to, torch.device("cpu"))
@@ -323,10 +263,16 @@ class EmbeddingTables(TableFlow):
             self.unfollow()
             for handle in self._handles:
                 handle.remove()
-            for lanes in self._lanes:
-                lanes.close()
+            self._channels.close()
 
     # -- for modules and loaders ------------------------------------------------------------------------------------
+
+    def begin_with(self, weights: Sequence[Tensor]) -> None:
+        """Cut the tables out of the first rank's whole weights; collective."""
+        self._replaced = {index: weakref.ref(weight) for index, weight in enumerate(weights)}
+        for table, full in zip(self._all, weights, strict=True):
+            algorithm = scatter_columns(table, full.detach(), self._channels.rank, self._channels.world_size)
+            self._channels.run_now(algorithm, f"the weights of {table.name}")
 
     def rows_of(self, given: BatchIds) -> BatchRows:
         """What a batch looks up, from what the function given to :meth:`prefetch` returned."""
@@ -346,14 +292,15 @@ class EmbeddingTables(TableFlow):
             return self._whole[index]
         if self._kept is not None:
             return self._kept[index]
-        if self._world_size == 1:
+        if self._channels.world_size == 1:
             self.flush()
             return self._all[index].weight.detach()
+        rank = self._channels.ranks[self._channels.rank]
         raise RuntimeError(
-            f"{what}: rank {self._ranks[self._rank]} has some columns of {self._all[index].name} only, and to gather "
-            f"the others takes all ranks. To save call tables.full_state_dict() on all ranks, or tables.consolidate() "
-            f"on all ranks and state_dict() on the rank that saves then, before the next step; to evaluate or read "
-            f"weights use tables.local() on all ranks"
+            f"{what}: rank {rank} has some columns of {self._all[index].name} only, and to gather the others takes all "
+            f"ranks. To save call tables.full_state_dict() on all ranks, or tables.consolidate() on all ranks and "
+            f"state_dict() on the rank that saves then, before the next step; to evaluate or read weights use "
+            f"tables.local() on all ranks"
         )
 
     def load_weight(self, index: int, full: Tensor) -> None:
@@ -361,7 +308,7 @@ class EmbeddingTables(TableFlow):
         self.flush()
         table = self._all[index]
         with torch.no_grad():
-            table.weight.copy_(table.cut(full, self._rank))
+            table.weight.copy_(table.cut(full, self._channels.rank))
         self._weights_changed()
 
     def convert(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
@@ -385,16 +332,13 @@ class EmbeddingTables(TableFlow):
 
     def unscale(self, inverse_scale: float) -> bool:
         """Multiply gradients when they are applied; whether some of this rank's are not finite."""
-        self._multiplier *= inverse_scale
+        self._step.multiply(inverse_scale)
         self._is_unscaled = True
         return self.found_nonfinite()
 
     def found_nonfinite(self) -> bool:
         """Whether some of this rank's gradients are not finite, before or after summing up."""
-        for one in self._sent:
-            self._wait(one.prior, self._tally.gradients)
-        finite = all(one.exchange.finite for one in self._sent)
-        return not (finite and all(bool(torch.isfinite(part.values).all()) for part in self._sums.values()))
+        return self._step.found_nonfinite()
 
     def drop_gradients(self) -> None:
         """There is to be no update."""
@@ -435,7 +379,7 @@ class EmbeddingTables(TableFlow):
             self._steps_with_another = False
 
     def _refuse_stock_scaler(self) -> None:
-        if compat.inside_grad_scaler() and not self._is_unscaled and (self._sent or self._sums):
+        if compat.inside_grad_scaler() and not self._is_unscaled and self._step.has_gradients:
             raise RuntimeError(
                 "torch.amp.GradScaler does not see the gradients of sharded tables, which would stay scaled: use "
                 "ddp_hooks.GradScaler instead, with the same arguments"
@@ -451,84 +395,13 @@ class EmbeddingTables(TableFlow):
         if self._ahead is not None:
             self._ahead.lookups = self._ahead.fetched = None
 
-    def _begin_with(self, weights: Sequence[Tensor]) -> None:
-        self._replaced = {index: weakref.ref(weight) for index, weight in enumerate(weights)}
-        for table, full in zip(self._all, weights, strict=True):
-            algorithm = scatter_columns(table, full.detach(), self._rank, self._world_size)
-            self._exchange(algorithm, f"the weights of {table.name}")
-
-    def _exchange(self, algorithm: Algorithm, label: str) -> None:
-        self._urgent.run(algorithm, label).wait()
-
     def _reduced(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         value = value.to(self.device, copy=True)
-        dist.all_reduce(value, op, group=self._group)
+        dist.all_reduce(value, op, group=self._channels.group)
         return value
-
-    def _abandon(self, error: BaseException) -> None:
-        for lanes in self._lanes:
-            lanes.abandon(error)
-
-    def _is_stuck(self) -> bool:
-        return any(lanes.stuck for lanes in self._lanes)
 
     def __deepcopy__(self, memo: Any) -> EmbeddingTables:
         raise TypeError("sharded tables cannot be copied: build a model without them and load full_state_dict()")
 
     def __reduce__(self) -> Any:
         raise TypeError("sharded tables cannot be pickled: save tables.full_state_dict() instead")
-
-
-def _table_of(index: int, chosen: Chosen, rank: int, world_size: int) -> Table:
-    module, weight = chosen.places[0].module, chosen.weight
-    bounds = column_bounds(module.embedding_dim, world_size)
-    own = torch.empty(
-        module.num_embeddings, bounds[rank + 1] - bounds[rank], dtype=weight.dtype, device=weight.device
-    )
-    return Table(
-        index=index,
-        name=chosen.name,
-        aliases=tuple(place.path for place in chosen.places[1:]),
-        num_rows=module.num_embeddings,
-        dim=module.embedding_dim,
-        bounds=bounds,
-        weight=torch.nn.Parameter(own),
-        padding_idx=module.padding_idx,
-    )
-
-
-def _replace(tables: EmbeddingTables, table: Table, chosen: Chosen) -> None:
-    made: dict[int, ShardedEmbedding] = {}
-    for place in chosen.places:
-        key = id(place.module)
-        if key not in made:
-            made[key] = ShardedEmbedding(tables, table, is_first=not made).train(place.module.training)
-        setattr(place.parent, place.attribute, made[key])
-    for _, module, attribute in chosen.others:
-        setattr(module, attribute, torch.nn.Parameter(chosen.weight.detach().clone()))
-
-
-def _problem_of_devices(chosen: Sequence[Chosen]) -> str | None:
-    devices = {str(one.weight.device) for one in chosen}
-    if len(devices) > 1:
-        return f"the tables must be on one device, found {sorted(devices)}"
-    return None
-
-
-def _fingerprint(
-    chosen: Sequence[Chosen], optimizer_class: Any, options: dict[str, Any], config: TableConfig
-) -> dict[str, object]:
-    from ddp_hooks import __version__
-
-    entries: dict[str, object] = {
-        "torch version": torch.__version__,
-        "ddp_hooks version": __version__,
-        "TableConfig": config,
-        "optimizer_class": optimizer_class.__qualname__,
-        "the optimizer's options": sorted(options.items()),
-    }
-    for one in chosen:
-        places = ", ".join(place.path for place in one.places)
-        padding = one.places[0].module.padding_idx
-        entries[f"table {one.name}"] = f"{tuple(one.weight.shape)} {one.weight.dtype} padding {padding} as {places}"
-    return entries

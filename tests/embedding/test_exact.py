@@ -137,14 +137,14 @@ def run(
         if side.tables is None:
             LOOPS[loop](side, data)
             return
-        send = side.tables._send_delayed
+        send = side.tables._step._send_delayed
 
         def send_delayed(exchanges: Sequence[GradientExchange], after: Sequence[Work]) -> Work:
             nonlocal delayed
             delayed += sum(exchange.num_delayed for exchange in exchanges)
             return send(exchanges, after)
 
-        side.tables._send_delayed = send_delayed  # type: ignore[method-assign]
+        side.tables._step._send_delayed = send_delayed  # type: ignore[method-assign]
         LOOPS[loop](side, data)
 
     twins.train(counting, batches(rank, world_size, NUM_BATCHES), prefetch)

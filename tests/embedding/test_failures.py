@@ -49,12 +49,12 @@ class Loop:
         self.optimizer.zero_grad()
         loss = self.ddp(batch)
         if dying == "mid prior rows":
-            die_in_a_round(self.tables._urgent, "exchange of prior rows")
+            die_in_a_round(self.tables._channels.urgent, "exchange of prior rows")
         loss.backward()
         if dying == "before the step":
             die()
         if dying == "mid delayed rows":
-            die_in_a_round(self.tables._patient, "exchange of delayed rows")
+            die_in_a_round(self.tables._channels.patient, "exchange of delayed rows")
         self.optimizer.step()
         self.scheduler.step()
         if dying == "mid delayed rows":

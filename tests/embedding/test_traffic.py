@@ -33,7 +33,7 @@ def train(rank: int, world_size: int, deduplicate: bool) -> tuple[list[TableStat
     model = Model()
     config = TableConfig(deduplicate=deduplicate, timeout_s=20)
     tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=config, lr=0.1)
-    begun = tables._urgent.traffic.sent_bytes
+    begun = tables._channels.urgent.traffic.sent_bytes
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     tables.follow(optimizer)
@@ -48,7 +48,7 @@ def train(rank: int, world_size: int, deduplicate: bool) -> tuple[list[TableStat
         optimizer.step()
         stats.append(tables.stats())
     tables.flush()
-    lanes = sum(lanes.traffic.sent_bytes for lanes in tables._lanes) - begun
+    lanes = sum(lanes.traffic.sent_bytes for lanes in tables._channels.lanes) - begun
     counted = sum(tables._tally.sent.values())
     tables.close()
     return stats, [len(set(ids.tolist())) for ids in data], lanes, counted
