@@ -16,7 +16,7 @@ from ddp_hooks.comm.ending import Undo, at_exit
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send, round_of, without_messages
 from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
-from ddp_hooks.comm.lanes import Lanes, LaneSettings
+from ddp_hooks.comm.lanes import Lanes, LaneSettings, special_tag
 from ddp_hooks.comm.probe import LinkProfile, profile_link
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.work import ThreadWork, Work
@@ -60,5 +60,6 @@ __all__ = [
     "round_of",
     "run_on_fabric",
     "shaped_like",
+    "special_tag",
     "without_messages",
 ]

@@ -44,7 +44,13 @@ logger = logging.getLogger("ddp_hooks")
 
 _FIRST_SPECIAL_TAG = 1 << 30  # tags below are those of slices
 _ROLL_CALL_TAG = _FIRST_SPECIAL_TAG
+_TAGS_PER_KIND = 1 << 20
 WINDOW = 4  # slices under way per lane, and so slice buffers per lane and dtype
+
+
+def special_tag(kind: int, number: int) -> int:
+    """A tag for the ``number``-th exchange of a kind, >= 0: it never meets one of another kind, or of none."""
+    return _FIRST_SPECIAL_TAG + 1 + kind * _TAGS_PER_KIND + number % _TAGS_PER_KIND
 
 
 @dataclass
@@ -85,8 +91,11 @@ class Lane(Protocol):
             only_if: asked when that is complete, with the same answer on every rank: whether to do anything at all.
         """
 
-    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = ()) -> Work:
-        """Run any algorithm, when what it is to follow is complete."""
+    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
+        """Run any algorithm, when what it is to follow is complete.
+
+        With a ``tag`` of its own (see :func:`special_tag`) it meets no other messages, if ranks should part.
+        """
 
     def dismiss(self, unfinished: bool = False) -> threading.Thread | None:
         """Take nothing more, and end when the rest is done; returns the thread that does so, if there is one.
@@ -156,7 +165,7 @@ class ThreadLane:
     def run(
         self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
     ) -> ThreadWork:
-        """Run ``algorithm`` as one slice; see :class:`Lane`. With a ``tag`` of its own it meets no other messages."""
+        """Run ``algorithm`` as one slice; see :class:`Lane`."""
         return self._submit("exchange", [SliceRing(lambda scratch: algorithm, 0, torch.uint8, tag)], label, after)
 
     def dismiss(self, unfinished: bool = False) -> threading.Thread:
@@ -363,8 +372,8 @@ class StreamLane:
         self._count(partitions)
         return StreamWork(f"all-gather of {label}", order.event, self._device)
 
-    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = ()) -> Work:
-        """Run ``algorithm`` as batches of point-to-point messages; see :class:`Lane`."""
+    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
+        """Run ``algorithm`` as batches of point-to-point messages, which have no tags; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:
             for work in after:
                 work.wait()
@@ -509,9 +518,9 @@ class Lanes:
         """:meth:`Lane.all_gather` on the next lane."""
         return self.next_lane().all_gather(partitions, label, after, only_if)
 
-    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = ()) -> Work:
+    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
         """:meth:`Lane.run` on the next lane."""
-        return self.next_lane().run(algorithm, label, after)
+        return self.next_lane().run(algorithm, label, after, tag)
 
     def next_lane(self) -> Lane:
         """The lane whose turn it is, the same on every rank: for pieces of work that are to follow each other."""

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from ddp_hooks.dear.clipping import GradientShards
 from ddp_hooks.dear.registry import state_of
-from ddp_hooks.feed.companions import companions_of
+from ddp_hooks.feed.companions import awaiting_own_step, companions_of
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -29,6 +29,11 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: a second step before ``update()``, or a closure, as the stock scaler does.
         """
+        if self._enabled and awaiting_own_step():
+            raise RuntimeError(
+                "sharded tables have scaled gradients, and follow no optimizer with which they would be unscaled: call "
+                "tables.follow(optimizer) once, with the optimizer that the scaler steps"
+            )
         if not self._enabled or (state_of(optimizer) is None and not companions_of(optimizer)):
             return super().step(optimizer, *args, **kwargs)
         if args or "closure" in kwargs:

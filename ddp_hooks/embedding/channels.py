@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 import torch.distributed as dist
 
-from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Stall, Work
+from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Stall, Work, special_tag
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
+
+_KINDS = get_args(Kind)
 
 
 class Channels:
@@ -31,6 +35,7 @@ class Channels:
         self.tally = Tally()
         self.ranks = dist.get_process_group_ranks(group)
         self.recorder = Recorder(False)
+        self._counts: dict[Kind, int] = defaultdict(int)
         settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
         self.urgent = Lanes(group, 1, device, settings, self.recorder)
         self.patient = Lanes(group, 1, device, settings, self.recorder)
@@ -45,13 +50,19 @@ class Channels:
         return list(dict.fromkeys((self.urgent, self.patient, self._control)))
 
     def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
-        """Submit an exchange, to begin when other work is done."""
-        lanes = {"id": self._control, "delayed": self.patient}.get(kind, self.urgent)
-        return lanes.run(self.tally.counted(kind, algorithm), label, after)
+        """Submit an exchange, to begin when other work is done.
+
+        Kinds never meet: where ranks have parted, messages of another kind would be taken for theirs, or end the
+        process. So they wait, and say for what.
+        """
+        lanes = {"id": self._control, "order": self._control, "delayed": self.patient}.get(kind, self.urgent)
+        tag = special_tag(_KINDS.index(kind), self._counts[kind])
+        self._counts[kind] += 1
+        return lanes.run(self.tally.counted(kind, algorithm), label, after, tag)
 
     def run_now(self, algorithm: Algorithm, label: str) -> None:
-        """Run an exchange to its end, which counts nowhere."""
-        self.urgent.run(algorithm, label).wait()
+        """Exchange whole tables, and wait."""
+        self.run("columns", algorithm, label).wait()
 
     def wait(self, work: Work, stall: Stall) -> None:
         """Wait for an exchange, and count how long."""

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 from torch import Tensor, nn
 
 from ddp_hooks.embedding.config import TableConfig
+from ddp_hooks.embedding.module import ShardedEmbedding
 
 MIN_ROWS = 4096  # of what is chosen by default
 
@@ -59,6 +60,8 @@ def choose(model: nn.Module, modules: int | Which | Iterable[Which] | None) -> l
     Raises:
         ValueError: there is none, or something that was named is no embedding.
     """
+    if any(isinstance(module, ShardedEmbedding) for module in model.modules()):
+        raise ValueError("the model has sharded tables already: name all of them in one call, with modules=[...]")
     places = _embeddings(model)
     if modules is None or isinstance(modules, int):
         min_rows = MIN_ROWS if modules is None else modules

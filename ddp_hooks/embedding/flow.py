@@ -16,6 +16,7 @@ batches a table's forward looks up by itself, and all rows are prior.
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, compat
@@ -37,6 +39,7 @@ from ddp_hooks.embedding.step import TableStep
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.embedding.updates import TableUpdates
 from ddp_hooks.embedding.vectors import Lookup, look_up
+from ddp_hooks.embedding.zeroing import WeakCall, ZeroingWitness, extend_zero_grad_of
 
 
 @dataclass
@@ -95,7 +98,7 @@ class TableFlow:
         self._closed = False
 
         self._whole: list[Tensor] | None = None  # tables, inside of local()
-        self._announced: Announcement | None = None
+        self._announced: dict[object, Announcement] = {}  # by loader; the one that has spoken last is the last
         self._forward = 0  # forwards of the root so far, those without gradients left out
         self._in_forward = False
         self._synchronises = True  # whether the last one did not run under no_sync()
@@ -115,20 +118,45 @@ class TableFlow:
         self._queue: list[int] = []  # tables that are to send in the present backward
         self._in_backward = False
         self._is_followed = False
+        self._is_blind = False  # whether the last forward has returned nothing that would show its backward
+        self._was_applied = False  # whether a step has applied the gradients, and nobody has zeroed them since
+        self._witness = ZeroingWitness(root)
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._zeroing = [extend_zero_grad_of(root, WeakCall(self._drop_gradients))]
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
-    def announce(self, current: BatchRows, upcoming: BatchRows | None) -> None:
+    def announce(self, loader: object, current: BatchRows, upcoming: BatchRows | None) -> None:
         """A wrapped loader hands out a batch."""
-        self._announced = Announcement(current, upcoming)
+        self._announced.pop(loader, None)
+        self._announced[loader] = Announcement(current, upcoming)
+
+    def withdraw(self, loader: object) -> None:
+        """A wrapped loader has ended."""
+        self._announced.pop(loader, None)
+
+    def _take_announcement(self) -> Announcement | None:
+        """What was handed out last, for the forward that begins."""
+        return self._announced.popitem()[1] if self._announced else None
+
+    def _ignore_evaluation_batch(self) -> None:
+        """A forward without gradients has begun: if a loader has announced its batch, that is not for training."""
+        if self._announced:
+            loader, announcement = next(reversed(self._announced.items()))
+            expected = self._ahead.batch if self._ahead is not None else None
+            if expected is not None and announcement.current is not expected:
+                del self._announced[loader]
 
     # -- 1. a forward begins ----------------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() or self._whole is not None:
+            self._ignore_evaluation_batch()
             return
         self._refuse_closed()
+        self._meet(compat.ddp_in_forward())
         self._synchronises = self._is_to_synchronise()
+        self._forget_zeroed()
         if self._step.has_gradients and not self._is_followed:
             raise RuntimeError(
                 "tables have gradients of an earlier backward that no step has applied: call tables.step() after "
@@ -136,10 +164,12 @@ class TableFlow:
                 "no_sync(), to drop them tables.zero_grad()"
             )
         self._forward += 1
-        self._in_forward, self._in_backward = True, False
+        self._in_forward, self._in_backward, self._is_blind = True, False, False
+        for lookup in (lookup for lookups in self._open.values() for lookup in lookups):
+            lookup.vectors = None  # of an earlier forward
         self._asked.clear()
         self._prefetched = None
-        announced, self._announced = self._announced, None
+        announced = self._take_announcement()
         if announced is None or self.config.schedule == "none":
             return
         self._upcoming = announced.upcoming
@@ -196,7 +226,8 @@ class TableFlow:
             weight = self._all[index].weight
             return torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
         lookup, positions = found
-        if not compat.in_backward():  # else a forward is repeated there, whose call has been counted
+        trains = self._in_forward or torch.is_grad_enabled()
+        if trains and not compat.in_backward():  # else a forward is repeated there, whose call has been counted
             self._calls[index] += 1
             self._tally.num_ids += len(values)
         self._first_calls.setdefault(index)
@@ -285,15 +316,23 @@ class TableFlow:
         if self._prefetched is not None and self._fault is None:
             upcoming, self._upcoming = self._upcoming, None
             self._ahead = self._tell(upcoming or BatchRows(None), Purpose.AHEAD)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._notice_backward)
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        for result in results:
+            result.register_hook(self._notice_backward)
+        self._is_blind = not results
 
     # -- 3. a backward ----------------------------------------------------------------------------------------------
 
     def _notice_backward(self, *_: Any) -> None:
         if self._in_backward:
             return
+        self._forget_zeroed()
+        if self._was_applied and self._synchronises:
+            raise RuntimeError(
+                "a backward after a step, without zero_grad() between them, would add to gradients that the tables "
+                "have applied and not kept: call optimizer.zero_grad() (with tables that follow it) or "
+                "tables.zero_grad() before it"
+            )
         self._in_backward = True
         self._queue = [index for index in self._order if self._open[index]] if self._synchronises else []
         compat.queue_engine_callback(self._end_backward)
@@ -305,6 +344,12 @@ class TableFlow:
                 f"a gradient of {lookup.table.name} belongs to a forward whose gradients have been sent: run one "
                 f"backward per forward, or add the losses of several forwards up first"
             )
+        if self._is_blind and not self._in_backward:
+            raise RuntimeError(
+                "the model's forward returned nothing in which tensors can be found, so a rank whose loss leaves "
+                "tables out would not notice the backward: return tensors, or tuples, lists or dicts of them, or "
+                "register the class with torch.utils._pytree"
+            )
         self._notice_backward()
         lookup.add_gradient(positions, gradient)
         self._backwards[lookup.table.index] += 1
@@ -312,6 +357,7 @@ class TableFlow:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        compat.queue_engine_callback(self._witness.watch)  # when DDP has made its buckets the gradients
         if self._ahead is not None:
             self._channels.wait(self._ahead.told, self._tally.gradients)
             self._fault = self._fault or self._ahead.batch.fault
@@ -336,7 +382,7 @@ class TableFlow:
                 (yield from bruck_all_gather(mine, [len(mine)] * len(everyone), everyone, self._channels.rank))
             )
 
-        self._channels.wait(self._channels.run("id", algorithm(), "the order of tables"), self._tally.gradients)
+        self._channels.wait(self._channels.run("order", algorithm(), "the order of tables"), self._tally.gradients)
         order: list[int] = gathered[0].tolist()
         return order
 
@@ -371,9 +417,16 @@ class TableFlow:
         self._open.clear()
         self._calls.clear()
         self._backwards.clear()
+        self._forget_zeroed()
         had_gradients = self._step.has_gradients
+        if self._was_applied and not had_gradients:
+            raise RuntimeError(
+                "a second step with the same gradients, which the tables have applied and not kept: call zero_grad() "
+                "and run a backward before it"
+            )
         self._step.begin(self._ahead.batch if self._ahead is not None else None)
         if had_gradients:
+            self._was_applied = True
             self._look_ahead()
 
     def _end_step(self, after: Sequence[Work] = ()) -> None:
@@ -403,6 +456,17 @@ class TableFlow:
             for lookup in lookups:
                 lookup.forget_gradient()
         self._step.drop()
+        self._was_applied = False
+
+    def _forget_zeroed(self) -> None:
+        if self._witness.saw_zeroing():
+            self._drop_gradients()
+
+    def _meet(self, ddp: DistributedDataParallel | None) -> None:
+        """The model runs inside of this module, whose ``zero_grad`` counts, too."""
+        if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
+            self._ddp = weakref.ref(ddp)
+            self._zeroing.append(extend_zero_grad_of(ddp, WeakCall(self._drop_gradients)))
 
     def _refuse_parted(self) -> None:
         if self._fault is not None:

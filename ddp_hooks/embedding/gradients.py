@@ -45,6 +45,7 @@ class GradientExchange:
 
     Attributes:
         finite: whether this rank's gradient is, before it is summed up.
+        called: whether any rank had a backward through the table; otherwise there is no gradient, not even of nothing.
         prior, delayed: what has arrived of each part; None as long as it has not.
         num_prior, num_delayed: rows of this rank in each part.
     """
@@ -61,6 +62,7 @@ class GradientExchange:
         self.table = table
         self.upcoming = upcoming
         self.finite = True
+        self.called = any(lookup.gradient is not None for lookup in lookups)
         self.prior: RowSum | None = None
         self.delayed: RowSum | None = None
         self.num_prior = self.num_delayed = 0
@@ -85,7 +87,7 @@ class GradientExchange:
         self.num_prior = int(self._is_prior[self._rank].sum())
         self.num_delayed = len(self._rows[self._rank]) - self.num_prior
         (self.prior,) = yield from _exchange([self], [self._is_prior])
-        if all(mask.all() for mask in self._is_prior):
+        if not self.called or all(mask.all() for mask in self._is_prior):
             self.delayed = self._nothing()
             self._values = self._touched = None
 
@@ -146,7 +148,9 @@ class GradientExchange:
         assert self._values is not None and self._touched is not None
         rows = [all_rows[mask] for all_rows, mask in zip(self._rows, masks, strict=True)]
         own = torch.from_numpy(np.flatnonzero(masks[self._rank])).to(self._values.device)
-        return _Part(self.table, rows, self._values.index_select(0, own), self._touched.index_select(0, own))
+        return _Part(
+            self.table, rows, self._values.index_select(0, own), self._touched.index_select(0, own), self.called
+        )
 
     def _nothing(self) -> RowSum:
         weight = self.table.weight
@@ -171,28 +175,33 @@ class _Part:
         rows: by rank, ascending.
         values: (m, dim), of this rank's rows.
         touched: (m,), bool: which of them have a gradient.
+        called: see :class:`GradientExchange`; in the end, of any rank.
     """
 
     table: Table
     rows: list[Ids]
     values: Tensor
     touched: Tensor
+    called: bool
 
     def nbytes(self, sender: int, receiver: int) -> list[int]:
-        """Of what one rank sends another: columns of rows, and a byte per row."""
+        """Of what one rank sends another: columns of rows, a byte per row, and one more."""
         count = len(self.rows[sender])
-        return [packed_rows(self.table, count, receiver), count]
+        return [packed_rows(self.table, count, receiver), count + 1]
 
     def write(self, body: Tensor, flags: Tensor, receiver: int) -> None:
         """Fill what is sent to a rank."""
         columns, dtype = self.table.columns_of(receiver), self.values.dtype
         as_rows(body, len(self.values), columns, dtype).copy_(self.table.cut(self.values, receiver))
-        flags.copy_(self.touched.view(torch.uint8))
+        flags[:-1].copy_(self.touched.view(torch.uint8))
+        flags[-1] = self.called
 
     def sum(self, received: Sequence[tuple[Tensor, Tensor]], rank: int) -> RowSum:
         """The mean over ranks of what has come in, added up in the order of the ranks."""
         dtype, device, columns = self.values.dtype, self.values.device, self.table.columns_of(rank)
-        flags = [flag.view(torch.bool).cpu().numpy() for _, flag in received]
+        everything = [flag.view(torch.bool).cpu().numpy() for _, flag in received]
+        self.called = any(bool(flag[-1]) for flag in everything)
+        flags = [flag[:-1] for flag in everything]
         touched = np.unique(np.concatenate([rows[flag] for rows, flag in zip(self.rows, flags, strict=True)]))
         total = torch.zeros(len(touched), columns, dtype=torch.promote_types(dtype, torch.float32), device=device)
         for rows, flag, (body, _) in zip(self.rows, flags, received, strict=True):
@@ -212,7 +221,7 @@ def _exchange(
     """Send every rank its columns of the rows under these masks, in one message each, and sum up what arrives.
 
     A message says of each row whether it has a gradient: a row that was looked up and not used is not touched by a lazy
-    optimizer.
+    optimizer; and whether the table was used at all.
     """
     if not exchanges:
         return []
@@ -230,10 +239,11 @@ def _exchange(
         else:
             incoming.append(packed([size for part in parts for size in part.nbytes(peer, rank)], device))
     yield from pairwise_exchange(outgoing, [message for message, _ in incoming], rank)
-    return [
-        part.sum([(slots[2 * number], slots[2 * number + 1]) for _, slots in incoming], rank)
-        for number, part in enumerate(parts)
-    ]
+    sums = []
+    for number, (exchange, part) in enumerate(zip(exchanges, parts, strict=True)):
+        sums.append(part.sum([(slots[2 * number], slots[2 * number + 1]) for _, slots in incoming], rank))
+        exchange.called = part.called
+    return sums
 
 
 def _is_finite(values: Tensor) -> bool:

@@ -24,7 +24,7 @@ class ShardedEmbedding(nn.Module):
     Args:
         tables: whom it belongs to.
         table: which one it is.
-        prefix: of its keys in the model's ``state_dict``.
+        is_first: of the modules that share the table.
     """
 
     def __init__(self, tables: EmbeddingTables, table: Table, is_first: bool) -> None:
@@ -34,7 +34,7 @@ class ShardedEmbedding(nn.Module):
         self.padding_idx = table.padding_idx
         self.tables = tables
         self._table = table
-        self._is_first = is_first  # of the modules that share the table
+        self._is_first = is_first
 
     @property
     def weight(self) -> Tensor:

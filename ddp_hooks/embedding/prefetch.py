@@ -33,7 +33,7 @@ class PrefetchedLoader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         iterator = iter(self._loader)
-        end = object()
+        end, token = object(), object()
         upcoming: Any = next(iterator, end)
         its_rows = self._rows(upcoming) if upcoming is not end else None
         try:
@@ -42,10 +42,10 @@ class PrefetchedLoader(Generic[Batch]):
                 upcoming = next(iterator, end)
                 its_rows = self._rows(upcoming) if upcoming is not end else None
                 assert rows is not None
-                self._tables.announce(rows, its_rows)
+                self._tables.announce(token, rows, its_rows)
                 yield batch
         finally:
-            self._tables.withdraw_announcement()
+            self._tables.withdraw(token)
 
     def _rows(self, batch: Batch) -> BatchRows:
         return self._tables.rows_of(self._ids(batch))

@@ -154,12 +154,9 @@ class EmbeddingState:
     def _mean(self, gradient: Tensor, result: list[Tensor]) -> Algorithm:
         coalesced = gradient.coalesce()
         own = RowSum(coalesced.indices()[0], coalesced.values())
-        total = yield from sum_rows(own, self._lanes.rank, self._lanes.world_size)
-        values = total.values.div_(self._lanes.world_size)
+        rows, values = yield from mean_rows(own, self._lanes.rank, self._lanes.world_size)
         result.append(
-            torch.sparse_coo_tensor(
-                total.rows[None], values, gradient.shape, is_coalesced=True, check_invariants=False
-            )
+            torch.sparse_coo_tensor(rows[None], values, gradient.shape, is_coalesced=True, check_invariants=False)
         )
 
     def _is_stuck(self) -> bool:
@@ -172,8 +169,8 @@ class EmbeddingState:
         raise TypeError("a DDP module with EmbeddingState cannot be pickled: save ddp.module.state_dict() instead")
 
 
-def sum_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
-    """The sum over ranks of rows, on every rank; equal, bit for bit, on all of them.
+def mean_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
+    """The mean over ranks of rows, on every rank; equal, bit for bit, on all of them.
 
     Args:
         own: this rank's; different rows, ascending.
@@ -183,7 +180,7 @@ def sum_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, 
     """
     if world_size == 1:
         return own
-    partial = yield from _sum_own_rows(own, rank, world_size)
+    partial = yield from _mean_of_own_rows(own, rank, world_size)
     counts = yield from _all_numbers([len(partial.rows)], rank, world_size)
     message = _pack(partial)
     sizes = [packed_length(_nbytes(partial, count)) for (count,) in counts]
@@ -194,8 +191,8 @@ def sum_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, 
     return RowSum(rows[order], torch.cat([part.values for part in everything]).index_select(0, order))
 
 
-def _sum_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
-    """The sum over ranks of the rows whose number modulo the number of ranks is this rank."""
+def _mean_of_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
+    """The mean over ranks of the rows whose number modulo the number of ranks is this rank."""
     owner = own.rows % world_size
     parts = []
     for peer in range(world_size):
@@ -213,6 +210,7 @@ def _sum_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, N
     for part in received:  # in the order of the ranks
         places = torch.from_numpy(np.searchsorted(rows, part.rows.cpu().numpy())).to(total.device)
         total.index_add_(0, places, part.values.to(wide))
+    total.div_(world_size)  # a sum of 16-bit numbers may be out of their range
     return RowSum(torch.from_numpy(rows).to(total.device), total.to(own.values.dtype))
 
 

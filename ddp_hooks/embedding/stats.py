@@ -10,7 +10,8 @@ from ddp_hooks.comm import Algorithm, Send, Stall
 from ddp_hooks.embedding.gradients import GradientExchange
 
 ClippedOf: TypeAlias = Literal["all", "dense_only", "none"]
-Kind: TypeAlias = Literal["id", "lookup", "prior", "delayed"]
+Kind: TypeAlias = Literal["id", "lookup", "prior", "delayed", "order", "columns"]
+_IN_STATS: tuple[Kind, ...] = ("id", "lookup", "prior", "delayed")
 
 
 @dataclass(frozen=True)
@@ -81,7 +82,7 @@ class Tally:
             "num_ids": self.num_ids,
             "num_prior_rows": self.num_prior_rows,
             "num_delayed_rows": self.num_delayed_rows,
-            **{f"{kind}_bytes": count for kind, count in self.sent.items()},
+            **{f"{kind}_bytes": self.sent[kind] for kind in _IN_STATS},
             "lookup_stall_s": self.lookups.seconds,
             "gradient_stall_s": self.gradients.seconds,
             "update_s": self.updates.seconds,

@@ -108,7 +108,7 @@ class TableStep:
         parts: dict[int, list[RowSum]] = defaultdict(list)
         for index, part in self._sums.items():
             parts[index].append(part)
-        for exchange in exchanges:
+        for exchange in (one for one in exchanges if one.called):
             fresh = {0: _there(exchange.prior), 1: _there(exchange.delayed)}
             parts[exchange.table.index] += _scaled(fresh, self._multiplier).values()
         self._tally.add_rows(exchanges)
@@ -132,7 +132,7 @@ class TableStep:
         else:
             self._wait_for_prior()
             exchanges = [one.exchange for one in self._sent]
-            parts = _scaled({e.table.index: _there(e.prior) for e in exchanges}, self._multiplier)
+            parts = _scaled({e.table.index: _there(e.prior) for e in exchanges if e.called}, self._multiplier)
             delayed = [exchange for exchange in exchanges if not exchange.is_complete]
             self._late = _Late(delayed, self._multiplier) if delayed else None
             self._tally.add_rows(exchanges)

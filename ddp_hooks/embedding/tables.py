@@ -249,8 +249,8 @@ class EmbeddingTables(TableFlow):
         """
         self._refuse_closed()
         self.flush()
+        self._weights_change()
         self._checkpoint.load_parts(path, prefix)
-        self._weights_changed()
 
     def close(self) -> None:
         """Finish communication, let every rank do the same, and end the lanes. The model keeps its columns."""
@@ -261,7 +261,8 @@ class EmbeddingTables(TableFlow):
         finally:
             self._closed = True
             self.unfollow()
-            for handle in self._handles:
+            companions.leave_module(self._root, self)
+            for handle in (*self._handles, *self._zeroing):
                 handle.remove()
             self._channels.close()
 
@@ -277,10 +278,6 @@ class EmbeddingTables(TableFlow):
     def rows_of(self, given: BatchIds) -> BatchRows:
         """What a batch looks up, from what the function given to :meth:`prefetch` returned."""
         return BatchRows.of(ids_by_table(given, self._index_of), self._all, self.config.deduplicate)
-
-    def withdraw_announcement(self) -> None:
-        """The loader has ended."""
-        self._announced = None
 
     def whole_weight(self, index: int, what: str) -> Tensor:
         """A whole table, if it is here.
@@ -305,15 +302,18 @@ class EmbeddingTables(TableFlow):
 
     def load_weight(self, index: int, full: Tensor) -> None:
         """Take this rank's columns of (num_rows, dim)."""
+        if self._whole is not None:
+            raise RuntimeError("weights were loaded inside of tables.local(), where tables are copies: leave it before")
         self.flush()
+        self._weights_change()
         table = self._all[index]
         with torch.no_grad():
             table.weight.copy_(table.cut(full, self._channels.rank))
-        self._weights_changed()
 
     def convert(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
         """``model.to()`` and the like."""
         self.flush()
+        self._weights_change()
         weight = self._all[index].weight
         with torch.no_grad():
             converted = function(weight.data)
@@ -336,6 +336,11 @@ class EmbeddingTables(TableFlow):
         self._is_unscaled = True
         return self.found_nonfinite()
 
+    @property
+    def awaits_own_step(self) -> bool:
+        """Whether there are gradients that no followed optimizer will apply."""
+        return self._step.has_gradients and not self._is_followed
+
     def found_nonfinite(self) -> bool:
         """Whether some of this rank's gradients are not finite, before or after summing up."""
         return self._step.found_nonfinite()
@@ -346,11 +351,16 @@ class EmbeddingTables(TableFlow):
 
     # -- seams ------------------------------------------------------------------------------------------------------
 
-    def _before_own_step(self, *_: Any) -> None:
-        if not self._updates.running:
-            self._kept = None
-            self._checkpoint.keep(None)
-            self._begin_step()
+    def _before_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        if self._updates.running:
+            return
+        if compat.with_closure(args, kwargs, lambda closure: closure) is not None:
+            raise RuntimeError(
+                "tables.optimizer.step() takes no closure: run backward before it, or let the tables follow() the "
+                "optimizer whose step() has the closure"
+            )
+        self._forget_kept()
+        self._begin_step()
 
     def _after_own_step(self, *_: Any) -> None:
         if not (self._updates.running or self._steps_with_another):
@@ -388,12 +398,20 @@ class EmbeddingTables(TableFlow):
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self.flush()
+        self._forget_kept()
         return None if self._checkpoint.loads_parts else self._checkpoint.before_load(optimizer, state_dict)
 
-    def _weights_changed(self) -> None:
-        """Vectors that were looked up ahead are of old weights."""
+    def _weights_change(self) -> None:
+        """Vectors that were looked up ahead, and whole tables that were gathered, are old from now on."""
         if self._ahead is not None:
+            if self._ahead.fetched is not None:
+                self._ahead.fetched.wait()
             self._ahead.lookups = self._ahead.fetched = None
+        self._forget_kept()
+
+    def _forget_kept(self) -> None:
+        self._kept = None
+        self._checkpoint.keep(None)
 
     def _reduced(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
         value = value.to(self.device, copy=True)

@@ -65,10 +65,19 @@ class TableUpdates:
         return self._deferred.running
 
     def begin(self) -> None:
-        """A step begins, with the settings of now."""
+        """A step begins, with the settings of now.
+
+        Raises:
+            ValueError: they have become such that updates cannot be split by rows.
+        """
+        for group in self._optimizer.param_groups:
+            problem = find_problem(type(self._optimizer), group)
+            if problem is not None:
+                raise ValueError(f"the tables' optimizer was changed: {problem} (OneCycleLR: cycle_momentum=False)")
         self._deferred.note_settings()
         self._counts = {}
 
+    @torch.inference_mode(False)
     @torch.no_grad()
     def apply(self, parts: Mapping[int, RowSum]) -> None:
         """Update rows, by table; what is applied before the next :meth:`begin` is one step.

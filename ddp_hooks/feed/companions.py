@@ -25,6 +25,10 @@ class Companion(Protocol):
     def let_pass(self, works: Sequence[Work]) -> None:
         """What is sent after the step that is under way is less urgent than this."""
 
+    @property
+    def awaits_own_step(self) -> bool:
+        """Whether there are gradients that no followed optimizer will apply."""
+
     def unscale(self, inverse_scale: float) -> bool:
         """Multiply the gradients; whether some of this rank's are not finite."""
 
@@ -53,6 +57,18 @@ _by_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[weakref.ref
 def join_module(module: nn.Module, companion: Companion) -> None:
     """``companion`` belongs to ``module``."""
     _by_module[module] = weakref.ref(companion)
+
+
+def leave_module(module: nn.Module, companion: Companion) -> None:
+    """``companion`` has ended."""
+    if module in _by_module and _by_module[module]() in (None, companion):
+        del _by_module[module]
+
+
+def awaiting_own_step() -> bool:
+    """Whether some companion has gradients that no followed optimizer will apply."""
+    found = [reference() for reference in _by_module.values()]
+    return any(companion is not None and companion.awaits_own_step for companion in found)
 
 
 def join_optimizer(optimizer: torch.optim.Optimizer, companion: Companion) -> None:

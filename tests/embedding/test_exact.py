@@ -98,6 +98,29 @@ def leave_early(side: Side, data: Iterator[Batch]) -> None:
         side.step()
 
 
+def zero_the_model(side: Side, data: Iterator[Batch]) -> None:
+    """As the Hugging Face Trainer does, through DDP or the model; and gradients are dropped after some backwards."""
+    for number, batch in enumerate(data):
+        loss = side.ddp(batch)
+        (side.ddp if number % 2 else side.ddp.module).zero_grad(set_to_none=number % 4 < 2)
+        loss.backward()
+        if number % 3 != 1:
+            side.step()
+
+
+def zero_by_hand(side: Side, data: Iterator[Batch]) -> None:
+    for number, batch in enumerate(data):
+        for parameter in side.ddp.parameters():
+            parameter.grad = None
+        if number % 3 == 1:
+            with side.ddp.no_sync():
+                side.ddp(batch).backward()
+            continue
+        side.ddp(batch).backward()
+        if number % 3 != 2:
+            side.step()
+
+
 def schedule(side: Side, data: Iterator[Batch]) -> None:
     optimizers = [*side.optimizers, *([side.tables.optimizer] if side.tables is not None else [])]
     schedulers = [torch.optim.lr_scheduler.StepLR(optimizer, 2, gamma=0.5) for optimizer in optimizers]
@@ -120,6 +143,8 @@ LOOPS: dict[str, Loop] = {
         skip_steps,
         evaluate_between,
         leave_early,
+        zero_the_model,
+        zero_by_hand,
         schedule,
     )
 }

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import DearState, EmbeddingState, TopKConfig, TopKState, dear_hook, embedding_hook, topk_hook
 from ddp_hooks.comm import Algorithm, run_on_fabric
 from ddp_hooks.embedding.gradients import RowSum
-from ddp_hooks.embedding.replicated import sum_rows
+from ddp_hooks.embedding.replicated import mean_rows
 from tests.dear.test_refusals import message_of
 from tests.dear.twins import CONFIG as DEAR_CONFIG
 from tests.embedding.twins import Tables, batches, sum_and_divide
@@ -31,16 +31,16 @@ from tests.workers import WorkerPools
     st.lists(st.dictionaries(st.integers(0, 30), st.integers(-9, 9), max_size=12), min_size=1, max_size=9),
     st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
 )
-def test_sums_of_rows(gradients: list[dict[int, int]], dtype: torch.dtype) -> None:
+def test_means_of_rows(gradients: list[dict[int, int]], dtype: torch.dtype) -> None:
     """For any number of ranks, also with nothing on some of them: what a dictionary would say, on every rank."""
     world_size = len(gradients)
     results: dict[int, RowSum] = {}
 
     def algorithm(rank: int) -> Algorithm:
         rows = sorted(gradients[rank])
-        values = torch.tensor([[gradients[rank][row], -1] for row in rows], dtype=dtype).view(-1, 2)
+        values = torch.tensor([[gradients[rank][row], -1] for row in rows], dtype=dtype).view(-1, 2) * world_size
         own = RowSum(torch.tensor(rows, dtype=torch.int64), values)
-        results[rank] = yield from sum_rows(own, rank, world_size)
+        results[rank] = yield from mean_rows(own, rank, world_size)
 
     run_on_fabric([algorithm(rank) for rank in range(world_size)])
     total: dict[int, list[int]] = {}
@@ -51,6 +51,18 @@ def test_sums_of_rows(gradients: list[dict[int, int]], dtype: torch.dtype) -> No
     for result in results.values():
         assert result.rows.tolist() == sorted(total)
         assert result.values.tolist() == [total[row] for row in sorted(total)]
+
+
+def test_means_of_half_precision_do_not_overflow() -> None:
+    """DDP divides before it sums."""
+    results: dict[int, RowSum] = {}
+
+    def algorithm(rank: int) -> Algorithm:
+        own = RowSum(torch.tensor([3]), torch.tensor([[40000.0]], dtype=torch.float16))
+        results[rank] = yield from mean_rows(own, rank, 2)
+
+    run_on_fabric([algorithm(rank) for rank in range(2)])
+    assert [result.values.item() for result in results.values()] == [40000.0] * 2
 
 
 def train(rank: int, world_size: int, dense: str) -> tuple[list[float], int]:

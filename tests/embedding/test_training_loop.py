@@ -478,6 +478,7 @@ def without_following(rank: int, world_size: int) -> tuple[float, str]:
     twins.train(loop, batches(rank, world_size, 6), prefetch=True)
     gap = twins.gap()
     for batch in batches(rank, world_size, 1):
+        twins.ours.zero_grad()
         twins.ours.ddp(batch).backward()
         twins.ours.step()
         message = message_of(lambda batch=batch: twins.ours.ddp(batch))  # type: ignore[misc]

@@ -1,0 +1,82 @@
+"""Noticing that gradients were zeroed, by whatever call: tables' gradients are zeroed with the model's.
+
+An optimizer's ``zero_grad`` can be extended, and so can a model's; a wrapper of DDP's, or a loop over parameters, only
+shows in what it leaves: a parameter that had a gradient and has none any more.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from ddp_hooks.comm import Undo
+from ddp_hooks.feed import GradientGuard
+
+
+def extend_zero_grad_of(module: nn.Module, also: Callable[[], None]) -> Undo:
+    """Call ``also()`` before every ``module.zero_grad(...)``, for which torch has no hook."""
+    original = module.zero_grad
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        also()
+        original(set_to_none=set_to_none)
+
+    module.zero_grad = zero_grad  # type: ignore[method-assign]
+    return Undo(lambda: vars(module).pop("zero_grad", None))
+
+
+class WeakCall:
+    """Calls a bound method as long as its object is alive; not copied along with a module."""
+
+    def __init__(self, method: Callable[[], None]) -> None:
+        self._method = weakref.WeakMethod(method)
+
+    def __call__(self) -> None:
+        method = self._method()
+        if method is not None:
+            method()
+
+
+class ZeroingWitness:
+    """A dense parameter that has a gradient, and will not have one when gradients have been zeroed.
+
+    Args:
+        root: whose parameters are looked at.
+    """
+
+    def __init__(self, root: nn.Module) -> None:
+        self._root = root
+        self._parameter: weakref.ref[Tensor] | None = None
+        self._was_nonzero = False
+
+    def watch(self) -> None:
+        """A backward has ended: choose a parameter."""
+        self._parameter = None
+        for parameter in self._root.parameters():
+            gradient = parameter.grad
+            if gradient is None or isinstance(gradient, GradientGuard):  # a hook looks after guarded ones
+                continue
+            self._parameter = weakref.ref(parameter)
+            self._was_nonzero = _is_plain(gradient) and bool(gradient.any())
+            return
+
+    def saw_zeroing(self) -> bool:
+        """Whether the parameter has lost its gradient; says so once."""
+        parameter = self._parameter() if self._parameter is not None else None
+        if parameter is None:
+            return False
+        gradient = parameter.grad
+        if isinstance(gradient, GradientGuard):
+            return False
+        zeroed = gradient is None or (self._was_nonzero and _is_plain(gradient) and not bool(gradient.any()))
+        if zeroed:
+            self._parameter = None
+        return zeroed
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Whether looking at its values takes no other rank, and no device to be waited for."""
+    return gradient.device.type == "cpu" and not hasattr(gradient, "full_tensor") and gradient.layout is torch.strided
