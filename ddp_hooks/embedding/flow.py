@@ -39,7 +39,8 @@ from ddp_hooks.embedding.step import TableStep
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.embedding.updates import TableUpdates
 from ddp_hooks.embedding.vectors import Lookup, look_up
-from ddp_hooks.embedding.zeroing import WeakCall, ZeroingWitness, extend_zero_grad_of
+from ddp_hooks.embedding.zeroing import ZeroingWitness
+from ddp_hooks.feed import extend_zero_grad
 
 
 @dataclass
@@ -122,7 +123,7 @@ class TableFlow:
         self._was_applied = False  # whether a step has applied the gradients, and nobody has zeroed them since
         self._witness = ZeroingWitness(root)
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
-        self._zeroing = [extend_zero_grad_of(root, WeakCall(self._drop_gradients))]
+        self._zeroing = [extend_zero_grad(root, lambda _: self._drop_gradients())]
 
     # -- batches ----------------------------------------------------------------------------------------------------
 
@@ -466,7 +467,7 @@ class TableFlow:
         """The model runs inside of this module, whose ``zero_grad`` counts, too."""
         if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
             self._ddp = weakref.ref(ddp)
-            self._zeroing.append(extend_zero_grad_of(ddp, WeakCall(self._drop_gradients)))
+            self._zeroing.append(extend_zero_grad(ddp, lambda _: self._drop_gradients()))
 
     def _refuse_parted(self) -> None:
         if self._fault is not None:

@@ -8,7 +8,7 @@ the number of ranks, and only sums travel to everybody: a row that many ranks ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -178,8 +178,8 @@ def mean_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None,
     Returns:
         All rows that any rank has, ascending.
     """
-    if world_size == 1:
-        return own
+    if world_size <= 2:  # one message each, instead of two of which the second may be as long
+        return (yield from _mean_of_all_rows(own, rank, world_size))
     partial = yield from _mean_of_own_rows(own, rank, world_size)
     counts = yield from _all_numbers([len(partial.rows)], rank, world_size)
     message = _pack(partial)
@@ -189,6 +189,15 @@ def mean_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None,
     rows = torch.cat([part.rows for part in everything])
     order = torch.argsort(rows)
     return RowSum(rows[order], torch.cat([part.values for part in everything]).index_select(0, order))
+
+
+def _mean_of_all_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
+    """The mean over ranks, of which every rank gets all rows of all others."""
+    counts = yield from _all_numbers([len(own.rows)], rank, world_size)
+    sizes = [packed_length(_nbytes(own, count)) for (count,) in counts]
+    messages = yield from bruck_all_gather(_pack(own), sizes, range(world_size), rank)
+    received = [_unpack(message, count, own) for message, (count,) in zip(messages, counts, strict=True)]
+    return _mean(received, world_size)
 
 
 def _mean_of_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
@@ -204,14 +213,21 @@ def _mean_of_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Roun
     incoming[rank] = outgoing[rank]
     yield from pairwise_exchange(outgoing, incoming, rank)
     received = [_unpack(message, row[rank], own) for message, row in zip(incoming, counts, strict=True)]
+    return _mean(received, world_size)
+
+
+def _mean(received: Sequence[RowSum], world_size: int) -> RowSum:
+    """The mean of everybody's rows, added up in the order of the ranks."""
+    like = received[0].values
     rows = np.unique(np.concatenate([part.rows.cpu().numpy() for part in received]))
-    wide = torch.promote_types(own.values.dtype, torch.float32)
-    total = torch.zeros(len(rows), *own.values.shape[1:], dtype=wide, device=own.values.device)
-    for part in received:  # in the order of the ranks
+    total = torch.zeros(
+        len(rows), *like.shape[1:], dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
+    )
+    for part in received:
         places = torch.from_numpy(np.searchsorted(rows, part.rows.cpu().numpy())).to(total.device)
-        total.index_add_(0, places, part.values.to(wide))
-    total.div_(world_size)  # a sum of 16-bit numbers may be out of their range
-    return RowSum(torch.from_numpy(rows).to(total.device), total.to(own.values.dtype))
+        total.index_add_(0, places, part.values.to(total.dtype))
+    total.div_(world_size)  # before rounding: a sum of 16-bit numbers may be out of their range
+    return RowSum(torch.from_numpy(rows).to(total.device), total.to(like.dtype))
 
 
 def _all_numbers(mine: list[int], rank: int, world_size: int) -> Generator[Round, None, list[list[int]]]:

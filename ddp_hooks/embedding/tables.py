@@ -269,11 +269,16 @@ class EmbeddingTables(TableFlow):
     # -- for modules and loaders ------------------------------------------------------------------------------------
 
     def begin_with(self, weights: Sequence[Tensor]) -> None:
-        """Cut the tables out of the first rank's whole weights; collective."""
+        """Cut the tables out of whole weights, the first rank's unless the settings say otherwise; collective."""
         self._replaced = {index: weakref.ref(weight) for index, weight in enumerate(weights)}
+        rank, world_size = self._channels.rank, self._channels.world_size
         for table, full in zip(self._all, weights, strict=True):
-            algorithm = scatter_columns(table, full.detach(), self._channels.rank, self._channels.world_size)
-            self._channels.run_now(algorithm, f"the weights of {table.name}")
+            if self.config.init_sync:
+                algorithm = scatter_columns(table, full.detach(), rank, world_size)
+                self._channels.run_now(algorithm, f"the weights of {table.name}")
+            else:
+                with torch.no_grad():
+                    table.weight.copy_(table.cut(full, rank))
 
     def rows_of(self, given: BatchIds) -> BatchRows:
         """What a batch looks up, from what the function given to :meth:`prefetch` returned."""

@@ -1,43 +1,17 @@
 """Noticing that gradients were zeroed, by whatever call: tables' gradients are zeroed with the model's.
 
-An optimizer's ``zero_grad`` can be extended, and so can a model's; a wrapper of DDP's, or a loop over parameters, only
+The ``zero_grad`` of optimizers, of the model and of DDP is extended; another wrapper's, or a loop over parameters, only
 shows in what it leaves: a parameter that had a gradient and has none any more.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import Undo
 from ddp_hooks.feed import GradientGuard
-
-
-def extend_zero_grad_of(module: nn.Module, also: Callable[[], None]) -> Undo:
-    """Call ``also()`` before every ``module.zero_grad(...)``, for which torch has no hook."""
-    original = module.zero_grad
-
-    def zero_grad(set_to_none: bool = True) -> None:
-        also()
-        original(set_to_none=set_to_none)
-
-    module.zero_grad = zero_grad  # type: ignore[method-assign]
-    return Undo(lambda: vars(module).pop("zero_grad", None))
-
-
-class WeakCall:
-    """Calls a bound method as long as its object is alive; not copied along with a module."""
-
-    def __init__(self, method: Callable[[], None]) -> None:
-        self._method = weakref.WeakMethod(method)
-
-    def __call__(self) -> None:
-        method = self._method()
-        if method is not None:
-            method()
 
 
 class ZeroingWitness:

@@ -1,4 +1,4 @@
-"""``optimizer.zero_grad()``, for which torch has no hook."""
+"""``zero_grad()`` of optimizers and models, for which torch has no hook."""
 
 from __future__ import annotations
 
@@ -9,24 +9,24 @@ import torch
 from ddp_hooks.comm import Undo
 
 
-def extend_zero_grad(optimizer: torch.optim.Optimizer, also: Callable[[bool], None]) -> Undo:
-    """Call ``also(set_to_none)`` before every ``optimizer.zero_grad(set_to_none)``."""
+def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Callable[[bool], None]) -> Undo:
+    """Call ``also(set_to_none)`` before every ``owner.zero_grad(set_to_none)``."""
     # torch's own schedulers wrap step() on the instance in the same way.
-    original = optimizer.zero_grad
-    extended_before = "zero_grad" in vars(optimizer)
+    original = owner.zero_grad
+    extended_before = "zero_grad" in vars(owner)
 
     def zero_grad(set_to_none: bool = True) -> None:
         also(set_to_none)
         original(set_to_none=set_to_none)
 
-    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]
+    owner.zero_grad = zero_grad  # type: ignore[method-assign]
 
     def undo() -> None:
-        if vars(optimizer).get("zero_grad") is not zero_grad:
+        if vars(owner).get("zero_grad") is not zero_grad:
             return  # somebody has extended ours meanwhile; it does no harm
         if extended_before:
-            optimizer.zero_grad = original  # type: ignore[method-assign]
+            owner.zero_grad = original  # type: ignore[method-assign]
         else:
-            del optimizer.zero_grad
+            del owner.zero_grad
 
     return Undo(undo)

@@ -12,6 +12,7 @@ Prints a table per model and network, and writes JSON and a plot.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import sys
@@ -68,28 +69,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
         options.models, options.workers, options.scale = ["tiny"], [2], 1.0
         options.steps, options.warmup, options.rounds, options.densities = 2, 2, 1, [0.1, 1.0]
     rates: list[str | None] = [None] if options.loopback else options.rate
+    models = options.models[:1] if options.sweep else options.models
+    options.output.mkdir(parents=True, exist_ok=True)
+    path = options.output / "embrace.json"
+    called = {"command": command("embrace", arguments), "created": now(), "environment": environment()}
+    run: dict[str, Any] = {**called, "measured": []}
     try:
         for rate in filter(None, rates):
             parse_rate(rate)
-        measured = [
-            measure(options, model, workers, rate)
-            for rate in rates
-            for workers in options.workers
-            for model in (options.models[:1] if options.sweep else options.models)
-        ]
+        for rate, workers, model in itertools.product(rates, options.workers, models):
+            run["measured"].append(measure(options, model, workers, rate))
+            path.write_text(json.dumps(run, indent=1))  # so that what took long is not lost with what comes later
+            show(run["measured"][-1])
     except (ValueError, RuntimeError) as error:  # also ClusterUnavailable, which says what is missing
         sys.exit(f"error: {error}")
-    run = {
-        "command": command("embrace", arguments),
-        "created": now(),
-        "environment": environment(),
-        "measured": measured,
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "embrace.json"
-    path.write_text(json.dumps(run, indent=1))
-    for one in measured:
-        show(one)
     plot([run], path.with_suffix(".png"))
     print(f"Wrote {path} and {path.with_suffix('.png')}")
     if options.markdown:

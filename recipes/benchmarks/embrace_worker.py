@@ -249,7 +249,7 @@ def _push_pull(workload: EmbraceWorkload) -> Trainee:
 def _sharded(name: str, workload: EmbraceWorkload) -> Trainee:
     model = LanguageModel(workload, {table.name: _embedding(table, True) for table in workload.tables})
     schedules = {"sharded": "none", "horizontal": "horizontal"}
-    config = TableConfig(schedule=schedules.get(name, "2d"))  # type: ignore[arg-type]
+    config = TableConfig(schedule=schedules.get(name, "2d"), init_sync=False)  # type: ignore[arg-type]
     tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=config, lr=LR)
     with_dear = name in ("horizontal", "2d")
     ddp = _wrapped(model, SMALL_BUCKET_MB if with_dear else BUCKET_MB)
@@ -314,6 +314,7 @@ def _approach(name: str, table: TableSpec) -> tuple[Callable[[Tensor], None], Ca
         tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=TableConfig(schedule="none"), lr=LR)
 
         def look_up_and_update(ids: Tensor) -> None:
+            tables.zero_grad()
             model["table"](ids).sum().backward()
             tables.step()
 

@@ -132,6 +132,21 @@ def test_untied_on_request(workers: WorkerPools) -> None:
     assert workers(2).run(untied) == [(True, True)] * 2
 
 
+def begun(rank: int, world_size: int, init_sync: bool) -> list[float]:
+    """The first row after sharding, where each rank has made other weights."""
+    model = holder(nn.Embedding(5000, 4))
+    torch.nn.init.constant_(model.table.weight, float(rank))  # type: ignore[arg-type]
+    tables = shard_embeddings(model, config=TableConfig(init_sync=init_sync, timeout_s=20))
+    row: list[float] = tables.full_state_dict()["table.weight"][0].tolist()
+    tables.close()
+    return row
+
+
+def test_whose_weights_tables_begin_with(workers: WorkerPools) -> None:
+    assert workers(2).run(begun, True) == [[0.0] * 4] * 2
+    assert workers(2).run(begun, False) == [[0.0, 0.0, 1.0, 1.0]] * 2
+
+
 def shared(rank: int, world_size: int) -> tuple[float, list[str], int]:
     torch.manual_seed(3)
     model = Shared().double()
