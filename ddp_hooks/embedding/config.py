@@ -24,8 +24,8 @@ class TableConfig:
             for which the update waits until all rows have arrived; or ``"dense_only"``, without those of tables, which
             are not clipped then.
         untie: give layers that share a table's weight (an output layer, mostly) a weight of their own. False: refuse.
-        init_sync: begin with the weights of the first rank, as DDP does. False: each rank cuts its columns out of its own
-            weights, which must be equal already; spares sending tables over a slow link once.
+        init_sync: begin with the weights of the first rank, as DDP does. False: each rank cuts its columns out of its
+            own weights, which must be equal already; spares sending tables over a slow link once.
         timeout_s: a wait that takes longer fails.
         stall_warning_s: a wait that takes longer is logged, with what it waits for.
     """

@@ -75,8 +75,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     called = {"command": command("embrace", arguments), "created": now(), "environment": environment()}
     run: dict[str, Any] = {**called, "measured": []}
     try:
-        for rate in filter(None, rates):
-            parse_rate(rate)
+        for given in filter(None, rates):
+            parse_rate(given)
         for rate, workers, model in itertools.product(rates, options.workers, models):
             run["measured"].append(measure(options, model, workers, rate))
             path.write_text(json.dumps(run, indent=1))  # so that what took long is not lost with what comes later

@@ -134,8 +134,9 @@ def test_untied_on_request(workers: WorkerPools) -> None:
 
 def begun(rank: int, world_size: int, init_sync: bool) -> list[float]:
     """The first row after sharding, where each rank has made other weights."""
-    model = holder(nn.Embedding(5000, 4))
-    torch.nn.init.constant_(model.table.weight, float(rank))  # type: ignore[arg-type]
+    table = nn.Embedding(5000, 4)
+    model = holder(table)
+    torch.nn.init.constant_(table.weight, float(rank))
     tables = shard_embeddings(model, config=TableConfig(init_sync=init_sync, timeout_s=20))
     row: list[float] = tables.full_state_dict()["table.weight"][0].tolist()
     tables.close()
