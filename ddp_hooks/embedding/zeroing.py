@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 from ddp_hooks.feed import GradientGuard
 
+_MAX_NUMEL = 1 << 16  # of a parameter whose values are looked at, which must not cost anything
+
 
 class ZeroingWitness:
     """A dense parameter that has a gradient, and will not have one when gradients have been zeroed.
@@ -27,15 +29,18 @@ class ZeroingWitness:
         self._was_nonzero = False
 
     def watch(self) -> None:
-        """A backward has ended: choose a parameter."""
-        self._parameter = None
-        for parameter in self._root.parameters():
+        """A backward has ended: choose a parameter, a small one, whose gradient is not zero if there is such a one."""
+        self._parameter, self._was_nonzero = None, False
+        for parameter in sorted(self._root.parameters(), key=Tensor.numel):
             gradient = parameter.grad
             if gradient is None or isinstance(gradient, GradientGuard):  # a hook looks after guarded ones
                 continue
+            if self._parameter is not None and parameter.numel() > _MAX_NUMEL:
+                return
             self._parameter = weakref.ref(parameter)
-            self._was_nonzero = _is_plain(gradient) and bool(gradient.any())
-            return
+            self._was_nonzero = parameter.numel() <= _MAX_NUMEL and _is_plain(gradient) and bool(gradient.any())
+            if self._was_nonzero:
+                return
 
     def saw_zeroing(self) -> bool:
         """Whether the parameter has lost its gradient; says so once."""

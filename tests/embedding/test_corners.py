@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_hooks import GradScaler, TableConfig, shard_embeddings
+from ddp_hooks.embedding.zeroing import ZeroingWitness
 from ddp_hooks.feed import companions
 from tests.dear.test_refusals import message_of
 from tests.embedding.twins import CONFIG, Batch, Side, Twins, batches, ids_of
@@ -280,3 +281,24 @@ def test_ranks_that_part(workers: WorkerPools, case: str) -> None:
     assert any(name in message for _, message, *_ in outcomes for name in named), outcomes
 
 
+
+
+def test_a_witness_is_small_and_not_zero() -> None:
+    """Looking at it must cost nothing, and a gradient that was zero before says nothing."""
+    model = nn.ParameterDict({"large": torch.ones(1 << 17), "zero": torch.ones(2), "small": torch.ones(3)})
+    witness = ZeroingWitness(model)
+    for name, parameter in model.items():
+        parameter.grad = torch.zeros_like(parameter) if name == "zero" else torch.ones_like(parameter)
+    witness.watch()
+    assert not witness.saw_zeroing()
+    model["large"].grad.zero_()
+    model["zero"].grad = None
+    assert not witness.saw_zeroing()  # it looks at the small one
+    model["small"].grad.zero_()
+    assert witness.saw_zeroing() and not witness.saw_zeroing()  # once
+    model["small"].grad = model["zero"].grad = None
+    model["large"].grad = torch.ones(1 << 17)
+    witness.watch()
+    assert not witness.saw_zeroing()
+    model["large"].grad = None
+    assert witness.saw_zeroing()
