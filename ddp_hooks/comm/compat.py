@@ -124,6 +124,12 @@ def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Param
     }
 
 
+def first_managed_sparse_parameter(ddp: DistributedDataParallel) -> str | None:
+    """A parameter with a sparse bucket that is left to no other hook, by name; None if there is none."""
+    managed = managed_parameters(ddp)
+    return next((name for name in sparse_parameters(ddp) if name in managed), None)
+
+
 def ddp_in_forward() -> DistributedDataParallel | None:
     """The DDP module whose forward runs, or None."""
     ddp = DistributedDataParallel._get_active_ddp_module()

@@ -106,13 +106,12 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
     if compat.delays_all_reduce(ddp):
         return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
-    managed = compat.managed_parameters(ddp)
-    for name in compat.sparse_parameters(ddp):
-        if name in managed:
-            return (
-                f"{name} has sparse gradients, which DeAR cannot scatter: construct it with sparse=False, split it "
-                f"with shard_embeddings(), or create an EmbeddingState before, which reduces it"
-            )
+    sparse = compat.first_managed_sparse_parameter(ddp)
+    if sparse is not None:
+        return (
+            f"{sparse} has sparse gradients, which DeAR cannot scatter: construct it with sparse=False, split it "
+            f"with shard_embeddings(), or create an EmbeddingState before, which reduces it"
+        )
     return None
 
 

@@ -66,7 +66,7 @@ class Inspector:
             logger.warning("skipped an update on all ranks, gradients are not finite: %s", found)
             self.sharded.drop_gradients()
             for companion in self.companions:
-                companion.drop_gradients()
+                companion.zero_grad()
             return False
         if self.config.max_grad_norm is not None:
             self.grad_norm = norm_of([power], 2.0)

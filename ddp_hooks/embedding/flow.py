@@ -6,8 +6,8 @@ A step with prefetched batches, on every rank:
    waits for them.
 2. It ends. Ranks tell each other which rows they will look up next.
 3. A table's gradient is complete. Its rows are coalesced and split (Algorithm 1); the prior ones leave at once.
-4. The step. Prior rows are applied, and the next vectors looked up. What was delayed leaves, and is applied at the end
-   of the next step at the latest, before anybody looks it up.
+4. The step. Prior rows are applied, and the next vectors looked up. What was delayed leaves, and is applied when the
+   next step begins at the latest, before anybody looks it up.
 
 Everything that a step has to send is submitted when it ends, so that waiting never communicates. Without prefetched
 batches a table's forward looks up by itself, and all rows are prior.

@@ -2,7 +2,8 @@
 
 Gloo's all-reduce of sparse tensors gathers every rank's rows on every rank, N - 1 times the gradient (Table 2 of the
 paper, AllGather), each of which then adds all of them up. Here a row is summed up by one rank, the row's number modulo
-the number of ranks, and only sums travel to everybody: a row that many ranks have travels once.
+the number of ranks, and only sums travel to everybody: a row that many ranks have travels once. (Two ranks exchange
+their rows.)
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """From gradients to updates: what backwards have sent, and how a step applies it in two parts.
 
 Prior rows are applied at the step. Delayed ones are sent when it ends, so that waiting for them never communicates, and
-applied at the end of the next one at the latest, before anybody looks them up.
+applied when the next one begins at the latest, before anybody looks them up.
 """
 
 from __future__ import annotations

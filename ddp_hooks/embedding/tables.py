@@ -350,10 +350,6 @@ class EmbeddingTables(TableFlow):
         """Whether some of this rank's gradients are not finite, before or after summing up."""
         return self._step.found_nonfinite()
 
-    def drop_gradients(self) -> None:
-        """There is to be no update."""
-        self._drop_gradients()
-
     # -- seams ------------------------------------------------------------------------------------------------------
 
     def _before_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:

@@ -35,8 +35,8 @@ class Companion(Protocol):
     def found_nonfinite(self) -> bool:
         """Whether some of this rank's gradients are not finite."""
 
-    def drop_gradients(self) -> None:
-        """There is to be no update."""
+    def zero_grad(self) -> None:
+        """Forget the gradients."""
 
     def reduced_gradients(self) -> AbstractContextManager[list[torch.nn.Parameter]]:
         """This rank's part of all gradients, for as long as the context lasts; collective."""

@@ -207,6 +207,9 @@ def remarks(one: dict[str, Any]) -> list[str]:
         f"Tables {one['table_mb']:.0f} MB, dense layers {one['dense_mb']:.0f} MB, computing {one['compute_s']:.3f} s "
         f"per step; {goodput}."
     ]
+    missing = [name for name in VARIANTS if name not in one["windows"]]
+    if missing:
+        texts.append(f"Not run here: {', '.join(missing)}.")
     bound_mb, bound_s = least(one)
     texts.append(
         f"An exact step sends {bound_mb:.1f} MB at least (float32, rows of 2d), which takes {bound_s:.3f} s at that "

@@ -12,7 +12,7 @@ VARIANTS = {
     "ddp-dense": "plain DDP, dense gradients of tables",
     "ddp-sparse": "plain DDP, sparse gradients (gloo: all-gather of all rows)",
     "push-pull": "rows partitioned, pulled and pushed (as in Parallax), plain DDP",
-    "dense-priority": "dense gradients, in parts and in the order of the next forward (as in ByteScheduler)",
+    "dense-priority": "dense gradients by DeAR: in parts, in the order of the next forward (as ByteScheduler has them)",
     "embedding-hook": "sparse gradients by partition and exchange (embedding_hook), plain DDP",
     "sharded": "columns by AlltoAll without scheduling, plain DDP",
     "horizontal": "columns by AlltoAll, looked up ahead, DeAR",

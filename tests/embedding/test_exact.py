@@ -15,7 +15,7 @@ import torch
 from ddp_hooks import TableConfig, TableStats
 from ddp_hooks.comm import Work
 from ddp_hooks.embedding.gradients import GradientExchange
-from tests.embedding.twins import CONFIG, OPTIMIZERS, Batch, Loop, Side, Twins, batches
+from tests.embedding.twins import CONFIG, OPTIMIZERS, Batch, Loop, Side, Tables, Twins, batches
 from tests.workers import WorkerPools
 
 NUM_BATCHES = 12
@@ -195,6 +195,28 @@ def test_other_loops(workers: WorkerPools, world_size: int, loop: str, prefetch:
     assert [result[:2] for result in results] == [(0.0, 0.0)] * world_size
     if prefetch:
         assert all(delayed > 0 for *_, delayed in results)
+
+
+class InBfloat16(Tables):
+    """Small whole numbers are exact in it, and so are their sums."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.bfloat16()
+
+
+def in_bfloat16(rank: int, world_size: int, prefetch: bool) -> float:
+    twins = Twins.of(world_size, "sgd", model=InBfloat16)
+    assert twins.ours.tables is not None
+    twins.train(plain, batches(rank, world_size, 6), prefetch)
+    gap = twins.gap()
+    twins.ours.tables.close()
+    return gap
+
+
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
+def test_bfloat16(workers: WorkerPools, prefetch: bool) -> None:
+    assert workers(2).run(in_bfloat16, prefetch) == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("deduplicate", [True, False])
