@@ -19,6 +19,7 @@ import gc
 import hashlib
 import itertools
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,10 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+
 from ddp_hooks import DearState, DearStats, dear_hook
+from recipes.texts import add_text_arguments, positive, read_texts
 
 SPECIAL_TOKENS = {
     "pad_token": "[PAD]",
@@ -117,64 +121,6 @@ def train(args: argparse.Namespace, texts: list[str], device: torch.device) -> R
         state.close()
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return Result(num_parameters, len(blocks), mean_over_ranks(loss), step_s, stats)
-
-
-# Text ---------------------------------------------------------------------------------------------------
-
-
-def read_texts(args: argparse.Namespace) -> list[str]:
-    """The documents to learn from, as the command line asks; exits with a message if there are none."""
-    if args.text:
-        texts = [read_file(path) for path in args.text]
-    elif args.dataset:
-        texts = read_dataset(args.dataset, args.dataset_config, args.split, args.text_column)
-    else:
-        texts = python_documentation()
-    texts = [text for text in texts if text.strip()]
-    if not texts:
-        raise SystemExit("error: expected text to learn from, found only empty documents")
-    return texts
-
-
-def python_documentation() -> list[str]:
-    """The language reference behind Python's ``help()``: 80 topics, about 500 kB."""
-    try:
-        from pydoc_data.topics import topics
-    except ImportError as error:
-        raise SystemExit(
-            "error: this Python comes without its documentation (pydoc_data); pass --text FILE…"
-        ) from error
-    return list(topics.values())
-
-
-def read_file(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise SystemExit(f"error: cannot read {path}: {error}. --text expects readable UTF-8 text files") from error
-
-
-def read_dataset(name: str, config: str | None, split: str, text_column: str) -> list[str]:
-    """One column of a Hugging Face dataset, downloaded on first use.
-
-    Workers of the emulated cluster reach only each other: run once outside to fill the cache.
-    """
-    from datasets import load_dataset  # takes seconds to import, and only this needs it
-
-    try:
-        dataset = load_dataset(name, config, split=split)
-    except Exception as error:  # network, access rights, unknown name, configuration or split
-        raise SystemExit(
-            f"error: cannot load the dataset {name!r} (configuration {config!r}, split {split!r}): {error}\n"
-            "Check the name, --dataset-config and --split. It needs internet access on first use, and "
-            "`hf auth login` if it is private. Without access, pass --text FILE…"
-        ) from error
-    if text_column not in dataset.column_names:
-        raise SystemExit(
-            f"error: the dataset {name!r} has no column {text_column!r}, it has "
-            f"{', '.join(dataset.column_names)}; name one of them with --text-column"
-        )
-    return list(dataset[text_column])
 
 
 # Tokens -------------------------------------------------------------------------------------------------
@@ -382,14 +328,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=positive, default=10, metavar="STEPS")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu", help="cuda: a GPU per rank")
 
-    text = parser.add_argument_group("text (default: Python's documentation)")
-    source = text.add_mutually_exclusive_group()
-    source.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="UTF-8 text files")
-    source.add_argument("--dataset", metavar="NAME", help="a Hugging Face dataset")
-    text.add_argument("--dataset-config", metavar="NAME", help="its configuration")
-    text.add_argument("--split", default="train", help="its split")
-    text.add_argument("--text-column", default="text", metavar="NAME", help="its column with the text")
-
+    add_text_arguments(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--vocab-size", type=positive, default=4000, help="tokens, at most")
     model.add_argument("--block-length", type=positive, default=64, help="tokens per example")
@@ -403,13 +342,6 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     if args.block_length < 3:
         parser.error(f"--block-length must be at least 3 ([CLS], a token, [SEP]), got {args.block_length}")
     return args
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
-    return value
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import EmbeddingTables, TableStats, shard_embeddings
-from recipes.bert_mlm import check_same_on_all_ranks, positive, process_group, read_texts
+from recipes.bert_mlm import check_same_on_all_ranks, process_group
+from recipes.texts import add_text_arguments, positive, read_texts
 
 UNKNOWN = "<unk>"
 UNTIMED_STEPS = 5  # DDP rebuilds its buckets, and allocators settle
@@ -334,14 +335,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, metavar="JSON", help="file for losses; a picture is put beside it")
     add("--compare", type=Path, nargs="+", default=[], metavar="JSON", help="earlier runs, for the same picture")
 
-    text = parser.add_argument_group("text (default: Python's documentation)")
-    source = text.add_mutually_exclusive_group()
-    source.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="UTF-8 text files")
-    source.add_argument("--dataset", metavar="NAME", help="a Hugging Face dataset")
-    text.add_argument("--dataset-config", metavar="NAME", help="its configuration")
-    text.add_argument("--split", default="train", help="its split")
-    text.add_argument("--text-column", default="text", metavar="NAME", help="its column with the text")
-
+    add_text_arguments(parser)
     model = parser.add_argument_group("model")
     model.add_argument("--vocabulary", type=positive, default=10000, help="words, at most; others are <unk>")
     model.add_argument("--sequence-length", type=positive, default=32, help="words per block")

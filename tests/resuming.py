@@ -12,6 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
+import torch
 import torch.distributed as dist
 
 from tests.workers import WorkerPools
@@ -64,6 +65,21 @@ def _resume(loop: Loop, rank: int, folder: Path) -> int:
         for torn in folder.glob("unfinished-*"):
             shutil.rmtree(torn)
     return loop.read(saved[-1]) if saved else 0
+
+
+def write_part(folder: Path, rank: int, content: dict[str, Any], dying: str | None) -> None:
+    """Write a rank's part of a checkpoint, or half of it."""
+    path = folder / f"{rank}.pt"
+    if dying == "saving":
+        path.write_bytes(b"torn")
+        die()
+    torch.save(content, path)
+
+
+def read_part(folder: Path, rank: int) -> dict[str, Any]:
+    """What :func:`write_part` has written."""
+    content: dict[str, Any] = torch.load(folder / f"{rank}.pt", weights_only=True)
+    return content
 
 
 def die() -> None:

@@ -22,8 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from recipes.benchmarks.loss_job import LossJob
 from recipes.benchmarks.variants import parse_variant, with_hook
 from recipes.benchmarks.worker import over_ranks, report, run
-from recipes.bert_mlm import python_documentation
 from recipes.images import endless_batches, load_images
+from recipes.texts import python_documentation
 
 TOKENS = 48  # per worker and step; few, so that two cores can train four workers
 

@@ -67,13 +67,10 @@ class Loop:
             "scheduler": self.scheduler.state_dict(),
             "step": step,
         }
-        if dying == "saving":
-            (folder / f"{self.rank}.pt").write_bytes(b"torn")
-            die()
-        torch.save(content, folder / f"{self.rank}.pt")
+        resuming.write_part(folder, self.rank, content, dying)
 
     def read(self, folder: Path) -> int:
-        content = torch.load(folder / f"{self.rank}.pt", weights_only=True)
+        content = resuming.read_part(folder, self.rank)
         self.ddp.module.load_state_dict(content["model"])
         self.tables.optimizer.load_state_dict(content["tables"])
         self.scheduler.load_state_dict(content["scheduler"])

@@ -15,6 +15,7 @@ from torch import Tensor
 from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 
 from recipes import bert_mlm
+from recipes.texts import python_documentation
 from tests.workers import WorkerPools
 
 TINY = [
@@ -25,7 +26,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def texts() -> list[str]:
-    return bert_mlm.python_documentation()
+    return python_documentation()
 
 
 @pytest.fixture(scope="module")
@@ -39,57 +40,7 @@ def blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
     return bert_mlm.cut_into_blocks(texts, tokenizer, block_length=32)
 
 
-def read(*arguments: str) -> list[str]:
-    return bert_mlm.read_texts(bert_mlm.parse_arguments(arguments))
-
-
-# Text and tokens ----------------------------------------------------------------------------------------
-
-
-def test_documentation_is_real_text() -> None:
-    texts = read()
-    assert sum(len(text) for text in texts) > 100_000
-    assert any("for_stmt" in text for text in texts)
-
-
-def test_text_files_replace_the_documentation(tmp_path: Path) -> None:
-    first, second = tmp_path / "first.txt", tmp_path / "second.txt"
-    first.write_text("Once upon a time", encoding="utf-8")
-    second.write_text("there was a gradient", encoding="utf-8")
-    assert read("--text", str(first), str(second)) == ["Once upon a time", "there was a gradient"]
-
-
-def test_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match=r"nowhere\.txt.*--text expects"):
-        read("--text", str(tmp_path / "nowhere.txt"))
-
-
-def test_empty_text_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
-    with pytest.raises(SystemExit, match="found only empty documents"):
-        read("--text", str(tmp_path / "empty.txt"))
-
-
-def test_unreachable_dataset_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unreachable(*args: object, **kwargs: object) -> None:
-        raise ConnectionError("no route to host")
-
-    monkeypatch.setattr("datasets.load_dataset", unreachable)
-    with pytest.raises(SystemExit, match=r"'wikitext'.*no route to host\n.*internet access.*--text"):
-        read("--dataset", "wikitext")
-
-
-def test_dataset_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    import datasets
-
-    def load_dataset(name: str, config: str | None, split: str) -> object:
-        return datasets.Dataset.from_dict({"line": [f"{name} {config} {split}", " "]})
-
-    monkeypatch.setattr("datasets.load_dataset", load_dataset)
-    asked = ["--dataset", "mine", "--dataset-config", "small", "--split", "test"]
-    assert read(*asked, "--text-column", "line") == ["mine small test"]
-    with pytest.raises(SystemExit, match="no column 'text', it has line"):
-        read(*asked)
+# Tokens -----------------------------------------------------------------------------------------------
 
 
 def test_tokenizer_is_the_same_every_time(texts: list[str]) -> None:
@@ -186,7 +137,7 @@ def test_model_is_tied_and_every_parameter_is_in_one_group(tokenizer: PreTrained
 
 def train(rank: int, world_size: int, hook: str) -> bert_mlm.Result:
     args = bert_mlm.parse_arguments([*TINY, "--hook", hook])
-    return bert_mlm.train(args, bert_mlm.python_documentation(), torch.device("cpu"))
+    return bert_mlm.train(args, python_documentation(), torch.device("cpu"))
 
 
 def test_three_ranks_end_with_the_same_loss_with_and_without_dear(workers: WorkerPools) -> None:

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import bert_mlm
 from recipes import lstm_lm_embrace as recipe
+from recipes.texts import python_documentation
 from tests.workers import WorkerPools
 
 TINY = ["--steps=40", "--batch-size=4", "--sequence-length=16", "--embedding=20", "--hidden=32"]
@@ -97,7 +97,7 @@ def test_arguments() -> None:
 
 
 def train(rank: int, world_size: int, arguments: list[str]) -> recipe.Result:
-    return recipe.train(recipe.parse_arguments([*TINY, *arguments]), bert_mlm.python_documentation())
+    return recipe.train(recipe.parse_arguments([*TINY, *arguments]), python_documentation())
 
 
 @pytest.mark.parametrize("optimizer", recipe.OPTIMIZERS)

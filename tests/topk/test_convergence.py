@@ -22,8 +22,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
 from ddp_hooks.topk.ledger import Collection
-from recipes.bert_mlm import python_documentation
 from recipes.images import load_images
+from recipes.texts import python_documentation
 from recipes.vgg_spardl import make_vgg
 from tests.workers import WorkerPools
 

@@ -59,13 +59,10 @@ class Loop:
             "topk": self.state.state_dict(),
             "step": step,
         }
-        if dying == "saving":
-            (folder / f"{self.rank}.pt").write_bytes(b"torn")
-            die()
-        torch.save(content, folder / f"{self.rank}.pt")
+        resuming.write_part(folder, self.rank, content, dying)
 
     def read(self, folder: Path) -> int:
-        content = torch.load(folder / f"{self.rank}.pt", weights_only=True)
+        content = resuming.read_part(folder, self.rank)
         self.ddp.module.load_state_dict(content["model"])
         self.optimizer.load_state_dict(content["optimizer"])
         self.state.load_state_dict(content["topk"])
