@@ -306,7 +306,8 @@ class DearState(StepCycle):
             optimizer.register_load_state_dict_pre_hook(self._checkpoint.before_load),
             optimizer.register_load_state_dict_post_hook(self._checkpoint.after_load),
             ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
-            ddp.module.register_forward_pre_hook(InertOnCopy(self._before_model)),
+            # First, so that other hooks of the model see which gradients are kept.
+            ddp.module.register_forward_pre_hook(InertOnCopy(self._before_model), prepend=True),
             ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
         ]
         handles += wait_before_reading(ddp, self.synchronize)

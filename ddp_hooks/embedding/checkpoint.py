@@ -68,7 +68,7 @@ class TableCheckpoint:
             raise RuntimeError(
                 "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
                 "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
-                "tables.optimizer.state_dict() on the rank that saves then, before the next step"
+                "tables.optimizer.state_dict() on the rank that saves then, before the next step and tables.close()"
             )
 
     def after_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:

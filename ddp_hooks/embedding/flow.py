@@ -107,7 +107,8 @@ class TableFlow:
         self._prefetched: Prepared | None = None  # the batch of the present forward
         self._ahead: Prepared | None = None  # the next one
         self._upcoming: BatchRows | None = None  # of which ranks are to be told at the end of the forward
-        self._asked: dict[int, list[Lookup]] = defaultdict(list)  # in the present forward, by table
+        self._latest: list[Lookup] = []  # of the present forward, or of the last one
+        self._backward_ended = True  # of the last forward
         self._complaint = NO_COMPLAINT
         self._fault: str | None = None  # why ranks cannot go on; all of them raise it when backward ends
 
@@ -145,7 +146,7 @@ class TableFlow:
         if self._announced:
             loader, announcement = next(reversed(self._announced.items()))
             expected = self._ahead.batch if self._ahead is not None else None
-            if expected is not None and announcement.current is not expected:
+            if expected is not None and expected.wanted is not None and announcement.current is not expected:
                 del self._announced[loader]
 
     # -- 1. a forward begins ----------------------------------------------------------------------------------------
@@ -158,6 +159,7 @@ class TableFlow:
         self._meet(compat.ddp_in_forward())
         self._synchronises = self._is_to_synchronise()
         self._forget_zeroed()
+        self._step.end_interrupted()
         if self._step.has_gradients and not self._is_followed:
             raise RuntimeError(
                 "tables have gradients of an earlier backward that no step has applied: call tables.step() after "
@@ -166,9 +168,7 @@ class TableFlow:
             )
         self._forward += 1
         self._in_forward, self._in_backward, self._is_blind = True, False, False
-        for lookup in (lookup for lookups in self._open.values() for lookup in lookups):
-            lookup.vectors = None  # of an earlier forward
-        self._asked.clear()
+        self._drop_vectors()
         self._prefetched = None
         announced = self._take_announcement()
         if announced is None or self.config.schedule == "none":
@@ -181,9 +181,24 @@ class TableFlow:
             self.flush()
             self._fetch(prepared)
         assert prepared.lookups is not None
-        for index, lookup in prepared.lookups.items():
-            self._open[index].append(lookup)
+        for lookup in prepared.lookups.values():
+            self._expect_gradient(lookup)
         self._prefetched = prepared
+
+    def _drop_vectors(self) -> None:
+        """Of earlier forwards, except of the last one if its backward is to come, which may repeat it.
+
+        Of one only: forwards without a backward are not to fill the memory.
+        """
+        kept = set() if self._backward_ended else {id(lookup) for lookup in self._latest}
+        for lookup in (lookup for lookups in self._open.values() for lookup in lookups):
+            if id(lookup) not in kept:
+                lookup.vectors = None
+        self._latest, self._backward_ended = [], False
+
+    def _expect_gradient(self, lookup: Lookup) -> None:
+        self._open[lookup.table.index].append(lookup)
+        self._latest.append(lookup)
 
     def _is_known(self, ahead: Prepared) -> bool:
         """Whether every rank has such a batch, and nothing is wrong with it."""
@@ -249,19 +264,26 @@ class TableFlow:
         return torch.nn.functional.embedding(ids, self._whole[index], self._all[index].padding_idx)
 
     def _find(self, index: int, values: Ids) -> tuple[Lookup, Tensor] | None:
-        prefetched = self._prefetched if self._in_forward or compat.in_backward() else None
+        if compat.in_backward():
+            return self._find_again(index, values)
+        prefetched = self._prefetched if self._in_forward else None
         if prefetched is not None and prefetched.lookups is not None and index in prefetched.lookups:
             return self._find_prefetched(index, values, prefetched)
-        if compat.in_backward():  # a forward is repeated: no rank may look up anew
-            for lookup in self._asked[index]:
-                positions = lookup.positions_of(values)
-                if not isinstance(positions, int):
-                    return lookup, positions
-            raise RuntimeError(
-                f"a forward was repeated during backward and asks {self._all[index].name} for ids that it had not "
-                f"asked for before: activation checkpointing needs the same ones"
-            )
         return self._look_up_now(index, values)
+
+    def _find_again(self, index: int, values: Ids) -> tuple[Lookup, Tensor] | None:
+        """A forward is repeated, for activation checkpointing: no rank may look up anew."""
+        if self._fault is not None or self._complaint is not NO_COMPLAINT:  # it has found nothing before either
+            return None
+        for lookup in reversed(self._open[index]):  # of several forwards, autograd repeats the last one first
+            positions = lookup.positions_of(values) if lookup.vectors is not None else 0
+            if isinstance(positions, Tensor):
+                return lookup, positions
+        raise RuntimeError(
+            f"a forward was repeated during backward and asks {self._all[index].name} for ids whose vectors are not "
+            f"here: activation checkpointing needs the same ids again, and no more than two forwards before their "
+            f"backward"
+        )
 
     def _find_prefetched(self, index: int, values: Ids, prefetched: Prepared) -> tuple[Lookup, Tensor] | None:
         assert prefetched.lookups is not None and prefetched.fetched is not None
@@ -288,8 +310,7 @@ class TableFlow:
             return None
         lookup = prepared.lookups[index]
         if self._in_forward or torch.is_grad_enabled():
-            self._asked[index].append(lookup)
-            self._open[index].append(lookup)
+            self._expect_gradient(lookup)
         positions = lookup.positions_of(values)
         assert isinstance(positions, Tensor)
         return lookup, positions
@@ -311,8 +332,9 @@ class TableFlow:
         if not self._in_forward:
             return
         self._in_forward = False
-        if output is None:
-            self._channels.annotate(sys.exc_info()[1])
+        error = sys.exc_info()[1] if output is None else None
+        if error is not None:
+            self._channels.annotate(error)
             return
         if self._prefetched is not None and self._fault is None:
             upcoming, self._upcoming = self._upcoming, None
@@ -357,7 +379,7 @@ class TableFlow:
         self._send_complete()
 
     def _end_backward(self) -> None:
-        self._in_backward = False
+        self._in_backward, self._backward_ended = False, True
         compat.queue_engine_callback(self._witness.watch)  # when DDP has made its buckets the gradients
         if self._ahead is not None:
             self._channels.wait(self._ahead.told, self._tally.gradients)
@@ -410,6 +432,8 @@ class TableFlow:
         """Apply prior rows, and look up the next batch."""
         self._refuse_closed()
         self._refuse_parted()
+        if self._whole is not None:
+            raise RuntimeError("a step inside of tables.local(), where tables are copies: leave it before training on")
         if any(lookup.gradient is not None for lookups in self._open.values() for lookup in lookups):
             raise RuntimeError(
                 "step() after backwards under no_sync() only: their gradients have not been sent. Run the last "
@@ -418,8 +442,13 @@ class TableFlow:
         self._open.clear()
         self._calls.clear()
         self._backwards.clear()
-        self._forget_zeroed()
         had_gradients = self._step.has_gradients
+        if had_gradients and self._witness.saw_zeroing():
+            raise RuntimeError(
+                "the model's gradients were zeroed between backward and this step, and those of the tables were not: "
+                "call tables.step() before optimizer.zero_grad(), or let the tables follow() the optimizer; to drop "
+                "gradients call tables.zero_grad(), too"
+            )
         if self._was_applied and not had_gradients:
             raise RuntimeError(
                 "a second step with the same gradients, which the tables have applied and not kept: call zero_grad() "
@@ -436,8 +465,18 @@ class TableFlow:
         self._step.end([*fetched, *after])
 
     def flush(self) -> None:
-        """Wait for delayed rows, and apply them. Communicates nothing itself: one rank alone may call it."""
+        """Wait for delayed rows, and apply them. Communicates nothing itself: one rank alone may call it.
+
+        Raises:
+            RuntimeError: a step was interrupted, so that delayed rows have not been sent.
+        """
         self._step.flush()
+
+    def _flush_together(self) -> None:
+        """Likewise, where all ranks do: it sends what an interrupted step has not sent."""
+        self._refuse_closed()
+        self._step.end_interrupted()
+        self.flush()
 
     def _look_ahead(self) -> None:
         """Ask for the vectors of the next batch; those that were asked for before may be of old weights."""

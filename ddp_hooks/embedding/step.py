@@ -67,6 +67,11 @@ class TableStep:
         """Whether a backward has sent any that no step has applied."""
         return bool(self._sent or self._sums)
 
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether a step has begun and has not ended: it still has to send what it delays."""
+        return self._late is not None and self._late.work is None
+
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def send(self, exchange: GradientExchange, told: Work | None) -> None:
@@ -124,9 +129,11 @@ class TableStep:
         Args:
             upcoming: the next batch, as far as one is known.
         """
+        self.end_interrupted()
         self.flush()
         if not self.has_gradients:
             return
+        self._updates.begin()
         if self._must_be_whole(upcoming):
             parts = self.complete()
         else:
@@ -137,7 +144,6 @@ class TableStep:
             self._late = _Late(delayed, self._multiplier) if delayed else None
             self._tally.add_rows(exchanges)
         with self._tally.updates.measure(self._channels.recorder, "updates of tables"):
-            self._updates.begin()
             self._updates.apply(parts)
         self.stats = self._tally.next_stats(self.stats, self.clip)
         self.drop()
@@ -151,10 +157,24 @@ class TableStep:
         if self._late is not None and self._late.work is None:
             self._late.work = self._send_delayed(self._late.exchanges, after)
 
+    def end_interrupted(self) -> None:
+        """Send what is delayed of a step that an exception has ended; on all ranks."""
+        self.end(())
+
     def flush(self) -> None:
-        """Wait for what was delayed, and apply it. Communicates nothing itself."""
-        if self._late is None or self._late.work is None:
+        """Wait for what was delayed, and apply it. Communicates nothing itself.
+
+        Raises:
+            RuntimeError: the step has not come to sending it.
+        """
+        if self._late is None:
             return
+        if self._late.work is None:
+            raise RuntimeError(
+                "a step of the tables was interrupted by an exception before it had sent its delayed rows, so a part "
+                "of them is not updated: go on with the next forward of training, or call tables.full_state_dict() "
+                "on all ranks, either of which completes it"
+            )
         late, self._late = self._late, None
         self._channels.wait(_there(late.work), self._tally.gradients)
         parts = {exchange.table.index: _there(exchange.delayed) for exchange in late.exchanges}

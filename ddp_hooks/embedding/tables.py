@@ -61,13 +61,14 @@ class EmbeddingTables(TableFlow):
             model.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
             optimizer.register_step_pre_hook(self._before_own_step),
             optimizer.register_step_post_hook(self._after_own_step),
-            optimizer.register_state_dict_pre_hook(lambda *_: self.flush()),
-            optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict),
-            optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict),
-            optimizer.register_load_state_dict_pre_hook(self._before_load),
             extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
             at_exit(self.close, self._channels.abandon, self._channels.is_stuck),
         ]
+        # These stay when the tables are closed: one rank's part of the state is never what is to be saved.
+        optimizer.register_state_dict_pre_hook(lambda *_: self.flush())
+        optimizer.register_load_state_dict_pre_hook(self._before_load)
+        optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict)
+        optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict)
         companions.join_module(model, self)
 
     # -- what users call --------------------------------------------------------------------------------------------
@@ -83,6 +84,7 @@ class EmbeddingTables(TableFlow):
         Raises:
             ValueError: the optimizer holds a weight that was sharded: make it after ``shard_embeddings``.
         """
+        self._refuse_closed()
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         stale = [self._all[index].name for index, weight in self._replaced.items() if id(weight()) in held]
         if stale:
@@ -124,6 +126,7 @@ class EmbeddingTables(TableFlow):
             ids: all ids that a batch will look up, by the name of the table: ``lambda batch: {"encoder.embed":
                 batch["input_ids"]}``. More than a forward asks for do no harm, fewer are an error.
         """
+        self._refuse_closed()
         return PrefetchedLoader(self, loader, ids)
 
     @contextmanager
@@ -144,8 +147,10 @@ class EmbeddingTables(TableFlow):
 
         Takes the memory of whole tables for as long as it lasts. ``state_dict()`` works inside.
         """
-        self._refuse_closed()
-        self.flush()
+        if self._whole is not None:  # inside of another one
+            yield
+            return
+        self._flush_together()
         self._whole = self._checkpoint.weights(None, self.device)
         try:
             yield
@@ -195,8 +200,7 @@ class EmbeddingTables(TableFlow):
 
         Every rank gets it. Load it with ``model.load_state_dict``, also into a model that is not sharded.
         """
-        self._refuse_closed()
-        self.flush()
+        self._flush_together()
         before, self._kept = self._kept, self._checkpoint.weights(None, torch.device("cpu"))
         try:
             state: dict[str, Any] = self._root.state_dict()
@@ -209,8 +213,7 @@ class EmbeddingTables(TableFlow):
 
         Load it with ``tables.optimizer.load_state_dict``, on any number of ranks.
         """
-        self._refuse_closed()
-        self.flush()
+        self._flush_together()
         state = self._checkpoint.optimizer_state(None)
         assert state is not None
         return state
@@ -223,8 +226,7 @@ class EmbeddingTables(TableFlow):
         """
         if not 0 <= to < self._channels.world_size:
             raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._channels.world_size - 1}, got {to}")
-        self._refuse_closed()
-        self.flush()
+        self._flush_together()
         self._kept = self._checkpoint.weights(to, torch.device("cpu"))
         self._checkpoint.keep(self._checkpoint.optimizer_state(to))
 
@@ -233,8 +235,7 @@ class EmbeddingTables(TableFlow):
 
         Tensors are those in use, not copies. See :meth:`load_sharded`.
         """
-        self._refuse_closed()
-        self.flush()
+        self._flush_together()
         return self._checkpoint.parts()
 
     def load_sharded(self, path: str | os.PathLike[str], prefix: str = "tables") -> None:
@@ -247,17 +248,20 @@ class EmbeddingTables(TableFlow):
         Raises:
             ValueError: there is no such table.
         """
-        self._refuse_closed()
-        self.flush()
+        self._flush_together()
         self._weights_change()
         self._checkpoint.load_parts(path, prefix)
 
     def close(self) -> None:
-        """Finish communication, let every rank do the same, and end the lanes. The model keeps its columns."""
+        """Finish communication, let every rank do the same, and end the lanes.
+
+        The model keeps its columns, which can be neither looked up nor saved any more: save before.
+        """
         if self._closed:
             return
         try:
-            self.flush()
+            if not self._step.is_interrupted:  # otherwise other ranks may not come
+                self.flush()
         finally:
             self._closed = True
             self.unfollow()
@@ -298,6 +302,11 @@ class EmbeddingTables(TableFlow):
             self.flush()
             return self._all[index].weight.detach()
         rank = self._channels.ranks[self._channels.rank]
+        if self._closed:
+            raise RuntimeError(
+                f"{what}: the tables were closed, and rank {rank} has kept some columns of {self._all[index].name} "
+                f"only: call tables.full_state_dict() on all ranks before tables.close()"
+            )
         raise RuntimeError(
             f"{what}: rank {rank} has some columns of {self._all[index].name} only, and to gather the others takes all "
             f"ranks. To save call tables.full_state_dict() on all ranks, or tables.consolidate() on all ranks and "

@@ -1,23 +1,22 @@
 """Noticing that gradients were zeroed, by whatever call: tables' gradients are zeroed with the model's.
 
 The ``zero_grad`` of optimizers, of the model and of DDP is extended; another wrapper's, or a loop over parameters, only
-shows in what it leaves: a parameter that had a gradient and has none any more.
+shows in what it leaves: parameters that had gradients, and none of which has one any more.
 """
 
 from __future__ import annotations
 
 import weakref
 
-import torch
 from torch import Tensor, nn
 
 from ddp_hooks.feed import GradientGuard
 
-_MAX_NUMEL = 1 << 16  # of a parameter whose values are looked at, which must not cost anything
+_MAX_NUMEL = 1 << 16  # numbers of a gradient that are looked at, which must not cost anything
 
 
 class ZeroingWitness:
-    """A dense parameter that has a gradient, and will not have one when gradients have been zeroed.
+    """A dense parameter that has a gradient; when it has lost it, all the others are asked.
 
     Args:
         root: whose parameters are looked at.
@@ -33,29 +32,33 @@ class ZeroingWitness:
         self._parameter, self._was_nonzero = None, False
         for parameter in sorted(self._root.parameters(), key=Tensor.numel):
             gradient = parameter.grad
-            if gradient is None or isinstance(gradient, GradientGuard):  # a hook looks after guarded ones
+            if gradient is None:
                 continue
             if self._parameter is not None and parameter.numel() > _MAX_NUMEL:
                 return
             self._parameter = weakref.ref(parameter)
-            self._was_nonzero = parameter.numel() <= _MAX_NUMEL and _is_plain(gradient) and bool(gradient.any())
+            self._was_nonzero = not _is_gone(gradient)
             if self._was_nonzero:
                 return
 
     def saw_zeroing(self) -> bool:
-        """Whether the parameter has lost its gradient; says so once."""
+        """Whether the parameter has lost its gradient, and no other one has any; says so once."""
         parameter = self._parameter() if self._parameter is not None else None
-        if parameter is None:
+        if parameter is None or (parameter.grad is not None and not self._was_nonzero):
             return False
-        gradient = parameter.grad
-        if isinstance(gradient, GradientGuard):
+        # Some loops drop gradients of a few layers, which is not the same: ask the witness first, then all.
+        if not (_is_gone(parameter.grad) and all(_is_gone(other.grad) for other in self._root.parameters())):
             return False
-        zeroed = gradient is None or (self._was_nonzero and _is_plain(gradient) and not bool(gradient.any()))
-        if zeroed:
-            self._parameter = None
-        return zeroed
+        self._parameter = None
+        return True
 
 
-def _is_plain(gradient: Tensor) -> bool:
-    """Whether looking at its values takes no other rank, and no device to be waited for."""
-    return gradient.device.type == "cpu" and not hasattr(gradient, "full_tensor") and gradient.layout is torch.strided
+def _is_gone(gradient: Tensor | None) -> bool:
+    """Whether there is none, or zeros, as far as that can be seen without another rank or waiting for a device."""
+    if gradient is None:
+        return True
+    if isinstance(gradient, GradientGuard):
+        return gradient.zeroed
+    if gradient.device.type != "cpu" or hasattr(gradient, "full_tensor") or gradient.is_sparse:
+        return False
+    return not bool(gradient.detach().reshape(-1)[:_MAX_NUMEL].any())

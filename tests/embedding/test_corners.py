@@ -87,6 +87,10 @@ def misused(rank: int, world_size: int) -> list[str]:
     messages.append(message_of(lambda: shard_embeddings(twins.ours.ddp.module, modules=1)))
     messages.append(message_of(lambda: settings.step(lambda: 0.0)))
     with tables.local():
+        with tables.local():
+            pass
+        assert twins.ours.ddp.module.encoder.weight.shape == (40, 10)
+        messages.append(message_of(twins.ours.step))
         messages.append(message_of(lambda: twins.ours.ddp.module.load_state_dict(twins.plain.ddp.module.state_dict())))
     tables.close()
 
@@ -97,7 +101,13 @@ def misused(rank: int, world_size: int) -> list[str]:
     scaler = GradScaler("cpu")
     scaler.scale(twins.ours.ddp(data[3])).backward()
     messages.append(message_of(lambda: scaler.step(twins.ours.optimizers[0])))
+    twins.ours.zero_grad()
+    messages.append(message_of(tables.step))
     tables.close()
+    messages.append(message_of(tables.optimizer.state_dict))
+    messages.append(message_of(twins.ours.ddp.module.state_dict))
+    messages.append(message_of(lambda: tables.follow(twins.ours.optimizers[0])))
+    messages.append(message_of(lambda: tables.prefetch([], ids_of)))
     assert companions.companions_in(twins.ours.ddp.module) == []
     return messages
 
@@ -109,8 +119,14 @@ def test_misuse(workers: WorkerPools) -> None:
         "SGD's momentum moves rows that have no gradient",
         "has sharded tables already",
         "takes no closure",
+        "a step inside of tables.local()",
         "leave it before",
         "call tables.follow(optimizer) once",
+        "call tables.step() before optimizer.zero_grad()",
+        "before the next step and tables.close()",
+        "state_dict(): the tables were closed",
+        "the tables were closed",
+        "the tables were closed",
     ]
     for messages in workers(2).run(misused):
         assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
@@ -221,16 +237,23 @@ class WithOpaqueOutput(Two):
         return Opaque(super().forward(ids, with_second))
 
 
+class WithoutOutput(Two):
+    def forward(self, ids: Tensor, with_second: bool = True) -> Any:
+        self.loss = super().forward(ids, with_second)
+
+
 class WithParameterAsOutput(Two):
     def forward(self, ids: Tensor, with_second: bool = True) -> Any:
         return super().forward(ids, with_second), self.factor
 
 
-def outputs(rank: int, world_size: int) -> tuple[str, int]:
-    opaque = WithOpaqueOutput()
-    tables = shard_embeddings(opaque, None, 1, torch.optim.SGD, config=CONFIG, lr=0.1)
-    message = message_of(lambda: opaque(torch.tensor([1, 2])).loss.backward())
-    tables.close()
+def outputs(rank: int, world_size: int) -> tuple[list[str], int]:
+    messages = []
+    for other in (WithOpaqueOutput(), WithoutOutput()):
+        tables = shard_embeddings(other, None, 1, torch.optim.SGD, config=CONFIG, lr=0.1)
+        holder: Any = other(torch.tensor([1, 2])) or other
+        messages.append(message_of(holder.loss.backward))
+        tables.close()
     model = WithParameterAsOutput()
     tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=CONFIG, lr=0.1)
     for _ in range(4):
@@ -239,12 +262,13 @@ def outputs(rank: int, world_size: int) -> tuple[str, int]:
         tables.step()
     hooks = model.factor._backward_hooks
     tables.close()
-    return message, len(hooks or ())
+    return messages, len(hooks or ())
 
 
 def test_outputs(workers: WorkerPools) -> None:
-    for message, hooks in workers(2).run(outputs):
-        assert "return tensors, or tuples, lists or dicts of them" in message
+    for messages, hooks in workers(2).run(outputs):
+        assert len(messages) == 2
+        assert all("return tensors, or tuples, lists or dicts of them" in message for message in messages)
         assert hooks == 0
 
 
@@ -261,7 +285,7 @@ def forwards_without_backward(rank: int, world_size: int) -> int:
 
 
 def test_vectors_are_not_kept(workers: WorkerPools) -> None:
-    assert workers(2).run(forwards_without_backward) == [4, 4]  # of the last forward's four calls
+    assert workers(2).run(forwards_without_backward) == [8, 8]  # of the last two forwards' four calls
 
 
 def parted(rank: int, world_size: int, case: str) -> str:
@@ -317,11 +341,15 @@ def test_a_witness_is_small_and_not_zero() -> None:
         parameter.grad = torch.zeros_like(parameter) if name == "zero" else torch.ones_like(parameter)
     witness.watch()
     assert not witness.saw_zeroing()
-    model["large"].grad.zero_()
     model["zero"].grad = None
-    assert not witness.saw_zeroing()  # it looks at the small one
     model["small"].grad.zero_()
+    assert not witness.saw_zeroing()  # one layer's gradients were dropped, not all
+    model["large"].grad.zero_()
     assert witness.saw_zeroing() and not witness.saw_zeroing()  # once
+    model["small"].grad = torch.ones(3)
+    witness.watch()
+    model["large"].grad = None
+    assert not witness.saw_zeroing()
     model["small"].grad = model["zero"].grad = None
     model["large"].grad = torch.ones(1 << 17)
     witness.watch()

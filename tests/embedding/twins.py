@@ -86,7 +86,7 @@ def sum_and_divide(_, bucket):  # type: ignore[no-untyped-def]
     """Plain DDP's reduction, slow and obvious, dividing after the sum: exact for whole numbers."""
     buffer = bucket.buffer()
     world_size = dist.get_world_size()
-    future: Any = torch.futures.Future()
+    future = torch.futures.Future()
     if not buffer.is_sparse:
         dist.all_reduce(buffer)
         future.set_result(buffer.div_(world_size))

@@ -1,0 +1,203 @@
+"""Steps that an exception ends, and backwards and forwards that do not come in turns.
+
+Prevents: delayed rows that are lost with an interrupted step, gradients of tables that go with those of one layer, and
+vectors of one forward taken for another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import TopKConfig, TopKState, shard_embeddings, topk_hook
+from tests.dear.test_refusals import message_of
+from tests.embedding.test_exact import LOOPS
+from tests.embedding.test_training_loop import Checkpointed, with_dear
+from tests.embedding.twins import CONFIG, Batch, Loop, Side, Tables, Twins, batches, ids_of
+from tests.workers import WorkerPools
+
+
+class TwoDense(Tables):
+    """With dense parameters in two layers."""
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.other = nn.Parameter(torch.arange(6.0))
+
+    def forward(self, batch: Batch) -> Tensor:
+        return super().forward(batch) + (self.other * batch["dense"]).sum()
+
+
+class Interruption(Exception):
+    """Raised by a hook of a step, when tables have begun theirs."""
+
+
+def interrupted(side: Side, data: Iterator[Batch]) -> None:
+    """Some steps raise, and the loop goes on."""
+    for number, batch in enumerate(data):
+        side.zero_grad()
+        side.ddp(batch).backward()
+        handle = side.optimizers[0].register_step_pre_hook(interrupt) if number in (2, 3, 6, 9) else None
+        for optimizer in side.optimizers:
+            try:
+                optimizer.step()
+            except Interruption:
+                if side.tables is not None and number == 3 and side.tables._step.is_interrupted:
+                    assert "was interrupted by an exception" in message_of(side.tables.flush)
+                    side.tables.full_optimizer_state_dict()  # completes it
+                    side.tables.flush()
+        if handle is not None:
+            handle.remove()
+
+
+def interrupt(*_: Any) -> None:
+    raise Interruption
+
+
+def drop_one_layer(side: Side, data: Iterator[Batch]) -> None:
+    """As some loops do in their first epoch; and on one rank alone."""
+    for number, batch in enumerate(data):
+        side.zero_grad()
+        side.ddp(batch).backward()
+        if number % 4 == torch.distributed.get_rank() or number % 4 == 3:
+            side.ddp.module.dense.grad = None
+        side.step()
+
+
+def drop_and_go_on(side: Side, data: Iterator[Batch]) -> None:
+    """Gradients of two backwards add up, but those of one layer."""
+    for number, batch in enumerate(data):
+        side.ddp(batch).backward()
+        side.ddp.module.dense.grad = None
+        if number % 2:
+            side.step()
+            side.zero_grad()
+
+
+def run(rank: int, world_size: int, loops: dict[str, Loop], hook: str, prefetch: bool) -> list[tuple[str, float]]:
+    found = []
+    for name, loop in loops.items():
+        closing: list[Any] = []
+
+        def wrap(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, closing: list[Any] = closing) -> None:
+            if hook == "dear":
+                closing.append(with_dear(ddp, optimizer))
+            else:
+                closing.append(TopKState(ddp, TopKConfig(density=1.0, timeout_s=20)))
+                ddp.register_comm_hook(closing[0], topk_hook)
+
+        twins = Twins.of(world_size, "adagrad", model=TwoDense, wrap=wrap if hook != "ddp" else None)
+        assert twins.ours.tables is not None
+        twins.train(loop, batches(rank, world_size, 12), prefetch)
+        for state in closing:
+            state.synchronize()
+        found.append((name, max(twins.gap(), twins.optimizer_gap())))
+        for state in closing:
+            state.close()
+        twins.ours.tables.close()
+    return found
+
+
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
+@pytest.mark.parametrize("hook", ["dear", "topk"])
+def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch: bool) -> None:
+    for found in workers(2).run(run, LOOPS, hook, prefetch):
+        assert found == [(name, 0.0) for name in LOOPS]
+
+
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_interrupted_and_partly_dropped(workers: WorkerPools, world_size: int, prefetch: bool) -> None:
+    loops = {"interrupted": interrupted, "drop one layer": drop_one_layer, "drop and go on": drop_and_go_on}
+    for found in workers(world_size).run(run, loops, "ddp", prefetch):
+        assert found == [(name, 0.0) for name in loops]
+
+
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
+def test_interrupted_beside_dear(workers: WorkerPools, prefetch: bool) -> None:
+    loops = {"interrupted": interrupted}
+    for found in workers(2).run(run, loops, "dear", prefetch):
+        assert found == [("interrupted", 0.0)]
+
+
+def teacher(rank: int, world_size: int) -> list[int]:
+    """Delayed rows of three epochs, when a forward without gradients comes before each one of training."""
+    twins = Twins.of(world_size)
+    side, tables = twins.ours, twins.ours.tables
+    assert tables is not None
+    data = batches(rank, world_size, 6)
+    found = []
+    for _ in range(3):
+        delayed = 0
+        for batch in tables.prefetch(data, ids_of):
+            with torch.no_grad():
+                side.ddp.module(batch)
+            side.zero_grad()
+            side.ddp(batch).backward()
+            side.step()
+            delayed += tables.stats().num_delayed_rows
+        found.append(delayed)
+    tables.close()
+    return found
+
+
+def test_forwards_without_gradients_before_those_of_training(workers: WorkerPools) -> None:
+    for first, second, third in workers(2).run(teacher):
+        assert first > 0
+        assert first == second == third
+
+
+def several_forwards(rank: int, world_size: int, reentrant: bool, prefetch: bool, count: int) -> float:
+    """Several forwards, then one backward through all of them, which repeats them; against whole tables."""
+    data = [torch.randint(0, 20, (5,), generator=torch.Generator().manual_seed(9 * rank + i)) for i in range(12)]
+    weights = []
+    for sharded in (True, False):
+        torch.manual_seed(3)
+        model = Checkpointed(reentrant).double()
+        weight = model.table.weight
+        optimizer: Any = torch.optim.SGD([weight], lr=0.01)
+        loader: Any = data
+        if sharded:
+            optimizer = tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=CONFIG, lr=0.01)
+            loader = tables.prefetch(data, lambda ids: ids) if prefetch else data
+        losses: list[Tensor] = []
+        for number, ids in enumerate(loader):
+            losses.append(model(ids))
+            if (number + 1) % count:
+                continue
+            optimizer.zero_grad()
+            torch.stack(losses).sum().backward()
+            if not sharded:
+                assert weight.grad is not None
+                weight.grad = mean_over_ranks(weight.grad.to_dense(), world_size)
+            optimizer.step()
+            losses = []
+        weights.append(tables.full_state_dict()["table.weight"] if sharded else weight.detach())
+    tables.close()
+    return float((weights[0] - weights[1]).abs().max())
+
+
+def mean_over_ranks(gradient: Tensor, world_size: int) -> Tensor:
+    torch.distributed.all_reduce(gradient)
+    return gradient / world_size
+
+
+@pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_two_forwards_are_repeated(workers: WorkerPools, reentrant: bool, prefetch: bool) -> None:
+    assert all(gap < 1e-12 for gap in workers(2).run(several_forwards, reentrant, prefetch, 2))
+
+
+def too_many(rank: int, world_size: int) -> str:
+    return message_of(lambda: several_forwards(rank, world_size, True, True, 3))
+
+
+def test_too_many_forwards_to_repeat(workers: WorkerPools) -> None:
+    pool = workers(2)
+    assert all("no more than two forwards before their backward" in message for message in pool.run(too_many))
+    pool.end()
