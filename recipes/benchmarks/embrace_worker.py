@@ -209,14 +209,10 @@ def build(name: str, workload: EmbraceWorkload) -> Trainee:
 
 
 def _embedding(table: TableSpec, sparse: bool) -> nn.Embedding:
-    # Zeros, so that rows which nobody uses take no memory.
-    return nn.Embedding(
-        table.num_rows,
-        table.dim,
-        padding_idx=PADDING if table.padded else None,
-        sparse=sparse,
-        _weight=torch.zeros(table.num_rows, table.dim),
-    )
+    # NumPy's zeros take no memory where nobody writes; torch.zeros writes them.
+    weight = torch.from_numpy(np.zeros((table.num_rows, table.dim), np.float32))
+    padding_idx = PADDING if table.padded else None
+    return nn.Embedding(table.num_rows, table.dim, padding_idx=padding_idx, sparse=sparse, _weight=weight)
 
 
 def _wrapped(model: nn.Module, bucket_mb: float = BUCKET_MB) -> DistributedDataParallel:
