@@ -23,10 +23,10 @@ class GradientShards(Protocol):
         """This rank's shards, with their reduced gradients as ``.grad`` while the context lasts."""
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum of a scalar over the ranks; collective."""
+        """The sum of a small tensor over the ranks; collective."""
 
     def largest_over_ranks(self, value: Tensor) -> Tensor:
-        """The largest value of a scalar over the ranks; collective."""
+        """The largest values of a small tensor over the ranks; collective."""
 
 
 @torch.no_grad()
@@ -90,7 +90,12 @@ def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
 def total_power(gradients: Sequence[Tensor], shards: GradientShards, norm_type: float) -> Tensor:
     """What this rank's part contributes to a norm, over all ranks: a sum of powers, or the largest; collective."""
     power = power_of(gradients, norm_type)
-    return shards.sum_over_ranks(power) if norm_type < math.inf else shards.largest_over_ranks(power)
+    if norm_type < math.inf:
+        return shards.sum_over_ranks(power)
+    # Backends disagree on the larger of a number and NaN.
+    pair = torch.stack([power.nan_to_num(nan=0.0, posinf=math.inf), power.isnan().double()])
+    largest, is_nan = shards.largest_over_ranks(pair)
+    return torch.where(is_nan > 0, math.nan, largest)
 
 
 def norm_of(powers: Sequence[Tensor], norm_type: float) -> Tensor:
@@ -117,9 +122,7 @@ def power_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     if hasattr(norm, "full_tensor"):  # a DTensor, each rank of which has a part; to import the class takes a while
         norm = norm.full_tensor()
     norm = norm.double()
-    if norm_type < math.inf:
-        return norm**norm_type
-    return norm.nan_to_num(nan=math.inf, posinf=math.inf)  # backends disagree on the larger of a number and NaN
+    return norm**norm_type if norm_type < math.inf else norm
 
 
 def _companions(source: GradientShards) -> list[GradientShards]:

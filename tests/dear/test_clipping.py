@@ -165,6 +165,25 @@ def test_error_if_nonfinite_raises_on_every_rank(workers: WorkerPools) -> None:
         assert unchanged
 
 
+def clip_nan(rank: int, world_size: int, norm_type: float) -> tuple[float, bool]:
+    """One parameter's gradient is not a number; some ranks have none of it."""
+    ddp, optimizer, state = trained(rank, world_size)
+    optimizer.zero_grad()
+    handle = next(ddp.parameters()).register_hook(lambda gradient: gradient * math.nan)
+    ddp(*whole_batches(rank, world_size, 9)).backward()
+    handle.remove()
+    norm = state.clip_grad_norm_(1.0, norm_type)
+    optimizer.step()
+    state.synchronize()
+    return float(norm), all(bool(parameter.isnan().all()) for parameter in ddp.parameters())
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_a_norm_that_is_no_number(workers: WorkerPools, norm_type: float) -> None:
+    """As torch has it: everything is scaled by NaN, which nobody overlooks."""
+    assert all(math.isnan(norm) and is_nan for norm, is_nan in workers(3).run(clip_nan, norm_type))
+
+
 @pytest.mark.parametrize(("max_norm", "norm_type"), [(1.0, 0.0), (1.0, -1.0), (-1.0, 2.0)])
 def test_norms_are_checked(max_norm: float, norm_type: float) -> None:
     with pytest.raises(ValueError, match="max_norm" if max_norm < 0 else "norm_type"):
