@@ -175,6 +175,7 @@ class EmbeddingTables(TableFlow):
         Between backward and the step, which then waits for delayed rows. Nothing with
         ``TableConfig(clip="dense_only")``.
         """
+        self._witness.expect_scaling()
         if self.config.clip == "dense_only":
             self._step.clip = "dense_only"
             yield []

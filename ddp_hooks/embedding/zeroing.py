@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 
+import torch
 from torch import Tensor, nn
 
 from ddp_hooks.feed import GradientGuard
@@ -41,10 +42,14 @@ class ZeroingWitness:
             if self._was_nonzero:
                 return
 
+    def expect_scaling(self) -> None:
+        """Gradients are about to be clipped, to nothing perhaps: from now on zeros are no sign."""
+        self._was_nonzero = False
+
     def saw_zeroing(self) -> bool:
         """Whether the parameter has lost its gradient, and no other one has any; says so once."""
         parameter = self._parameter() if self._parameter is not None else None
-        if parameter is None or (parameter.grad is not None and not self._was_nonzero):
+        if parameter is None or (parameter.grad is not None and not self._was_nonzero):  # zeros say nothing then
             return False
         # Some loops drop gradients of a few layers, which is not the same: ask the witness first, then all.
         if not (_is_gone(parameter.grad) and all(_is_gone(other.grad) for other in self._root.parameters())):
@@ -59,6 +64,6 @@ def _is_gone(gradient: Tensor | None) -> bool:
         return True
     if isinstance(gradient, GradientGuard):
         return gradient.zeroed
-    if gradient.device.type != "cpu" or hasattr(gradient, "full_tensor") or gradient.is_sparse:
+    if gradient.device.type != "cpu" or hasattr(gradient, "full_tensor") or gradient.layout is not torch.strided:
         return False
     return not bool(gradient.detach().reshape(-1)[:_MAX_NUMEL].any())

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import TopKConfig, TopKState, shard_embeddings, topk_hook
+from ddp_hooks import TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, topk_hook
 from tests.dear.test_refusals import message_of
 from tests.embedding.test_exact import LOOPS
 from tests.embedding.test_training_loop import Checkpointed, with_dear
@@ -79,6 +79,20 @@ def drop_and_go_on(side: Side, data: Iterator[Batch]) -> None:
             side.zero_grad()
 
 
+def clip_to_nothing(side: Side, data: Iterator[Batch]) -> None:
+    """The step that follows is one with gradients of zero, not one without any."""
+    for number, batch in enumerate(data):
+        side.zero_grad()
+        side.ddp(batch).backward()
+        if number % 2 and side.tables is not None:
+            clip_grad_norm_([side.ddp.parameters(), side.tables], 0.0)
+        elif number % 2:
+            for parameter in side.ddp.parameters():
+                if parameter.grad is not None:
+                    parameter.grad.mul_(0.0)
+        side.step()
+
+
 def run(rank: int, world_size: int, loops: dict[str, Loop], hook: str, prefetch: bool) -> list[tuple[str, float]]:
     found = []
     for name, loop in loops.items():
@@ -88,7 +102,9 @@ def run(rank: int, world_size: int, loops: dict[str, Loop], hook: str, prefetch:
             if hook == "dear":
                 closing.append(with_dear(ddp, optimizer))
             else:
-                closing.append(TopKState(ddp, TopKConfig(density=1.0, timeout_s=20)))
+                forward = hook == "topk forward"
+                config = TopKConfig(density=1.0, timeout_s=20, pipeline="forward" if forward else "backward")
+                closing.append(TopKState(ddp, config, optimizer=optimizer if forward else None))
                 ddp.register_comm_hook(closing[0], topk_hook)
 
         twins = Twins.of(world_size, "adagrad", model=TwoDense, wrap=wrap if hook != "ddp" else None)
@@ -104,7 +120,7 @@ def run(rank: int, world_size: int, loops: dict[str, Loop], hook: str, prefetch:
 
 
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
-@pytest.mark.parametrize("hook", ["dear", "topk"])
+@pytest.mark.parametrize("hook", ["dear", "topk", "topk forward"])
 def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch: bool) -> None:
     for found in workers(2).run(run, LOOPS, hook, prefetch):
         assert found == [(name, 0.0) for name in LOOPS]
@@ -113,7 +129,12 @@ def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_interrupted_and_partly_dropped(workers: WorkerPools, world_size: int, prefetch: bool) -> None:
-    loops = {"interrupted": interrupted, "drop one layer": drop_one_layer, "drop and go on": drop_and_go_on}
+    loops = {
+        "interrupted": interrupted,
+        "drop one layer": drop_one_layer,
+        "drop and go on": drop_and_go_on,
+        "clip to nothing": clip_to_nothing,
+    }
     for found in workers(world_size).run(run, loops, "ddp", prefetch):
         assert found == [(name, 0.0) for name in loops]
 
