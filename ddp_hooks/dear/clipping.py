@@ -58,7 +58,7 @@ def clip_grad_norm_(
     check_norm(max_norm, norm_type)
     shards, tensors = _sort(sources)
     shards += [beside for source in shards for beside in _companions(source) if beside not in shards]
-    replicated = [tensor.grad for tensor in tensors if tensor.grad is not None]
+    replicated = gradients_of(tensors)
     with ExitStack() as stack:
         gradients = [gradients_of(stack.enter_context(source.reduced_gradients())) for source in shards]
         parts = [total_power(part, source, norm_type) for part, source in zip(gradients, shards, strict=True)]
@@ -83,8 +83,8 @@ def check_norm(max_norm: float, norm_type: float) -> None:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    """The gradients that are there. Empty ones, of which torch takes no infinity norm, are not."""
+    return [p.grad for p in parameters if p.grad is not None and p.grad.numel() > 0]
 
 
 def total_power(gradients: Sequence[Tensor], shards: GradientShards, norm_type: float) -> Tensor:

@@ -20,7 +20,7 @@ from ddp_hooks.comm import Lanes, shaped_like
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, is_elementwise, move_states
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, ShardSet
-from ddp_hooks.feed import DeferredUpdates, GradientGuard
+from ddp_hooks.feed import DeferredUpdates, GradientGuard, GuardsAside
 
 
 class ReplicatedOptimizer(ShardSet):
@@ -45,8 +45,9 @@ class ReplicatedOptimizer(ShardSet):
         self.memory: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
         self._layout: Layout | None = None
         self._places: dict[int, tuple[int, int]] = {}  # parameter -> the atom in which it begins, and where there
-        self._marks: dict[int, Tensor] = {}  # guards that make room for gradients while the optimizer's code runs
+        self._marks = GuardsAside(parameters)
         self._wanted: set[int] = set()  # parameters that still await their update
+        self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)
 
     # -- layouts ----------------------------------------------------------------------------------------------------
@@ -95,12 +96,10 @@ class ReplicatedOptimizer(ShardSet):
                 own.zero_()
             elif own.data_ptr() != gradient.data_ptr():  # kept from an earlier backward, or set by the user
                 own.copy_(gradient)
-        gradients = [parameter.grad for parameter in self._parameters]
-        self._marks = {i: mark for i, mark in enumerate(gradients) if isinstance(mark, GradientGuard)}
-        self._wanted = set(self._marks)
+        self._wanted = {i for i, p in enumerate(self._parameters) if isinstance(p.grad, GradientGuard)}
         self._updates.note_settings()
-        for index in self._marks:
-            self._parameters[index].grad = None
+        self._shown = set()
+        self._marks.take(self._wanted)
 
     def arrived(self, ready: Iterable[int]) -> None:
         """The whole gradients of some parameters are there: update them, or show them to the optimizer."""
@@ -109,6 +108,7 @@ class ReplicatedOptimizer(ShardSet):
         if not self.deferred:
             for index in indices:
                 self._parameters[index].grad = self._gradient_of(index)
+            self._shown.update(indices)
         elif indices:
             self._updates.run(indices)
         if not self._wanted:
@@ -116,10 +116,7 @@ class ReplicatedOptimizer(ShardSet):
 
     def close_step(self) -> None:
         """The optimizer's own code has run: put the guards back, unless it has taken the gradients away."""
-        for index, guard in self._marks.items():
-            if self.deferred or self._parameters[index].grad is not None or index in self._wanted:
-                self._parameters[index].grad = guard
-        self._marks = {}
+        self._marks.put_back(consumed=self._shown)
 
     @property
     def updating(self) -> bool:
@@ -133,10 +130,7 @@ class ReplicatedOptimizer(ShardSet):
 
     def zero_marks(self, set_to_none: bool) -> None:
         """``zero_grad()`` inside of a step, from another hook of the optimizer, means what guards stand for."""
-        if set_to_none:
-            self._marks = {}
-        for guard in self._marks.values():
-            guard.zero_()
+        self._marks.zero(set_to_none)
 
     def leave_buckets(self) -> None:
         """A forward begins with nothing on its way: its backward will write the buckets, so gather elsewhere."""

@@ -11,7 +11,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.feed import GradientGuard
+from ddp_hooks.feed import GradientGuard, is_aside
 
 _MAX_NUMEL = 1 << 16  # numbers of a gradient that are looked at, which must not cost anything
 
@@ -27,10 +27,11 @@ class ZeroingWitness:
         self._root = root
         self._parameter: weakref.ref[Tensor] | None = None
         self._was_nonzero = False
+        self._guard: GradientGuard | None = None  # that has stood in its place
 
     def watch(self) -> None:
         """A backward has ended: choose a parameter, a small one, whose gradient is not zero if there is such a one."""
-        self._parameter, self._was_nonzero = None, False
+        self._parameter, self._was_nonzero, self._guard = None, False, None
         for parameter in sorted(self._root.parameters(), key=Tensor.numel):
             gradient = parameter.grad
             if gradient is None:
@@ -38,7 +39,8 @@ class ZeroingWitness:
             if self._parameter is not None and parameter.numel() > _MAX_NUMEL:
                 return
             self._parameter = weakref.ref(parameter)
-            self._was_nonzero = not _is_gone(gradient)
+            self._guard = gradient if isinstance(gradient, GradientGuard) else None
+            self._was_nonzero = not _is_gone(parameter)
             if self._was_nonzero:
                 return
 
@@ -49,19 +51,27 @@ class ZeroingWitness:
     def saw_zeroing(self) -> bool:
         """Whether the parameter has lost its gradient, and no other one has any; says so once."""
         parameter = self._parameter() if self._parameter is not None else None
-        if parameter is None or (parameter.grad is not None and not self._was_nonzero):  # zeros say nothing then
+        if parameter is None:
             return False
         # Some loops drop gradients of a few layers, which is not the same: ask the witness first, then all.
-        if not (_is_gone(parameter.grad) and all(_is_gone(other.grad) for other in self._root.parameters())):
+        if not (self._has_lost(parameter) and all(_is_gone(other) for other in self._root.parameters())):
             return False
         self._parameter = None
         return True
 
+    def _has_lost(self, parameter: Tensor) -> bool:
+        if parameter.grad is None or not self._was_nonzero:  # else zeros say nothing
+            return parameter.grad is None and not is_aside(parameter)
+        if self._guard is not None:  # nobody knows what was behind it
+            return self._guard.zeroed
+        return _is_gone(parameter)
 
-def _is_gone(gradient: Tensor | None) -> bool:
-    """Whether there is none, or zeros, as far as that can be seen without another rank or waiting for a device."""
+
+def _is_gone(parameter: Tensor) -> bool:
+    """Whether it has no gradient, or zeros, as far as that can be seen without another rank or waiting for a device."""
+    gradient = parameter.grad
     if gradient is None:
-        return True
+        return not is_aside(parameter)
     if isinstance(gradient, GradientGuard):
         return gradient.zeroed
     if gradient.device.type != "cpu" or hasattr(gradient, "full_tensor") or gradient.layout is not torch.strided:

@@ -1,6 +1,7 @@
 """Updates and parameters that arrive in the next forward: who waits for them where, and what stands in for them."""
 
 from ddp_hooks.feed import companions
+from ddp_hooks.feed.aside import GuardsAside, is_aside
 from ddp_hooks.feed.deferred import DeferredUpdates, copied
 from ddp_hooks.feed.guard import GradientGuard
 from ddp_hooks.feed.inert import InertOnCopy
@@ -15,9 +16,11 @@ __all__ = [
     "DeferredUpdates",
     "FeedPipe",
     "GradientGuard",
+    "GuardsAside",
     "InertOnCopy",
     "companions",
     "copied",
     "extend_zero_grad",
+    "is_aside",
     "wait_before_reading",
 ]

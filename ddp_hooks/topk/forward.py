@@ -24,6 +24,7 @@ from ddp_hooks.feed import (
     DeferredUpdates,
     FeedPipe,
     GradientGuard,
+    GuardsAside,
     InertOnCopy,
     extend_zero_grad,
     wait_before_reading,
@@ -91,7 +92,7 @@ class ForwardPipeline:
         self._held: _Pending | None = None  # from the end of a backward until a step
         self._flying: _Pending | None = None  # from a step until everything is updated
         self._wanted: set[int] = set()  # parameters that await their update
-        self._marks: set[int] = set()  # of them, those whose guards make room while the optimizer's own code runs
+        self._marks = GuardsAside(parameters)  # of them, while the optimizer's own code runs
         self._zeroed: set[int] = set()  # of them, those whose gradients were set to zero before the step
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)
         remedy = 'TopKConfig(pipeline="backward")'
@@ -147,7 +148,7 @@ class ForwardPipeline:
 
     def close(self) -> None:
         """Wait for what is on its way, and remove hooks and guards."""
-        self._close_step()
+        self._marks.put_back()
         try:
             self.settle()
         finally:
@@ -182,7 +183,7 @@ class ForwardPipeline:
         return evaluate_and_settle
 
     def _open_step(self) -> None:
-        self._close_step()  # one that did not end
+        self._marks.put_back()  # one that did not end
         self.finish()  # two steps without a forward between them
         held = self._held
         if held is None:
@@ -193,30 +194,15 @@ class ForwardPipeline:
         self._updates.note_settings()
         self._wanted = {index for index in held.gradients if self._parameters[index].grad is self._guards[index]}
         self._zeroed = {index for index in self._wanted if self._guards[index].zeroed}
-        self._marks = set(self._wanted)
-        for index in self._marks:
-            self._parameters[index].grad = None  # so that the optimizer's own code passes it by
+        self._marks.take(self._wanted)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         if self._updates.running or compat.is_inner_step(optimizer) or self._held is None:
             return
         self._flying, self._held = self._held, None
-        self._close_step()
+        self._marks.put_back()
         compat.increment_versions(self._parameters)
         self._pipe.launched(self._flying.reduced.works)
-
-    def _close_step(self) -> None:
-        """The optimizer's own code has run, or failed: put the guards back."""
-        marks, self._marks = self._marks, set()
-        for index in marks:
-            self._parameters[index].grad = self._guards[index]
-
-    def _zero_marks(self, set_to_none: bool) -> None:
-        """``zero_grad()`` inside of a step, from another hook of the optimizer, means what guards stand for."""
-        for index in self._marks:
-            self._guards[index].zeroed = True
-        if set_to_none:
-            self._marks = set()
 
     # -- arrival ----------------------------------------------------------------------------------------------------
 
@@ -250,7 +236,7 @@ class ForwardPipeline:
     def _before_forward(self, ddp: Any, *_: Any) -> None:
         if not torch.is_grad_enabled():
             return
-        self._close_step()  # one that did not end
+        self._marks.put_back()  # one that did not end
         if self._held is not None:
             self.settle()  # a backward that no step has followed leaves its gradients to the next one
         if any(parameter.grad is guard for parameter, guard in zip(self._parameters, self._guards, strict=True)):
@@ -276,7 +262,7 @@ class ForwardPipeline:
             ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
         ]
         handles += wait_before_reading(ddp, self.finish)
-        handles.append(extend_zero_grad(optimizer, self._zero_marks))
+        handles.append(extend_zero_grad(optimizer, self._marks.zero))
         return handles
 
 

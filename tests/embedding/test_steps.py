@@ -6,20 +6,25 @@ vectors of one forward taken for another's.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any, Literal, TypeAlias
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, topk_hook
+from ddp_hooks import DearState, TopKConfig, TopKState, clip_grad_norm_, dear_hook, shard_embeddings, topk_hook
+from ddp_hooks.feed import companions
 from tests.dear.test_refusals import message_of
+from tests.dear.twins import CONFIG as DEAR_CONFIG
 from tests.embedding.test_exact import LOOPS
-from tests.embedding.test_training_loop import Checkpointed, with_dear
+from tests.embedding.test_training_loop import Checkpointed
 from tests.embedding.twins import CONFIG, Batch, Loop, Side, Tables, Twins, batches, ids_of
 from tests.workers import WorkerPools
+
+Hook: TypeAlias = Callable[[DistributedDataParallel, torch.optim.Optimizer], Any]  # makes its state, and registers
 
 
 class TwoDense(Tables):
@@ -59,6 +64,19 @@ def interrupt(*_: Any) -> None:
     raise Interruption
 
 
+def refused(side: Side, data: Iterator[Batch]) -> None:
+    """Settings with which a step cannot be split are put right, and the same step is taken then."""
+    for number, batch in enumerate(data):
+        side.zero_grad()
+        side.ddp(batch).backward()
+        if side.tables is not None and number % 3 == 1:
+            (group,) = side.tables.optimizer.param_groups
+            group["weight_decay"] = 0.5
+            assert "weight_decay of Adagrad does not work" in message_of(side.step)
+            group["weight_decay"] = 0
+        side.step()
+
+
 def drop_one_layer(side: Side, data: Iterator[Batch]) -> None:
     """As some loops do in their first epoch; and on one rank alone."""
     for number, batch in enumerate(data):
@@ -93,37 +111,81 @@ def clip_to_nothing(side: Side, data: Iterator[Batch]) -> None:
         side.step()
 
 
-def run(rank: int, world_size: int, loops: dict[str, Loop], hook: str, prefetch: bool) -> list[tuple[str, float]]:
+class UnknownSGD(torch.optim.SGD):
+    """Of which nobody knows whether it looks at parameters one by one."""
+
+
+def beside_dear(**settings: Any) -> Hook:
+    def hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> DearState:
+        state = DearState(ddp, optimizer, replace(DEAR_CONFIG, **settings))
+        ddp.register_comm_hook(state, dear_hook)
+        return state
+
+    return hook
+
+
+def beside_topk(pipeline: Literal["forward", "backward"]) -> Hook:
+    def hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> TopKState:
+        config = TopKConfig(density=1.0, timeout_s=20, pipeline=pipeline)
+        state = TopKState(ddp, config, optimizer=optimizer if pipeline == "forward" else None)
+        ddp.register_comm_hook(state, topk_hook)
+        return state
+
+    return hook
+
+
+HOOKS: dict[str, Hook] = {
+    "dear": beside_dear(),
+    "dear_inspecting": beside_dear(max_grad_norm=1e9, on_nonfinite="skip"),
+    "dear_replicated": beside_dear(update="replicated"),
+    "dear_replicated_inspecting": beside_dear(update="replicated", max_grad_norm=1e9, on_nonfinite="skip"),
+    "dear_whole_update": beside_dear(update="replicated"),  # of UnknownSGD
+    "topk": beside_topk("backward"),
+    "topk_forward": beside_topk("forward"),
+}
+
+
+def run(
+    rank: int, world_size: int, loops: dict[str, Loop], hook: str | None, prefetch: bool, follows: str = "first"
+) -> list[tuple[str, float]]:
+    """How far apart twins are after each loop, with tables that follow the optimizer before or after the hook does."""
     found = []
     for name, loop in loops.items():
-        closing: list[Any] = []
+        states: list[Any] = []
 
-        def wrap(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, closing: list[Any] = closing) -> None:
-            if hook == "dear":
-                closing.append(with_dear(ddp, optimizer))
-            else:
-                forward = hook == "topk forward"
-                config = TopKConfig(density=1.0, timeout_s=20, pipeline="forward" if forward else "backward")
-                closing.append(TopKState(ddp, config, optimizer=optimizer if forward else None))
-                ddp.register_comm_hook(closing[0], topk_hook)
+        def wrap(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, states: list[Any] = states) -> None:
+            assert hook is not None
+            states.append(HOOKS[hook](ddp, optimizer))
+            if follows == "last":
+                (tables,) = companions.companions_in(ddp.module)
+                tables.follow(optimizer)
 
-        twins = Twins.of(world_size, "adagrad", model=TwoDense, wrap=wrap if hook != "ddp" else None)
+        main = UnknownSGD if hook == "dear_whole_update" else torch.optim.SGD
+        twins = Twins.of(world_size, "adagrad", model=TwoDense, wrap=wrap if hook is not None else None, main=main)
         assert twins.ours.tables is not None
         twins.train(loop, batches(rank, world_size, 12), prefetch)
-        for state in closing:
+        for state in states:
             state.synchronize()
         found.append((name, max(twins.gap(), twins.optimizer_gap())))
-        for state in closing:
+        for state in states:
             state.close()
         twins.ours.tables.close()
     return found
 
 
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
-@pytest.mark.parametrize("hook", ["dear", "topk", "topk forward"])
+@pytest.mark.parametrize("hook", list(HOOKS))
 def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch: bool) -> None:
     for found in workers(2).run(run, LOOPS, hook, prefetch):
         assert found == [(name, 0.0) for name in LOOPS]
+
+
+@pytest.mark.parametrize("hook", list(HOOKS))
+def test_following_after_the_hook(workers: WorkerPools, hook: str) -> None:
+    """Then the hook has put the model's gradients away already when tables step."""
+    loops = {name: LOOPS[name] for name in ("plain", "accumulate_with_sync", "skip_steps", "zero_the_model")}
+    for found in workers(3).run(run, loops, hook, True, "last"):
+        assert found == [(name, 0.0) for name in loops]
 
 
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
@@ -131,19 +193,22 @@ def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch
 def test_interrupted_and_partly_dropped(workers: WorkerPools, world_size: int, prefetch: bool) -> None:
     loops = {
         "interrupted": interrupted,
+        "refused": refused,
         "drop one layer": drop_one_layer,
         "drop and go on": drop_and_go_on,
         "clip to nothing": clip_to_nothing,
     }
-    for found in workers(world_size).run(run, loops, "ddp", prefetch):
+    for found in workers(world_size).run(run, loops, None, prefetch):
         assert found == [(name, 0.0) for name in loops]
 
 
+@pytest.mark.parametrize("follows", ["first", "last"])
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
-def test_interrupted_beside_dear(workers: WorkerPools, prefetch: bool) -> None:
-    loops = {"interrupted": interrupted}
-    for found in workers(2).run(run, loops, "dear", prefetch):
-        assert found == [("interrupted", 0.0)]
+@pytest.mark.parametrize("hook", list(HOOKS))
+def test_interrupted_beside_other_hooks(workers: WorkerPools, hook: str, prefetch: bool, follows: str) -> None:
+    loops = {"interrupted": interrupted, "refused": refused}
+    for found in workers(2).run(run, loops, hook, prefetch, follows):
+        assert found == [(name, 0.0) for name in loops]
 
 
 def teacher(rank: int, world_size: int) -> list[int]:

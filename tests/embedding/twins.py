@@ -143,6 +143,7 @@ class Twins:
         model: Callable[[int], nn.Module] = Tables,
         modules: Any = 1,
         wrap: Callable[[DistributedDataParallel, torch.optim.Optimizer], Any] | None = None,
+        main: type[torch.optim.Optimizer] = torch.optim.SGD,
     ) -> Twins:
         kind, options = OPTIMIZERS[optimizer]
         torch.manual_seed(7 + dist.get_rank())  # the first rank's weights count
@@ -155,18 +156,18 @@ class Twins:
             embeddings = [m for m in module.modules() if isinstance(m, nn.Embedding)]
             held = {id(m.weight) for m in embeddings}
             dense = [p for p in module.parameters() if id(p) not in held]
-            main = torch.optim.SGD(dense, lr=0.5)
+            of_dense = main(dense, lr=0.5)  # type: ignore[call-arg]
             if tables is not None:
-                tables.follow(main)
+                tables.follow(of_dense)
                 if wrap is not None:
-                    wrap(ddp, main)
+                    wrap(ddp, of_dense)
                 else:
                     ddp.register_comm_hook(None, sum_and_divide)
-                sides.append(Side(ddp, [main], tables))
+                sides.append(Side(ddp, [of_dense], tables))
             else:
                 ddp.register_comm_hook(None, sum_and_divide)
                 whole = list({id(m.weight): m.weight for m in embeddings}.values())
-                sides.append(Side(ddp, [main, kind(whole, **options)], None))
+                sides.append(Side(ddp, [of_dense, kind(whole, **options)], None))
         return Twins(*sides)
 
     def train(self, loop: Loop, data: Iterable[Batch], prefetch: bool) -> None:

@@ -1,0 +1,71 @@
+"""Guards that make room while an optimizer's own code runs, which passes parameters without gradients by.
+
+Whoever looks at ``.grad`` meanwhile finds none: :func:`is_aside` tells such a gradient from one that was zeroed.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.feed.guard import GradientGuard
+
+_aside: dict[int, weakref.ref[Tensor]] = {}  # by id, because tensors do not compare as keys have to
+
+
+def is_aside(parameter: Tensor) -> bool:
+    """Whether the parameter has no gradient only because a hook has put its guard aside, for the time of a step."""
+    reference = _aside.get(id(parameter))
+    return reference is not None and reference() is parameter
+
+
+class GuardsAside:
+    """Of one optimizer's parameters, from a step's begin to its end.
+
+    Args:
+        parameters: in a fixed order.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._guards: dict[int, GradientGuard] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._guards)
+
+    def take(self, indices: Iterable[int]) -> None:
+        """Put the guards of these parameters aside."""
+        for index in indices:
+            parameter = self._parameters[index]
+            self._guards[index] = cast(GradientGuard, parameter.grad)
+            _aside[id(parameter)] = weakref.ref(parameter)
+            parameter.grad = None
+
+    def put_back(self, consumed: Iterable[int] = ()) -> None:
+        """Put guards back where they were, but for parameters whose gradients the optimizer's code has taken away.
+
+        Args:
+            consumed: parameters that the optimizer's code has seen with their gradients.
+        """
+        taken = {index for index in consumed if self._parameters[index].grad is None}
+        guards = self._forget()
+        for index, guard in guards.items():
+            if index not in taken:
+                self._parameters[index].grad = guard
+
+    def zero(self, set_to_none: bool) -> None:
+        """``zero_grad()`` inside of the step, from another hook of the optimizer, means what guards stand for."""
+        for guard in self._guards.values():
+            guard.zeroed = True
+        if set_to_none:
+            self._forget()
+
+    def _forget(self) -> dict[int, GradientGuard]:
+        guards, self._guards = self._guards, {}
+        for index in guards:
+            _aside.pop(id(self._parameters[index]), None)
+        return guards
