@@ -17,12 +17,10 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -32,23 +30,17 @@ from torch.utils._pytree import tree_leaves
 from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, compat
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.config import TableConfig
+from ddp_hooks.embedding.expected import ExpectedGradients
 from ddp_hooks.embedding.gradients import GradientExchange
-from ddp_hooks.embedding.ids import CHANGED, NO_COMPLAINT, BatchRows, Complaint, Ids, Purpose, tell_ids
+from ddp_hooks.embedding.ids import CHANGED, NO_COMPLAINT, BatchRows, Complaint, Ids, Purpose, as_ids, tell_ids
 from ddp_hooks.embedding.module import GatheredVectors
+from ddp_hooks.embedding.prefetch import Announcements
 from ddp_hooks.embedding.step import TableStep
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.embedding.updates import TableUpdates
 from ddp_hooks.embedding.vectors import Lookup, look_up
 from ddp_hooks.embedding.zeroing import ZeroingWitness
 from ddp_hooks.feed import extend_zero_grad
-
-
-@dataclass
-class Announcement:
-    """What a wrapped loader hands out, and what it will hand out next."""
-
-    current: BatchRows
-    upcoming: BatchRows | None
 
 
 @dataclass
@@ -99,7 +91,7 @@ class TableFlow:
         self._closed = False
 
         self._whole: list[Tensor] | None = None  # tables, inside of local()
-        self._announced: dict[object, Announcement] = {}  # by loader; the one that has spoken last is the last
+        self.announcements = Announcements()
         self._forward = 0  # forwards of the root so far, those without gradients left out
         self._in_forward = False
         self._synchronises = True  # whether the last one did not run under no_sync()
@@ -107,17 +99,10 @@ class TableFlow:
         self._prefetched: Prepared | None = None  # the batch of the present forward
         self._ahead: Prepared | None = None  # the next one
         self._upcoming: BatchRows | None = None  # of which ranks are to be told at the end of the forward
-        self._latest: list[Lookup] = []  # of the present forward, or of the last one
-        self._backward_ended = True  # of the last forward
         self._complaint = NO_COMPLAINT
         self._fault: str | None = None  # why ranks cannot go on; all of them raise it when backward ends
 
-        self._open: dict[int, list[Lookup]] = defaultdict(list)  # whose gradients have not been sent, by table
-        self._calls: dict[int, int] = defaultdict(int)  # of forwards since then
-        self._backwards: dict[int, int] = defaultdict(int)  # of those calls
-        self._order: list[int] = []  # in which tables send, once ranks have agreed
-        self._first_calls: dict[int, None] = {}
-        self._queue: list[int] = []  # tables that are to send in the present backward
+        self._expected = ExpectedGradients(self._all)
         self._in_backward = False
         self._is_followed = False
         self._is_blind = False  # whether the last forward has returned nothing that would show its backward
@@ -126,34 +111,11 @@ class TableFlow:
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._zeroing = [extend_zero_grad(root, lambda _: self._drop_gradients())]
 
-    # -- batches ----------------------------------------------------------------------------------------------------
-
-    def announce(self, loader: object, current: BatchRows, upcoming: BatchRows | None) -> None:
-        """A wrapped loader hands out a batch."""
-        self._announced.pop(loader, None)
-        self._announced[loader] = Announcement(current, upcoming)
-
-    def withdraw(self, loader: object) -> None:
-        """A wrapped loader has ended."""
-        self._announced.pop(loader, None)
-
-    def _take_announcement(self) -> Announcement | None:
-        """What was handed out last, for the forward that begins."""
-        return self._announced.popitem()[1] if self._announced else None
-
-    def _ignore_evaluation_batch(self) -> None:
-        """A forward without gradients has begun: if a loader has announced its batch, that is not for training."""
-        if self._announced:
-            loader, announcement = next(reversed(self._announced.items()))
-            expected = self._ahead.batch if self._ahead is not None else None
-            if expected is not None and expected.wanted is not None and announcement.current is not expected:
-                del self._announced[loader]
-
     # -- 1. a forward begins ----------------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() or self._whole is not None:
-            self._ignore_evaluation_batch()
+            self.announcements.ignore_evaluation(self._ahead.batch if self._ahead is not None else None)
             return
         self._refuse_closed()
         self._meet(compat.ddp_in_forward())
@@ -168,9 +130,9 @@ class TableFlow:
             )
         self._forward += 1
         self._in_forward, self._in_backward, self._is_blind = True, False, False
-        self._drop_vectors()
+        self._expected.begin_forward()
         self._prefetched = None
-        announced = self._take_announcement()
+        announced = self.announcements.take()
         if announced is None or self.config.schedule == "none":
             return
         self._upcoming = announced.upcoming
@@ -182,23 +144,8 @@ class TableFlow:
             self._fetch(prepared)
         assert prepared.lookups is not None
         for lookup in prepared.lookups.values():
-            self._expect_gradient(lookup)
+            self._expected.expect(lookup)
         self._prefetched = prepared
-
-    def _drop_vectors(self) -> None:
-        """Of earlier forwards, except of the last one if its backward is to come, which may repeat it.
-
-        Of one only: forwards without a backward are not to fill the memory.
-        """
-        kept = set() if self._backward_ended else {id(lookup) for lookup in self._latest}
-        for lookup in (lookup for lookups in self._open.values() for lookup in lookups):
-            if id(lookup) not in kept:
-                lookup.vectors = None
-        self._latest, self._backward_ended = [], False
-
-    def _expect_gradient(self, lookup: Lookup) -> None:
-        self._open[lookup.table.index].append(lookup)
-        self._latest.append(lookup)
 
     def _is_known(self, ahead: Prepared) -> bool:
         """Whether every rank has such a batch, and nothing is wrong with it."""
@@ -244,9 +191,9 @@ class TableFlow:
         lookup, positions = found
         trains = self._in_forward or torch.is_grad_enabled()
         if trains and not compat.in_backward():  # else a forward is repeated there, whose call has been counted
-            self._calls[index] += 1
+            self._expected.count_call(index)
             self._tally.num_ids += len(values)
-        self._first_calls.setdefault(index)
+        self._expected.note_first_call(index)
         if torch.is_grad_enabled():
             vectors = GatheredVectors.apply(self._anchor, lookup, positions, self)
         else:
@@ -275,7 +222,7 @@ class TableFlow:
         """A forward is repeated, for activation checkpointing: no rank may look up anew."""
         if self._fault is not None or self._complaint is not NO_COMPLAINT:  # it has found nothing before either
             return None
-        for lookup in reversed(self._open[index]):  # of several forwards, autograd repeats the last one first
+        for lookup in self._expected.latest_first(index):
             positions = lookup.positions_of(values) if lookup.vectors is not None else 0
             if isinstance(positions, Tensor):
                 return lookup, positions
@@ -310,7 +257,7 @@ class TableFlow:
             return None
         lookup = prepared.lookups[index]
         if self._in_forward or torch.is_grad_enabled():
-            self._expect_gradient(lookup)
+            self._expected.expect(lookup)
         positions = lookup.positions_of(values)
         assert isinstance(positions, Tensor)
         return lookup, positions
@@ -357,7 +304,7 @@ class TableFlow:
                 "tables.zero_grad() before it"
             )
         self._in_backward = True
-        self._queue = [index for index in self._order if self._open[index]] if self._synchronises else []
+        self._expected.queue(self._synchronises)
         compat.queue_engine_callback(self._end_backward)
 
     def receive_gradient(self, lookup: Lookup, positions: Tensor, gradient: Tensor) -> None:
@@ -375,11 +322,12 @@ class TableFlow:
             )
         self._notice_backward()
         lookup.add_gradient(positions, gradient)
-        self._backwards[lookup.table.index] += 1
+        self._expected.count_backward(lookup.table.index)
         self._send_complete()
 
     def _end_backward(self) -> None:
-        self._in_backward, self._backward_ended = False, True
+        self._in_backward = False
+        self._expected.end_backward()
         compat.queue_engine_callback(self._witness.watch)  # when DDP has made its buckets the gradients
         if self._ahead is not None:
             self._channels.wait(self._ahead.told, self._tally.gradients)
@@ -388,15 +336,14 @@ class TableFlow:
         if not self._synchronises:
             self._look_ahead()  # no step comes before the next forward
             return
-        if not self._order:
-            self._order = self._agreed_order()
-        self._queue = [index for index in self._order if self._open[index]]
+        if not self._expected.order:
+            self._expected.order = self._agreed_order()
+        self._expected.queue()
         self._send_complete(force=True)
 
     def _agreed_order(self) -> list[int]:
-        """Tables whose gradients are complete early first: the reverse of the first rank's first calls."""
-        called = list(reversed(self._first_calls))
-        mine = torch.tensor([*called, *(t.index for t in self._all if t.index not in self._first_calls)])
+        """The first rank's."""
+        mine = torch.tensor(self._expected.own_order())
         gathered: list[Tensor] = []
 
         def algorithm() -> Algorithm:
@@ -411,19 +358,16 @@ class TableFlow:
 
     def _send_complete(self, force: bool = False) -> None:
         """Send gradients, in the agreed order, as far as they are complete."""
-        while self._queue and (force or self._backwards[self._queue[0]] == self._calls[self._queue[0]]):
-            index = self._queue.pop(0)
-            table = self._all[index]
-            ahead = self._ahead
+        ahead = self._ahead
+        for lookups in self._expected.take_complete(force):
             exchange = GradientExchange(
-                table,
-                self._open.pop(index),
+                lookups[0].table,
+                lookups,
                 ahead.batch if ahead is not None else None,
                 self.config.schedule == "2d",
                 self._channels.rank,
                 self._channels.world_size,
             )
-            self._calls[index] = self._backwards[index] = 0
             self._step.send(exchange, ahead.told if ahead is not None else None)
 
     # -- 4. the step ------------------------------------------------------------------------------------------------
@@ -434,14 +378,12 @@ class TableFlow:
         self._refuse_parted()
         if self._whole is not None:
             raise RuntimeError("a step inside of tables.local(), where tables are copies: leave it before training on")
-        if any(lookup.gradient is not None for lookups in self._open.values() for lookup in lookups):
+        if self._expected.has_gradients:
             raise RuntimeError(
                 "step() after backwards under no_sync() only: their gradients have not been sent. Run the last "
                 "backward before a step without no_sync()"
             )
-        self._open.clear()
-        self._calls.clear()
-        self._backwards.clear()
+        self._expected.clear()
         had_gradients = self._step.has_gradients
         if had_gradients and self._witness.saw_zeroing():
             raise RuntimeError(
@@ -492,9 +434,7 @@ class TableFlow:
 
     def _drop_gradients(self) -> None:
         """Forget what backwards have left since the last step."""
-        for lookups in self._open.values():
-            for lookup in lookups:
-                lookup.forget_gradient()
+        self._expected.drop_gradients()
         self._step.drop()
         self._was_applied = False
 
@@ -515,9 +455,3 @@ class TableFlow:
     def _refuse_closed(self) -> None:
         if self._closed:
             raise RuntimeError("the tables were closed: build the model again to train on")
-
-
-def as_ids(ids: Tensor) -> Ids:
-    """(n,), int64, on the host."""
-    values: Ids = ids.detach().cpu().numpy().astype(np.int64).reshape(-1)
-    return values

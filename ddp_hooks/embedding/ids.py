@@ -25,6 +25,12 @@ Ids = npt.NDArray[np.int64]
 _ABSENT = -1  # as a number of rows: the table is not part of it
 
 
+def as_ids(ids: Tensor) -> Ids:
+    """(n,), int64, on the host."""
+    values: Ids = ids.detach().cpu().numpy().astype(np.int64).reshape(-1)
+    return values
+
+
 class Purpose(IntEnum):
     """Why ranks tell each other ids; must be the same on all of them."""
 
@@ -143,14 +149,10 @@ def tell_ids(
     gathered = yield from bruck_all_gather(torch.from_numpy(message), sizes, everyone, rank)
     by_rank: dict[int, list[Ids]] = {index: [] for index in present}
     for told, row in zip(gathered, all_counts, strict=True):
-        parts = np.split(_as_ids(told), np.cumsum([row[index] for index in present])[:-1])
+        parts = np.split(as_ids(told), np.cumsum([row[index] for index in present])[:-1])
         for index, part in zip(present, parts, strict=True):
             by_rank[index].append(part)
     batch.by_rank = by_rank
-
-
-def _as_ids(values: Tensor) -> Ids:
-    return values.numpy().astype(np.int64)
 
 
 def _first_problem(headers: Sequence[Sequence[int]], tables: Sequence[Table], ranks: Sequence[int]) -> str | None:

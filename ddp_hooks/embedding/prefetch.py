@@ -3,19 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
 from torch import Tensor
 
-from ddp_hooks.embedding.flow import as_ids
-from ddp_hooks.embedding.ids import BatchRows, Ids
+from ddp_hooks.embedding.ids import BatchRows, Ids, as_ids
 
 if TYPE_CHECKING:
     from ddp_hooks.embedding.tables import EmbeddingTables
 
 Batch = TypeVar("Batch")
 BatchIds: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor | Sequence[Tensor]]
+
+
+@dataclass
+class Announcement:
+    """What a wrapped loader hands out, and what it will hand out next."""
+
+    current: BatchRows
+    upcoming: BatchRows | None
+
+
+class Announcements:
+    """Of batches that wrapped loaders have handed out, until a forward takes them."""
+
+    def __init__(self) -> None:
+        self._by_loader: dict[object, Announcement] = {}  # the one that has spoken last is the last
+
+    def announce(self, loader: object, current: BatchRows, upcoming: BatchRows | None) -> None:
+        """A loader hands out a batch."""
+        self._by_loader.pop(loader, None)
+        self._by_loader[loader] = Announcement(current, upcoming)
+
+    def withdraw(self, loader: object) -> None:
+        """A loader has ended."""
+        self._by_loader.pop(loader, None)
+
+    def take(self) -> Announcement | None:
+        """What was handed out last, for the forward that begins."""
+        return self._by_loader.popitem()[1] if self._by_loader else None
+
+    def ignore_evaluation(self, expected: BatchRows | None) -> None:
+        """A forward without gradients has begun: if a loader has announced its batch, that is not for training.
+
+        Args:
+            expected: the batch that ranks have told each other of, for the next step.
+        """
+        if self._by_loader and expected is not None and expected.wanted is not None:
+            loader, announcement = next(reversed(self._by_loader.items()))
+            if announcement.current is not expected:
+                del self._by_loader[loader]
 
 
 class PrefetchedLoader(Generic[Batch]):
@@ -42,10 +81,10 @@ class PrefetchedLoader(Generic[Batch]):
                 upcoming = next(iterator, end)
                 its_rows = self._rows(upcoming) if upcoming is not end else None
                 assert rows is not None
-                self._tables.announce(token, rows, its_rows)
+                self._tables.announcements.announce(token, rows, its_rows)
                 yield batch
         finally:
-            self._tables.withdraw(token)
+            self._tables.announcements.withdraw(token)
 
     def _rows(self, batch: Batch) -> BatchRows:
         return self._tables.rows_of(self._ids(batch))

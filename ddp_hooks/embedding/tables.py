@@ -11,6 +11,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from ddp_hooks.comm import Work, at_exit, compat
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
@@ -62,6 +64,7 @@ class EmbeddingTables(TableFlow):
             optimizer.register_step_pre_hook(self._before_own_step),
             optimizer.register_step_post_hook(self._after_own_step),
             extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
+            _before_any_step(self),
             at_exit(self.close, self._channels.abandon, self._channels.is_stuck),
         ]
         # These stay when the tables are closed: one rank's part of the state is never what is to be saved.
@@ -380,7 +383,7 @@ class EmbeddingTables(TableFlow):
     def _before_their_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if compat.is_inner_step(optimizer):
             return
-        self._refuse_stock_scaler()
+        self._is_unscaled = False
         if compat.with_closure(args, kwargs, lambda closure: closure) is None:
             self._step_with_another()
 
@@ -399,13 +402,20 @@ class EmbeddingTables(TableFlow):
         finally:
             self._steps_with_another = False
 
-    def _refuse_stock_scaler(self) -> None:
-        if compat.inside_grad_scaler() and not self._is_unscaled and self._step.has_gradients:
+    def _refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
+        """Some optimizer is about to step."""
+        if self._is_unscaled or not (self._step.has_gradients and compat.inside_grad_scaler()):
+            return
+        if optimizer is self._followed or (self._followed is None and self._is_of_the_model(optimizer)):
             raise RuntimeError(
                 "torch.amp.GradScaler does not see the gradients of sharded tables, which would stay scaled: use "
-                "ddp_hooks.GradScaler instead, with the same arguments"
+                "ddp_hooks.GradScaler instead, with the same arguments, and let the tables follow() the optimizer that "
+                "it steps"
             )
-        self._is_unscaled = False
+
+    def _is_of_the_model(self, optimizer: torch.optim.Optimizer) -> bool:
+        ours = {id(parameter) for parameter in self._root.parameters()}
+        return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         self.flush()
@@ -434,3 +444,15 @@ class EmbeddingTables(TableFlow):
 
     def __reduce__(self) -> Any:
         raise TypeError("sharded tables cannot be pickled: save tables.full_state_dict() instead")
+
+
+def _before_any_step(tables: EmbeddingTables) -> RemovableHandle:
+    """Look at the steps of all optimizers, also those that the tables do not follow."""
+    reference = weakref.ref(tables)  # torch keeps the hook for ever
+
+    def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        present = reference()
+        if present is not None:
+            present._refuse_stock_scaler(optimizer)
+
+    return register_optimizer_step_pre_hook(look)

@@ -45,7 +45,7 @@ Sizes are those of the paper's Table 1, in width times the factor in the title (
 gradients fit one machine for every worker; ids are made so that a batch looks up as many rows, as many different \
 ones, and shares as many with the next batches as its Table 3 says. The paper gives no computing times: floating-point \
 operations, two per parameter and id forwards and four backwards, over 10 TFLOP/s, times a factor with which computing \
-takes about as long as communication at 1 Gbit/s with four workers."""
+takes about as long as communication at 1 Gbit/s with four workers, or the one in the title (`slow`)."""
 
 LEGEND = """\
 * `tokens/s`: ids of all workers that are not padding, per second.
@@ -127,9 +127,10 @@ def measure(options: argparse.Namespace, model: str, workers: int, rate: str | N
     )
     found = run_job(job, workers, rate, WORKER)
     place = f"{workers} workers, {rate or 'loopback'}"
+    slow = f", slow {options.slow:g}" if options.slow is not None else ""
     return {
         **found,
-        "title": f"{model}, {place}, scale {options.scale:g}",
+        "title": f"{model}, {place}, scale {options.scale:g}{slow}",
         "model": model,
         "workers": workers,
         "rate": rate,
@@ -164,15 +165,22 @@ def step_s(one: dict[str, Any], name: str) -> float:
     return statistics.median(window["step_s"] for window in one["windows"][name])
 
 
-def least(one: dict[str, Any]) -> tuple[float, float]:
-    """MB that a worker sends in a step whose dense gradients are summed exactly, and seconds for them.
+def least(one: dict[str, Any]) -> tuple[float, float | None]:
+    """MB that a worker sends in a step whose dense gradients are summed exactly, and the seconds of such a step.
 
-    2 (P - 1) / P of the dense gradients (a ring, or any all-reduce in two halves), and the rows of tables both ways.
+    It sends 2 (P - 1) / P of the dense gradients (a ring, or any all-reduce in two halves), and the rows of tables both
+    ways. No step is shorter than that takes at the link's own rate; nor than computing and the first block's share of
+    it, because that block's gradients come last in backward, and the next forward begins with its parameters.
     """
-    tables = one["workload"]["tables"]
-    rows_mb = sum(table["num_rows_used"] * table["dim"] * 4 for table in tables) / 1e6
-    sent_mb = 2 * (one["workers"] - 1) / one["workers"] * (one["dense_mb"] + rows_mb)
-    return sent_mb, sent_mb * 1e6 / one["goodput_bytes_per_s"]
+    workload, world_size = one["workload"], one["workers"]
+    rows_mb = sum(table["num_rows_used"] * table["dim"] * 4 for table in workload["tables"]) / 1e6
+    both_halves = 2 * (world_size - 1) / world_size
+    sent_mb = both_halves * (one["dense_mb"] + rows_mb)
+    if one["rate"] is None:
+        return sent_mb, None
+    mb_per_s = parse_rate(one["rate"]) / 8e6
+    first_block_mb = both_halves * workload["block_numels"][0] * 4 / 1e6
+    return sent_mb, max(sent_mb / mb_per_s, one["compute_s"] + first_block_mb / mb_per_s)
 
 
 def best_baseline(one: dict[str, Any]) -> str | None:
@@ -211,10 +219,13 @@ def remarks(one: dict[str, Any]) -> list[str]:
     if missing:
         texts.append(f"Not run here: {', '.join(missing)}.")
     bound_mb, bound_s = least(one)
-    texts.append(
-        f"An exact step sends {bound_mb:.1f} MB at least (float32, rows of 2d), which takes {bound_s:.3f} s at that "
-        f"goodput."
-    )
+    texts.append(f"An exact step sends {bound_mb:.1f} MB at least (float32, rows of 2d).")
+    best = best_baseline(one)
+    if bound_s is not None and best is not None:
+        texts.append(
+            f"It takes {bound_s:.3f} s at least, which is {step_s(one, best) / bound_s:.2f} × best: the link is no "
+            f"faster, and the first block's gradients come last and are needed first."
+        )
     details = one["details"].get("2d") or one["details"].get("2d-ddp")
     if details:
         rows = [details[key] for key in ("num_ids", "num_rows", "num_prior_rows", "num_delayed_rows")]
@@ -270,7 +281,7 @@ def scaling_of(measured: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[i
     found: dict[str, dict[str, dict[int, float]]] = {}
     for one in measured:
         for name in one.get("windows", {}):
-            title = f"{one['model']}, {one['rate'] or 'loopback'}, {one['title'].rpartition(', ')[2]}"
+            title = one["title"].replace(f" {one['workers']} workers,", "")
             found.setdefault(title, {}).setdefault(name, {})[one["workers"]] = one["tokens"] / step_s(one, name)
     return {title: lines for title, lines in found.items() if max(map(len, lines.values())) > 1}
 

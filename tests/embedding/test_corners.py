@@ -279,7 +279,7 @@ def forwards_without_backward(rank: int, world_size: int) -> int:
     assert tables is not None
     for batch in batches(rank, world_size, 10):
         twins.ours.ddp.module(batch)
-    kept = [lookup.vectors for lookups in tables._open.values() for lookup in lookups]
+    kept = [lookup.vectors for lookup in tables._expected._all()]
     tables.close()
     return sum(vectors is not None for vectors in kept)
 

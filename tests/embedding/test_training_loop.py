@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -57,19 +59,27 @@ def clip_plainly(side: Side, max_norm: float, norm_type: float) -> float:
     return float(norm)
 
 
-def with_dear(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> DearState:
-    state = DearState(ddp, optimizer, DEAR_CONFIG)
+def with_dear(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, update: Literal["auto", "replicated"] = "auto"
+) -> DearState:
+    state = DearState(ddp, optimizer, replace(DEAR_CONFIG, update=update))
     ddp.register_comm_hook(state, dear_hook)
     return state
 
 
-def clip(rank: int, world_size: int, norm_type: float, with_hook: bool, config: TableConfig) -> tuple[Any, ...]:
+HOOKS: dict[str, Callable[[DistributedDataParallel, torch.optim.Optimizer], DearState]] = {
+    "dear": with_dear,
+    "dear_replicated": partial(with_dear, update="replicated"),
+}
+
+
+def clip(rank: int, world_size: int, norm_type: float, hook: str, config: TableConfig) -> tuple[Any, ...]:
     states: list[DearState] = []
 
     def wrap(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
-        states.append(with_dear(ddp, optimizer))
+        states.append(HOOKS[hook](ddp, optimizer))
 
-    twins = Twins.of(world_size, "rowwise_adamw", config, wrap=wrap if with_hook else None)
+    twins = Twins.of(world_size, "rowwise_adamw", config, wrap=wrap if hook != "ddp" else None)
     tables = twins.ours.tables
     assert tables is not None
     norms: tuple[list[float], list[float]] = [], []
@@ -99,11 +109,11 @@ def clip(rank: int, world_size: int, norm_type: float, with_hook: bool, config: 
     return result
 
 
-@pytest.mark.parametrize("with_hook", [False, True], ids=["ddp", "dear"])
+@pytest.mark.parametrize("hook", ["ddp", *HOOKS])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("world_size", [2, 3])  # of three ranks one has no column of the narrow table
-def test_clipping_includes_tables(workers: WorkerPools, world_size: int, norm_type: float, with_hook: bool) -> None:
-    for (ours, plain), gap, what in workers(world_size).run(clip, norm_type, with_hook, CONFIG):
+def test_clipping_includes_tables(workers: WorkerPools, world_size: int, norm_type: float, hook: str) -> None:
+    for (ours, plain), gap, what in workers(world_size).run(clip, norm_type, hook, CONFIG):
         assert ours == pytest.approx(plain, rel=1e-5)
         assert min(plain) > 5.0  # it has clipped
         assert gap < 1e-5
@@ -111,14 +121,14 @@ def test_clipping_includes_tables(workers: WorkerPools, world_size: int, norm_ty
 
 
 def test_clipping_may_leave_tables_out(workers: WorkerPools) -> None:
-    for (ours, plain), _, what in workers(2).run(clip, 2.0, False, replace(CONFIG, clip="dense_only")):
+    for (ours, plain), _, what in workers(2).run(clip, 2.0, "ddp", replace(CONFIG, clip="dense_only")):
         assert all(one < other for one, other in zip(ours, plain, strict=True))
         assert what == "dense_only"
 
 
-def scale(rank: int, world_size: int, with_hook: bool) -> tuple[float, int, float, float]:
+def scale(rank: int, world_size: int, hook: str) -> tuple[float, int, float, float]:
     """Train with loss scaling; in one step a rank has an overflow, in a table's gradient only."""
-    twins = Twins.of(world_size, "sparse_adam", wrap=with_dear if with_hook else None)
+    twins = Twins.of(world_size, "sparse_adam", wrap=HOOKS.get(hook))
     tables = twins.ours.tables
     assert tables is not None
     delayed = 0
@@ -161,27 +171,33 @@ def _ids(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"encoder": batch["encoder"]}
 
 
-@pytest.mark.parametrize("with_hook", [False, True], ids=["ddp", "dear"])
-def test_ranks_skip_a_scaled_step_together(workers: WorkerPools, with_hook: bool) -> None:
-    for gap, delayed, before, after in workers(3).run(scale, with_hook):
+@pytest.mark.parametrize("hook", ["ddp", *HOOKS])
+def test_ranks_skip_a_scaled_step_together(workers: WorkerPools, hook: str) -> None:
+    for gap, delayed, before, after in workers(3).run(scale, hook):
         assert gap < 1e-6
         assert delayed > 0
         assert after == before / 2
 
 
-def stock_scaler(rank: int, world_size: int) -> str:
+def stock_scaler(rank: int, world_size: int, follow: bool) -> str:
     twins = Twins.of(world_size)
     side, scaler = twins.ours, torch.amp.GradScaler("cpu", init_scale=4.0)
+    assert side.tables is not None
+    if not follow:
+        side.tables.unfollow()
     (batch,) = batches(rank, world_size, 1)
     scaler.scale(side.ddp(batch)).backward()
+    other = nn.Parameter(torch.ones(1))
+    scaler.scale(other.sum()).backward()
+    scaler.step(torch.optim.SGD([other], lr=1.0))  # another model's, which is none of the tables' business
     message = message_of(lambda: scaler.step(side.optimizers[0]))
-    assert side.tables is not None
     side.tables.close()
     return message
 
 
-def test_the_stock_scaler_is_refused(workers: WorkerPools) -> None:
-    assert all("use ddp_hooks.GradScaler" in message for message in workers(2).run(stock_scaler))
+@pytest.mark.parametrize("follow", [True, False])
+def test_the_stock_scaler_is_refused(workers: WorkerPools, follow: bool) -> None:
+    assert all("use ddp_hooks.GradScaler" in message for message in workers(2).run(stock_scaler, follow))
 
 
 def nonfinite(rank: int, world_size: int) -> tuple[int, bool, float]:

@@ -101,6 +101,14 @@ def test_ratios_are_to_the_fastest_baseline() -> None:
     assert embrace.scaling_of([one]) == {}
     more = {**one, "workers": 4, "tokens": 200}
     assert embrace.scaling_of([one, more])["bert, 1gbit, scale 1"]["2d"] == {2: 100.0, 4: 200.0}
-    one |= {"table_mb": 1.0, "dense_mb": 1.0, "goodput_bytes_per_s": 1e8, "workers": 4, "workload": {"tables": tables}}
-    assert embrace.least(one) == pytest.approx((3.0, 0.03))
+    workload = {"tables": tables, "block_numels": [125_000, 125_000]}
+    one |= {"table_mb": 1.0, "dense_mb": 1.0, "goodput_bytes_per_s": 1e8, "workers": 4, "workload": workload}
     assert embrace.remarks(one)[-1] == "2D scheduling: 67% less stall than without."
+
+
+def test_no_exact_step_is_shorter_than_its_bound() -> None:
+    workload = {"tables": [{"num_rows_used": 1000, "dim": 250}], "block_numels": [125_000, 125_000]}
+    one = {"workers": 4, "rate": "800mbit", "dense_mb": 1.0, "workload": workload, "compute_s": 0.5}
+    assert embrace.least(one) == pytest.approx((3.0, 0.5 + 0.0075))  # the first block's half of 1.5 MB
+    assert embrace.least(one | {"compute_s": 0.001}) == pytest.approx((3.0, 0.03))  # nothing hides the rest
+    assert embrace.least(one | {"rate": None}) == (3.0, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import random
 import subprocess
 import sys
 from itertools import islice
@@ -15,7 +16,6 @@ import pytest
 import torch
 
 from recipes import lstm_lm_embrace as recipe
-from recipes.texts import python_documentation
 from tests.workers import WorkerPools
 
 TINY = ["--steps=40", "--batch-size=4", "--sequence-length=16", "--embedding=20", "--hidden=32"]
@@ -96,8 +96,20 @@ def test_arguments() -> None:
 # Whole runs ---------------------------------------------------------------------------------------------
 
 
+def sentences() -> list[str]:
+    """The same text with every Python: a few words are frequent, many rare, and some pairs usual."""
+    chance = random.Random(0)
+    words = [f"w{number}" for number in range(2000)]
+    weights = [1.0 / (number + 1) for number in range(len(words))]
+    usual = {word: chance.choices(words, weights, k=5) for word in words}
+    text = ["w0"]
+    while len(text) < 60_000:
+        text.append(chance.choice(usual[text[-1]]) if chance.random() < 0.7 else chance.choices(words, weights)[0])
+    return [" ".join(text)]
+
+
 def train(rank: int, world_size: int, arguments: list[str]) -> recipe.Result:
-    return recipe.train(recipe.parse_arguments([*TINY, *arguments]), python_documentation())
+    return recipe.train(recipe.parse_arguments([*TINY, *arguments]), sentences())
 
 
 @pytest.mark.parametrize("optimizer", recipe.OPTIMIZERS)
@@ -115,8 +127,7 @@ def test_both_kinds_of_table_take_the_same_steps(workers: WorkerPools, optimizer
 
     losses = whole[0].losses
     assert sum(losses[-5:]) / 5 < losses[0] - math.log(2), "perplexity has fallen by half at least"
-    # The text, Python's documentation, differs between its versions, and 40 steps are few.
-    assert whole[0].validation_loss < losses[0] - math.log(1.5)
+    assert whole[0].validation_loss < losses[0] - math.log(2)
     for result in sharded:
         *before, last = result.stats
         assert len(result.stats) == len(losses)
