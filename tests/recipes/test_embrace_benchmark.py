@@ -99,7 +99,7 @@ def test_ratios_are_to_the_fastest_baseline() -> None:
     tables = [{"num_rows_used": 1000, "dim": 250}]
     one |= {"model": "bert", "rate": "1gbit", "workers": 2, "title": "bert, 2 workers, 1gbit, scale 1"}
     assert embrace.scaling_of([one]) == {}
-    more = {**one, "workers": 4, "tokens": 200}
+    more = {**one, "workers": 4, "title": "bert, 4 workers, 1gbit, scale 1", "tokens": 200}
     assert embrace.scaling_of([one, more])["bert, 1gbit, scale 1"]["2d"] == {2: 100.0, 4: 200.0}
     workload = {"tables": tables, "block_numels": [125_000, 125_000]}
     one |= {"table_mb": 1.0, "dense_mb": 1.0, "goodput_bytes_per_s": 1e8, "workers": 4, "workload": workload}
