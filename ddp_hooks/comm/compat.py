@@ -80,6 +80,14 @@ def queue_engine_callback(function: Any) -> None:
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
+def queue_after_hooks(function: Callable[[], None], depth: int = 6) -> None:
+    """Likewise, after DDP's own end of the backward and what communication hooks do at theirs.
+
+    They queue that from callbacks, up to four deep, and what is queued from a callback runs after all before it.
+    """
+    queue_engine_callback(function if depth == 1 else lambda: queue_after_hooks(function, depth - 1))
+
+
 def in_backward() -> bool:
     """Whether this thread is inside of a backward pass."""
     return torch._C._current_graph_task_id() != -1

@@ -11,7 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from ddp_hooks.dear.clipping import GradientShards
 from ddp_hooks.dear.registry import state_of
-from ddp_hooks.feed.companions import awaiting_own_step, companions_of
+from ddp_hooks.feed.companions import companions_of, left_behind_by
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -29,7 +29,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: a second step before ``update()``, or a closure, as the stock scaler does.
         """
-        if self._enabled and awaiting_own_step():
+        if self._enabled and left_behind_by(optimizer):
             raise RuntimeError(
                 "sharded tables have scaled gradients, and follow no optimizer with which they would be unscaled: call "
                 "tables.follow(optimizer) once, with the optimizer that the scaler steps"

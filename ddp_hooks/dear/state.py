@@ -275,6 +275,8 @@ class DearState(StepCycle):
                 self._early.wait()
         finally:
             self._reduction = None
+            if self._replicated is not None:
+                self._replicated.close_step()  # one that did not end
             self._pipe.close()
             self._watch.close()
             for handle in self._handles:

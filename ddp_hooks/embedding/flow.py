@@ -107,7 +107,7 @@ class TableFlow:
         self._is_followed = False
         self._is_blind = False  # whether the last forward has returned nothing that would show its backward
         self._was_applied = False  # whether a step has applied the gradients, and nobody has zeroed them since
-        self._witness = ZeroingWitness(root)
+        self._witness = ZeroingWitness(self._whole_model)
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
         self._zeroing = [extend_zero_grad(root, lambda _: self._drop_gradients())]
 
@@ -328,7 +328,9 @@ class TableFlow:
     def _end_backward(self) -> None:
         self._in_backward = False
         self._expected.end_backward()
-        compat.queue_engine_callback(self._witness.watch)  # when DDP has made its buckets the gradients
+        # When DDP has made its buckets the gradients, and hooks have put their guards there. What is there before is
+        # not reduced, so ranks would see different things.
+        compat.queue_after_hooks(self._witness.watch)
         if self._ahead is not None:
             self._channels.wait(self._ahead.told, self._tally.gradients)
             self._fault = self._fault or self._ahead.batch.fault
@@ -447,6 +449,11 @@ class TableFlow:
         if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
             self._ddp = weakref.ref(ddp)
             self._zeroing.append(extend_zero_grad(ddp, lambda _: self._drop_gradients()))
+
+    def _whole_model(self) -> torch.nn.Module:
+        """The outermost module known of, whose parameters are trained beside the tables."""
+        ddp = self._ddp() if self._ddp is not None else None
+        return self._root if ddp is None else ddp
 
     def _refuse_parted(self) -> None:
         if self._fault is not None:

@@ -49,11 +49,13 @@ class TableStep:
     Attributes:
         stats: of the last step.
         clip: what the norm of this step's gradients was taken of.
+        is_unscaled: whether a gradient scaler has seen this step's gradients.
     """
 
     def __init__(self, channels: Channels, updates: TableUpdates) -> None:
         self.stats = TableStats()
         self.clip: ClippedOf = "none"
+        self.is_unscaled = False
         self._channels = channels
         self._tally = channels.tally
         self._updates = updates
@@ -87,7 +89,7 @@ class TableStep:
 
     def drop(self) -> None:
         """Forget the gradients."""
-        self._sent, self._sums, self._multiplier, self.clip = [], {}, 1.0, "none"
+        self._sent, self._sums, self._multiplier, self.clip, self.is_unscaled = [], {}, 1.0, "none", False
 
     def multiply(self, factor: float) -> None:
         """Multiply the gradients, when they are applied."""

@@ -55,7 +55,6 @@ class EmbeddingTables(TableFlow):
         self._steps_with_another = False
         self._followed: torch.optim.Optimizer | None = None
         self._following: list[Any] = []
-        self._is_unscaled = False
         self._urgent_works: Sequence[Work] = ()
         self._replaced: dict[int, weakref.ref[Tensor]] = {}  # the weights that were whole
         self._handles: list[Any] = [
@@ -178,18 +177,16 @@ class EmbeddingTables(TableFlow):
         Between backward and the step, which then waits for delayed rows. Nothing with
         ``TableConfig(clip="dense_only")``.
         """
-        self._witness.expect_scaling()
-        if self.config.clip == "dense_only":
-            self._step.clip = "dense_only"
-            yield []
-            return
-        self._step.clip = "all"
+        self._step.clip = "dense_only" if self.config.clip == "dense_only" else "all"
         holders = []
-        for part in self._step.complete().values():
+        for part in self._step.complete().values() if self._step.clip == "all" else []:
             holder = nn.Parameter(part.values.new_zeros(()).expand(part.values.shape))
             holder.grad = part.values
             holders.append(holder)
-        yield holders
+        try:
+            yield holders
+        finally:
+            self._witness.watch()  # the model's gradients may have been clipped meanwhile, to nothing perhaps
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the ranks; collective."""
@@ -272,6 +269,7 @@ class EmbeddingTables(TableFlow):
             companions.leave_module(self._root, self)
             for handle in (*self._handles, *self._zeroing):
                 handle.remove()
+            self._handles, self._zeroing = [], []
             self._channels.close()
 
     # -- for modules and loaders ------------------------------------------------------------------------------------
@@ -351,13 +349,12 @@ class EmbeddingTables(TableFlow):
     def unscale(self, inverse_scale: float) -> bool:
         """Multiply gradients when they are applied; whether some of this rank's are not finite."""
         self._step.multiply(inverse_scale)
-        self._is_unscaled = True
+        self._step.is_unscaled = True
         return self.found_nonfinite()
 
-    @property
-    def awaits_own_step(self) -> bool:
-        """Whether there are gradients that no followed optimizer will apply."""
-        return self._step.has_gradients and not self._is_followed
+    def misses_step_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` is the model's, and will not apply the gradients that are here, nor will another."""
+        return self._step.has_gradients and not self._is_followed and self._is_of_the_model(optimizer)
 
     def found_nonfinite(self) -> bool:
         """Whether some of this rank's gradients are not finite, before or after summing up."""
@@ -380,17 +377,38 @@ class EmbeddingTables(TableFlow):
         if not (self._updates.running or self._steps_with_another):
             self._end_step()
 
-    def _before_their_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_their_step(
+        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
+    ) -> tuple[Any, Any] | None:
         if compat.is_inner_step(optimizer):
-            return
-        self._is_unscaled = False
-        if compat.with_closure(args, kwargs, lambda closure: closure) is None:
+            return None
+        replaced = compat.with_closure(args, kwargs, self._stepping_after)
+        if replaced is None:
             self._step_with_another()
+        return None if isinstance(optimizer, torch.optim.LBFGS) else replaced
+
+    def _stepping_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
+        """The user's closure, in which backward is; then the tables step, before any hook zeroes gradients."""
+        evaluations = 0
+
+        def evaluate_and_step() -> Any:
+            nonlocal evaluations
+            evaluations += 1
+            if evaluations > 1:
+                raise RuntimeError(
+                    "the optimizer evaluated its closure more than once in one step; sharded tables support one "
+                    "evaluation: use an optimizer that needs one, such as SGD or AdamW, or torch.optim.LBFGS itself"
+                )
+            loss = closure()
+            self._step_with_another()
+            return loss
+
+        return evaluate_and_step
 
     def _after_their_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if compat.is_inner_step(optimizer):
             return
-        if compat.with_closure(args, kwargs, lambda closure: closure) is not None:  # backward was in there
+        if isinstance(optimizer, torch.optim.LBFGS):  # whose last evaluation counts
             self._step_with_another()
         self._end_step(self._urgent_works)
         self._urgent_works = ()
@@ -403,10 +421,10 @@ class EmbeddingTables(TableFlow):
             self._steps_with_another = False
 
     def _refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
-        """Some optimizer is about to step."""
-        if self._is_unscaled or not (self._step.has_gradients and compat.inside_grad_scaler()):
+        """Raise if torch's scaler is about to let ``optimizer`` step, which should have been the tables' step, too."""
+        if self._step.is_unscaled or not (self._step.has_gradients and compat.inside_grad_scaler()):
             return
-        if optimizer is self._followed or (self._followed is None and self._is_of_the_model(optimizer)):
+        if optimizer is self._followed or self.misses_step_of(optimizer):
             raise RuntimeError(
                 "torch.amp.GradScaler does not see the gradients of sharded tables, which would stay scaled: use "
                 "ddp_hooks.GradScaler instead, with the same arguments, and let the tables follow() the optimizer that "
@@ -414,7 +432,7 @@ class EmbeddingTables(TableFlow):
             )
 
     def _is_of_the_model(self, optimizer: torch.optim.Optimizer) -> bool:
-        ours = {id(parameter) for parameter in self._root.parameters()}
+        ours = {id(parameter) for parameter in self._whole_model().parameters()}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
     def _before_load(self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
@@ -448,11 +466,13 @@ class EmbeddingTables(TableFlow):
 
 def _before_any_step(tables: EmbeddingTables) -> RemovableHandle:
     """Look at the steps of all optimizers, also those that the tables do not follow."""
-    reference = weakref.ref(tables)  # torch keeps the hook for ever
+    reference = weakref.ref(tables)  # torch keeps the hook for as long as nobody removes it
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         present = reference()
         if present is not None:
             present._refuse_stock_scaler(optimizer)
 
-    return register_optimizer_step_pre_hook(look)
+    handle = register_optimizer_step_pre_hook(look)
+    weakref.finalize(tables, handle.remove)
+    return handle

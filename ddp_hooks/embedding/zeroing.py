@@ -7,6 +7,7 @@ shows in what it leaves: parameters that had gradients, and none of which has on
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -20,19 +21,22 @@ class ZeroingWitness:
     """A dense parameter that has a gradient; when it has lost it, all the others are asked.
 
     Args:
-        root: whose parameters are looked at.
+        model: whose parameters are looked at, asked for each time.
     """
 
-    def __init__(self, root: nn.Module) -> None:
-        self._root = root
+    def __init__(self, model: Callable[[], nn.Module]) -> None:
+        self._model = model
         self._parameter: weakref.ref[Tensor] | None = None
         self._was_nonzero = False
-        self._guard: GradientGuard | None = None  # that has stood in its place
+        self._guard: GradientGuard | None = None  # that a hook has put in its place
 
     def watch(self) -> None:
-        """A backward has ended: choose a parameter, a small one, whose gradient is not zero if there is such a one."""
+        """Gradients are as they are to be: choose a parameter, a small one, whose gradient is not zero if one is.
+
+        All ranks see the same: gradients are reduced, or behind guards.
+        """
         self._parameter, self._was_nonzero, self._guard = None, False, None
-        for parameter in sorted(self._root.parameters(), key=Tensor.numel):
+        for parameter in sorted(self._model().parameters(), key=Tensor.numel):
             gradient = parameter.grad
             if gradient is None:
                 continue
@@ -44,17 +48,13 @@ class ZeroingWitness:
             if self._was_nonzero:
                 return
 
-    def expect_scaling(self) -> None:
-        """Gradients are about to be clipped, to nothing perhaps: from now on zeros are no sign."""
-        self._was_nonzero = False
-
     def saw_zeroing(self) -> bool:
         """Whether the parameter has lost its gradient, and no other one has any; says so once."""
         parameter = self._parameter() if self._parameter is not None else None
         if parameter is None:
             return False
         # Some loops drop gradients of a few layers, which is not the same: ask the witness first, then all.
-        if not (self._has_lost(parameter) and all(_is_gone(other) for other in self._root.parameters())):
+        if not (self._has_lost(parameter) and all(_is_gone(other) for other in self._model().parameters())):
             return False
         self._parameter = None
         return True

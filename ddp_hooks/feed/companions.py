@@ -25,9 +25,8 @@ class Companion(Protocol):
     def let_pass(self, works: Sequence[Work]) -> None:
         """What is sent after the step that is under way is less urgent than this."""
 
-    @property
-    def awaits_own_step(self) -> bool:
-        """Whether there are gradients that no followed optimizer will apply."""
+    def misses_step_of(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Whether ``optimizer`` is the model's, and will not apply the gradients that are here, nor will another."""
 
     def unscale(self, inverse_scale: float) -> bool:
         """Multiply the gradients; whether some of this rank's are not finite."""
@@ -65,10 +64,10 @@ def leave_module(module: nn.Module, companion: Companion) -> None:
         del _by_module[module]
 
 
-def awaiting_own_step() -> bool:
-    """Whether some companion has gradients that no followed optimizer will apply."""
+def left_behind_by(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether some companion of the model that ``optimizer`` updates has gradients, and follows nobody."""
     found = [reference() for reference in _by_module.values()]
-    return any(companion is not None and companion.awaits_own_step for companion in found)
+    return any(companion is not None and companion.misses_step_of(optimizer) for companion in found)
 
 
 def join_optimizer(optimizer: torch.optim.Optimizer, companion: Companion) -> None:

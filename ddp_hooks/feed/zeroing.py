@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 
 import torch
@@ -19,13 +20,16 @@ def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Calla
         also(set_to_none)
         original(set_to_none=set_to_none)
 
+    zero_grad.__wrapped__ = original  # type: ignore[attr-defined]
     owner.zero_grad = zero_grad  # type: ignore[method-assign]
+    extended, ours = weakref.ref(owner), weakref.ref(zero_grad)  # whoever keeps the handle does not keep the model
 
     def undo() -> None:
-        if vars(owner).get("zero_grad") is not zero_grad:
+        owner = extended()
+        if owner is None or vars(owner).get("zero_grad") is not ours():
             return  # somebody has extended ours meanwhile; it does no harm
         if extended_before:
-            owner.zero_grad = original  # type: ignore[method-assign]
+            owner.zero_grad = vars(owner)["zero_grad"].__wrapped__  # type: ignore[method-assign]
         else:
             del owner.zero_grad
 

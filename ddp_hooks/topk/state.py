@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, compat, mebibytes
+from ddp_hooks.feed import companions
 from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.algorithms import Sparsity
 from ddp_hooks.topk.backward import Backward
@@ -96,6 +97,8 @@ class TopKState:
             deferred = checks.updates_parameters(optimizer, config)
             self._pipeline = ForwardPipeline(ddp, optimizer, self._parameters, self._names, self._recorder, deferred)
             self._early_lane = Lanes(group, 1, device, settings, self._recorder)
+            for companion in companions.companions_in(ddp.module):
+                companion.follow(optimizer)  # after the pipeline, which may find that nobody is to step
         self._order = list(reversed(range(len(self._parameters))))  # most backwards go this way
         self._groups: list[GradientGroup] = []
         self._group_anew()
@@ -377,6 +380,8 @@ class TopKState:
         )
         for parameter in self._parameters:
             parameter.grad = None
+        for companion in companions.companions_in(self._ddp.module):
+            companion.zero_grad()
 
     def _note_stats(self, reductions: Sequence[Reduction], density: float) -> None:
         stall_s = self._stall.seconds + (self._pipeline.stall_s if self._pipeline is not None else 0.0)

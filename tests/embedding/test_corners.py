@@ -19,8 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_hooks import GradScaler, TableConfig, shard_embeddings
-from ddp_hooks.embedding.zeroing import ZeroingWitness
-from ddp_hooks.feed import GradientGuard, GuardsAside, companions
+from ddp_hooks.feed import companions
 from tests.dear.test_refusals import message_of
 from tests.embedding.twins import CONFIG, Batch, Side, Twins, batches, ids_of
 from tests.workers import WorkerPools
@@ -329,59 +328,3 @@ def test_ranks_that_part(workers: WorkerPools, case: str) -> None:
         assert "Error" in message or "Timeout" in message, outcomes
     named = ("of a batch", "prior rows", "columns")
     assert any(name in message for _, message, *_ in outcomes for name in named), outcomes
-
-
-
-
-def test_a_witness_is_small_and_not_zero() -> None:
-    """Looking at it must cost nothing, and a gradient that was zero before says nothing."""
-    model = nn.ParameterDict({"large": torch.ones(1 << 17), "zero": torch.ones(2), "small": torch.ones(3)})
-    witness = ZeroingWitness(model)
-    for name, parameter in model.items():
-        parameter.grad = torch.zeros_like(parameter) if name == "zero" else torch.ones_like(parameter)
-    witness.watch()
-    assert not witness.saw_zeroing()
-    model["zero"].grad = None
-    model["small"].grad.zero_()
-    assert not witness.saw_zeroing()  # one layer's gradients were dropped, not all
-    model["large"].grad.zero_()
-    assert witness.saw_zeroing() and not witness.saw_zeroing()  # once
-    model["small"].grad = torch.ones(3)
-    witness.watch()
-    model["large"].grad = None
-    assert not witness.saw_zeroing()
-    model["small"].grad = model["zero"].grad = None
-    model["large"].grad = torch.ones(1 << 17)
-    witness.watch()
-    assert not witness.saw_zeroing()
-    model["large"].grad = None
-    assert witness.saw_zeroing()
-
-
-def test_a_witness_believes_guards() -> None:
-    """Nobody knows what is behind a guard, and during a step it may not be in its place."""
-    model = nn.ParameterList([torch.ones(2), torch.ones(3)])
-    parameters = list(model.parameters())
-    witness, aside = ZeroingWitness(model), GuardsAside(parameters)
-
-    def guard() -> None:
-        for parameter in parameters:
-            parameter.grad = GradientGuard.standing_for(parameter, "p", lambda what: what)
-        witness.watch()
-
-    guard()
-    aside.take([0, 1])
-    assert parameters[0].grad is None and not witness.saw_zeroing()
-    aside.put_back()
-    assert parameters[0].grad is not None and not witness.saw_zeroing()
-    for parameter in parameters:
-        parameter.grad = torch.zeros_like(parameter)  # the hook brings gradients back, which happen to be zero
-    assert not witness.saw_zeroing()
-    guard()
-    aside.take([0, 1])
-    aside.zero(set_to_none=True)
-    assert witness.saw_zeroing()
-    guard()
-    for parameter in parameters:
-        parameter.grad.zero_()
-    assert witness.saw_zeroing()

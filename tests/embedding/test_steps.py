@@ -146,7 +146,13 @@ HOOKS: dict[str, Hook] = {
 
 
 def run(
-    rank: int, world_size: int, loops: dict[str, Loop], hook: str | None, prefetch: bool, follows: str = "first"
+    rank: int,
+    world_size: int,
+    loops: dict[str, Loop],
+    hook: str | None,
+    prefetch: bool,
+    follows: str = "first",
+    make: Callable[[int, int, int], list[Batch]] = batches,
 ) -> list[tuple[str, float]]:
     """How far apart twins are after each loop, with tables that follow the optimizer before or after the hook does."""
     found = []
@@ -163,7 +169,7 @@ def run(
         main = UnknownSGD if hook == "dear_whole_update" else torch.optim.SGD
         twins = Twins.of(world_size, "adagrad", model=TwoDense, wrap=wrap if hook is not None else None, main=main)
         assert twins.ours.tables is not None
-        twins.train(loop, batches(rank, world_size, 12), prefetch)
+        twins.train(loop, make(rank, world_size, 12), prefetch)
         for state in states:
             state.synchronize()
         found.append((name, max(twins.gap(), twins.optimizer_gap())))

@@ -200,6 +200,77 @@ def test_the_stock_scaler_is_refused(workers: WorkerPools, follow: bool) -> None
     assert all("use ddp_hooks.GradScaler" in message for message in workers(2).run(stock_scaler, follow))
 
 
+class OnlyTables(nn.Module):
+    """A part of a model whose other part is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.part = nn.Sequential(nn.Embedding(20, 6, sparse=True))
+        self.out = nn.Linear(6, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        loss: Tensor = self.out(self.part(ids)).sum()
+        return loss
+
+
+def part_of_a_model(rank: int, world_size: int) -> str:
+    """Tables of a part without dense parameters: its optimizer's steps are those of the whole, and so is zeroing."""
+    model = OnlyTables()
+    tables = shard_embeddings(model.part, None, 1, torch.optim.SGD, config=CONFIG, lr=0.5)
+    ddp = DistributedDataParallel(model)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+    tables.follow(optimizer)
+    for number in range(3):
+        for parameter in ddp.parameters():
+            parameter.grad = None
+        ddp(torch.tensor([1, 2, number])).backward()
+        optimizer.step()
+    tables.unfollow()
+    ddp.zero_grad()
+    tables.zero_grad()
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(ddp(torch.tensor([1, 2]))).backward()
+    message = message_of(lambda: scaler.step(optimizer))
+    tables.close()
+    return message
+
+
+def test_tables_of_a_part_of_the_model(workers: WorkerPools) -> None:
+    assert all("use ddp_hooks.GradScaler" in message for message in workers(2).run(part_of_a_model))
+
+
+def scaler_again(rank: int, world_size: int) -> list[str]:
+    """A step that the tables refuse is taken again; and what is no model of theirs is scaled beside them."""
+    twins = Twins.of(world_size, "adagrad")
+    side, scaler = twins.ours, GradScaler("cpu", init_scale=4.0)
+    assert side.tables is not None
+    first, second = batches(rank, world_size, 2)
+    scaler.scale(side.ddp(first)).backward()
+    (group,) = side.tables.optimizer.param_groups
+    group["weight_decay"] = 0.5
+    messages = [message_of(lambda: scaler.step(side.optimizers[0]))]
+    group["weight_decay"] = 0
+    scaler.step(side.optimizers[0])
+    scaler.update()
+
+    side.tables.unfollow()
+    side.zero_grad()
+    side.tables.zero_grad()
+    side.ddp(second).backward()
+    other = nn.Parameter(torch.ones(1))
+    scaler.scale(other.sum()).backward()
+    scaler.step(torch.optim.SGD([other], lr=1.0))
+    messages.append(message_of(lambda: scaler.step(side.optimizers[0])))
+    side.tables.close()
+    return messages
+
+
+def test_a_scaled_step_is_taken_again(workers: WorkerPools) -> None:
+    for refused, unfollowed in workers(2).run(scaler_again):
+        assert "weight_decay of Adagrad does not work" in refused
+        assert "follow no optimizer" in unfollowed
+
+
 def nonfinite(rank: int, world_size: int) -> tuple[int, bool, float]:
     """DearConfig(on_nonfinite="skip") and max_grad_norm look at tables, too."""
     model = Tables(world_size)
