@@ -7,24 +7,21 @@ vectors of one forward taken for another's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
-from typing import Any, Literal, TypeAlias
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearState, TopKConfig, TopKState, clip_grad_norm_, dear_hook, shard_embeddings, topk_hook
+from ddp_hooks import clip_grad_norm_, shard_embeddings
 from ddp_hooks.feed import companions
 from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG as DEAR_CONFIG
+from tests.embedding.hooks import HOOKS, UnknownSGD
 from tests.embedding.test_exact import LOOPS
 from tests.embedding.test_training_loop import Checkpointed
 from tests.embedding.twins import CONFIG, Batch, Loop, Side, Tables, Twins, batches, ids_of
 from tests.workers import WorkerPools
-
-Hook: TypeAlias = Callable[[DistributedDataParallel, torch.optim.Optimizer], Any]  # makes its state, and registers
 
 
 class TwoDense(Tables):
@@ -109,40 +106,6 @@ def clip_to_nothing(side: Side, data: Iterator[Batch]) -> None:
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.0)
         side.step()
-
-
-class UnknownSGD(torch.optim.SGD):
-    """Of which nobody knows whether it looks at parameters one by one."""
-
-
-def beside_dear(**settings: Any) -> Hook:
-    def hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> DearState:
-        state = DearState(ddp, optimizer, replace(DEAR_CONFIG, **settings))
-        ddp.register_comm_hook(state, dear_hook)
-        return state
-
-    return hook
-
-
-def beside_topk(pipeline: Literal["forward", "backward"]) -> Hook:
-    def hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> TopKState:
-        config = TopKConfig(density=1.0, timeout_s=20, pipeline=pipeline)
-        state = TopKState(ddp, config, optimizer=optimizer if pipeline == "forward" else None)
-        ddp.register_comm_hook(state, topk_hook)
-        return state
-
-    return hook
-
-
-HOOKS: dict[str, Hook] = {
-    "dear": beside_dear(),
-    "dear_inspecting": beside_dear(max_grad_norm=1e9, on_nonfinite="skip"),
-    "dear_replicated": beside_dear(update="replicated"),
-    "dear_replicated_inspecting": beside_dear(update="replicated", max_grad_norm=1e9, on_nonfinite="skip"),
-    "dear_whole_update": beside_dear(update="replicated"),  # of UnknownSGD
-    "topk": beside_topk("backward"),
-    "topk_forward": beside_topk("forward"),
-}
 
 
 def run(

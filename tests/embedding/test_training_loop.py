@@ -8,10 +8,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import pytest
 import torch
@@ -33,6 +31,7 @@ from ddp_hooks import (
 )
 from tests.dear.test_refusals import message_of
 from tests.dear.twins import CONFIG as DEAR_CONFIG
+from tests.embedding.hooks import HOOKS
 from tests.embedding.twins import CONFIG, Side, Tables, Twins, batches
 from tests.workers import WorkerPools
 
@@ -57,20 +56,6 @@ def clip_plainly(side: Side, max_norm: float, norm_type: float) -> float:
     for gradient in gradients:
         gradient.mul_(min(1.0, max_norm / (float(norm) + 1e-6)))
     return float(norm)
-
-
-def with_dear(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, update: Literal["auto", "replicated"] = "auto"
-) -> DearState:
-    state = DearState(ddp, optimizer, replace(DEAR_CONFIG, update=update))
-    ddp.register_comm_hook(state, dear_hook)
-    return state
-
-
-HOOKS: dict[str, Callable[[DistributedDataParallel, torch.optim.Optimizer], DearState]] = {
-    "dear": with_dear,
-    "dear_replicated": partial(with_dear, update="replicated"),
-}
 
 
 def clip(rank: int, world_size: int, norm_type: float, hook: str, config: TableConfig) -> tuple[Any, ...]:
@@ -109,7 +94,7 @@ def clip(rank: int, world_size: int, norm_type: float, hook: str, config: TableC
     return result
 
 
-@pytest.mark.parametrize("hook", ["ddp", *HOOKS])
+@pytest.mark.parametrize("hook", ["ddp", "dear", "dear_replicated"])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("world_size", [2, 3])  # of three ranks one has no column of the narrow table
 def test_clipping_includes_tables(workers: WorkerPools, world_size: int, norm_type: float, hook: str) -> None:
@@ -171,7 +156,7 @@ def _ids(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"encoder": batch["encoder"]}
 
 
-@pytest.mark.parametrize("hook", ["ddp", *HOOKS])
+@pytest.mark.parametrize("hook", ["ddp", "dear", "dear_replicated"])
 def test_ranks_skip_a_scaled_step_together(workers: WorkerPools, hook: str) -> None:
     for gap, delayed, before, after in workers(3).run(scale, hook):
         assert gap < 1e-6
@@ -307,7 +292,7 @@ def with_a_hook(rank: int, world_size: int, hook: str, prefetch: bool) -> tuple[
 
     def wrap(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> None:
         if hook == "dear":
-            closing.append(with_dear(ddp, optimizer))
+            closing.append(HOOKS["dear"](ddp, optimizer))
         else:
             closing.append(TopKState(ddp, TopKConfig(density=1.0, timeout_s=20)))
             ddp.register_comm_hook(closing[0], topk_hook)
@@ -345,7 +330,7 @@ def test_beside_the_other_hooks(workers: WorkerPools, world_size: int, hook: str
 def dear_first(rank: int, world_size: int) -> tuple[list[str], bool]:
     """In which order work is done after a step: prior rows and vectors before gathers, delayed rows after them."""
     states: list[DearState] = []
-    twins = Twins.of(world_size, wrap=lambda ddp, optimizer: states.append(with_dear(ddp, optimizer)))
+    twins = Twins.of(world_size, wrap=lambda ddp, optimizer: states.append(HOOKS["dear"](ddp, optimizer)))
     tables = twins.ours.tables
     assert tables is not None
     order: list[str] = []

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearState, TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, topk_hook
+from ddp_hooks import TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, topk_hook
 from ddp_hooks.embedding.zeroing import ZeroingWitness
 from ddp_hooks.feed import GradientGuard, GuardsAside, aside
+from tests.embedding.hooks import HOOKS
 from tests.embedding.test_exact import accumulate_with_sync, plain
-from tests.embedding.test_steps import HOOKS, Interruption, interrupt, run
+from tests.embedding.test_steps import Interruption, interrupt, run
 from tests.embedding.twins import CONFIG, Batch, Loop, Side, Tables, batches
 from tests.workers import WorkerPools
 
@@ -57,14 +58,13 @@ def zero_in_place(side: Side, data: Iterator[Batch]) -> None:
 
 def clip_and_zero_in_place(side: Side, data: Iterator[Batch]) -> None:
     """With a bound that leaves gradients as they are."""
-    states = [s for s in side.ddp.__dict__.get("states", []) if isinstance(s, DearState)]
     for batch in data:
         for parameter in side.ddp.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         side.ddp(batch).backward()
         if side.tables is not None:
-            clip_grad_norm_(states or [side.ddp.parameters(), side.tables], 1e9)
+            clip_grad_norm_([side.ddp.parameters(), side.tables], 1e9)
         side.step()
 
 
