@@ -166,6 +166,29 @@ def with_closure(
     return None
 
 
+def evaluated_once(closure: Callable[[], Any], then: Callable[[], None], who: str) -> Callable[[], Any]:
+    """The user's closure, followed by ``then``; the second evaluation in one step raises.
+
+    Args:
+        who: cannot take more than one, for the message.
+    """
+    evaluations = 0
+
+    def evaluate() -> Any:
+        nonlocal evaluations
+        evaluations += 1
+        if evaluations > 1:
+            raise RuntimeError(
+                f"the optimizer evaluated its closure more than once in one step; {who} one evaluation: use an "
+                f"optimizer that needs one, such as SGD or AdamW"
+            )
+        loss = closure()
+        then()
+        return loss
+
+    return evaluate
+
+
 def is_inner_step(optimizer: torch.optim.Optimizer) -> bool:
     """Whether a step hook of ``optimizer`` runs for a ``super().step()`` inside of its ``step()``.
 

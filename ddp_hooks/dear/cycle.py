@@ -225,22 +225,8 @@ class StepCycle:
         return replaced
 
     def _attaching(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        evaluations = 0
-
-        def evaluate_and_attach() -> Any:
-            """The user's closure, once; gradients are attached when it has made them."""
-            nonlocal evaluations
-            evaluations += 1
-            if evaluations > 1:
-                raise RuntimeError(
-                    "the optimizer evaluated its closure more than once in one step; DeAR supports one evaluation: "
-                    "use an optimizer that needs one, such as SGD or AdamW"
-                )
-            loss = closure()
-            self._prepare_step()
-            return loss
-
-        return evaluate_and_attach
+        """The user's closure; gradients are attached when it has made them."""
+        return compat.evaluated_once(closure, self._prepare_step, "DeAR supports")
 
     def _prepare_step(self) -> None:
         """Every shard gets its gradient, clipped or withheld as the settings ask."""

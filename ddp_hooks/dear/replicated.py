@@ -45,7 +45,7 @@ class ReplicatedOptimizer(ShardSet):
         self.memory: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
         self._layout: Layout | None = None
         self._places: dict[int, tuple[int, int]] = {}  # parameter -> the atom in which it begins, and where there
-        self._marks = GuardsAside(parameters)
+        self._marks = GuardsAside(parameters)  # while the optimizer's own code runs
         self._wanted: set[int] = set()  # parameters that still await their update
         self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)

@@ -10,7 +10,7 @@ from ddp_hooks.embedding.vectors import Lookup
 
 
 class ExpectedGradients:
-    """Lookups of forwards, from which gradients come back, until these are sent or dropped.
+    """Lookups of forwards, from which gradients come back, until these are sent or a step ends what has begun.
 
     Tables send in an order that all ranks have agreed on, each as soon as as many backwards as calls have come on this
     rank.

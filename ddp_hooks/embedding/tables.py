@@ -389,21 +389,7 @@ class EmbeddingTables(TableFlow):
 
     def _stepping_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, in which backward is; then the tables step, before any hook zeroes gradients."""
-        evaluations = 0
-
-        def evaluate_and_step() -> Any:
-            nonlocal evaluations
-            evaluations += 1
-            if evaluations > 1:
-                raise RuntimeError(
-                    "the optimizer evaluated its closure more than once in one step; sharded tables support one "
-                    "evaluation: use an optimizer that needs one, such as SGD or AdamW, or torch.optim.LBFGS itself"
-                )
-            loss = closure()
-            self._step_with_another()
-            return loss
-
-        return evaluate_and_step
+        return compat.evaluated_once(closure, self._step_with_another, "sharded tables support")
 
     def _after_their_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if compat.is_inner_step(optimizer):

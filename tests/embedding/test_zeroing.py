@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -46,24 +47,14 @@ def zero_on_the_first_rank(rank: int, world_size: int, count: int) -> list[Batch
 # Loops ------------------------------------------------------------------------------------------------------
 
 
-def zero_in_place(side: Side, data: Iterator[Batch]) -> None:
-    """By hand, as old torch did."""
+def zero_in_place(side: Side, data: Iterator[Batch], clips: bool = False) -> None:
+    """By hand, as old torch did; clipped with a bound that leaves gradients as they are."""
     for batch in data:
         for parameter in side.ddp.parameters():
             if parameter.grad is not None:
                 parameter.grad.zero_()
         side.ddp(batch).backward()
-        side.step()
-
-
-def clip_and_zero_in_place(side: Side, data: Iterator[Batch]) -> None:
-    """With a bound that leaves gradients as they are."""
-    for batch in data:
-        for parameter in side.ddp.parameters():
-            if parameter.grad is not None:
-                parameter.grad.zero_()
-        side.ddp(batch).backward()
-        if side.tables is not None:
+        if clips and side.tables is not None:
             clip_grad_norm_([side.ddp.parameters(), side.tables], 1e9)
         side.step()
 
@@ -112,7 +103,7 @@ def test_zeroed_or_just_zero(workers: WorkerPools, hook: str | None, follows: st
 
 @pytest.mark.parametrize("hook", [None, "topk"])
 def test_zeroed_in_place_after_clipping(workers: WorkerPools, hook: str | None) -> None:
-    loops = {"clip": clip_and_zero_in_place}
+    loops = {"clip": partial(zero_in_place, clips=True)}
     for found in workers(2).run(run, loops, hook, True):
         assert found == [("clip", 0.0)]
 
