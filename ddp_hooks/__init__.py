@@ -15,8 +15,10 @@ from ddp_hooks.embedding import (
     shard_embeddings,
 )
 from ddp_hooks.topk import TopKConfig, TopKState, TopKStats, topk_hook
+from ddp_hooks.tuning import BucketTuner
 
 __all__ = [
+    "BucketTuner",
     "DearConfig",
     "DearState",
     "DearStats",

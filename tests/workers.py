@@ -16,7 +16,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "torchvision", "transformers", "ddp_hooks"]
+_PRELOAD = ["torch", "torch.distributed", "torchvision", "transformers", "ddp_hooks", "ddp_hooks.tuning.surrogate"]
 GROUP_TIMEOUT_S = 30.0
 TASK_TIMEOUT_S = 90.0
 

@@ -468,8 +468,8 @@ class Lanes:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self._backend = backend or compat.backend_of(group, device)
-        self.native = self._backend == "nccl"
+        self.backend = backend or compat.backend_of(group, device)
+        self.native = self.backend == "nccl"
         self._device = device
         self._settings = settings
         self._recorder = recorder
@@ -477,6 +477,7 @@ class Lanes:
         self._lanes: list[Lane] = []
         self._groups: list[dist.ProcessGroup] = []
         self._submitted = 0
+        self._in_use: int | None = None  # lanes that get work; None: all of them
         self._ending: list[threading.Thread] = []
         weakref.finalize(self, _dismiss, self._lanes).atexit = False  # at exit, close() or abandon() come first
         self.grow(num_lanes)
@@ -486,7 +487,7 @@ class Lanes:
         while len(self._lanes) < num_lanes:
             index = len(self._lanes)
             name = f"ddp_hooks lane {index}"
-            group = compat.new_group_like(self.group, self._backend, self._settings.timeout_s, name)
+            group = compat.new_group_like(self.group, self.backend, self._settings.timeout_s, name)
             self._groups.append(group)
             if self.native:
                 self._lanes.append(StreamLane(index, group, self._device, self._recorder))
@@ -497,7 +498,8 @@ class Lanes:
             self._lanes.append(ThreadLane(index, group, self._settings, self._witness, self._recorder))
 
     def __len__(self) -> int:
-        return len(self._lanes)
+        """Lanes that get work."""
+        return len(self._lanes) if self._in_use is None else self._in_use
 
     @property
     def traffic(self) -> Traffic:
@@ -524,9 +526,15 @@ class Lanes:
 
     def next_lane(self) -> Lane:
         """The lane whose turn it is, the same on every rank: for pieces of work that are to follow each other."""
-        lane = self._lanes[self._submitted % len(self._lanes)]
+        lane = self._lanes[self._submitted % len(self)]
         self._submitted += 1
         return lane
+
+    def use(self, num_lanes: int) -> None:
+        """Give work to the first ``num_lanes`` of them only; the same on every rank, where nothing is under way."""
+        if not 1 <= num_lanes <= len(self._lanes):
+            raise ValueError(f"use(...) takes 1 to {len(self._lanes)} lanes, got {num_lanes}")
+        self._in_use = num_lanes
 
     def close(self, farewell_s: float = 10.0) -> None:
         """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``."""

@@ -54,6 +54,7 @@ class Arrangement:
         self._cuts_tail = cuts_tail
         self._earlier: SumOrder | None = None  # of the run that is being resumed
         self._num_layouts = 0
+        self._atoms_by_need: list[int] = []  # of the layout in force
         self._addresses: list[int] = []  # per parameter, where its memory should be
 
     @property
@@ -94,16 +95,22 @@ class Arrangement:
             layout: the one in force from now on, in whose memory the parameters are.
             order_of_need: tells when every parameter is needed, the same on every rank.
         """
-        self.schedule = Schedule(layout, self.fuse_in_order(layout.atoms))
+        self.schedule = Schedule(layout, self._fused_in_order(layout.atoms, self.rule))
         needed = order_of_need()
         first_need = [min(needed[member.parameter] for member in atom.members) for atom in layout.atoms]
         # Ties, and what no forward has shown, in the reverse of the backward.
-        atoms_by_need = sorted(range(len(layout.atoms)), key=lambda i: (first_need[i], -i))
-        groups = self.gather_groups = fuse(atoms_by_need, layout.atoms, self._shapes, self.rule)
+        self._atoms_by_need = sorted(range(len(layout.atoms)), key=lambda i: (first_need[i], -i))
+        groups = self.gather_groups = fuse(self._atoms_by_need, layout.atoms, self._shapes, self.rule)
         self.gather_labels = [
             f"group {number} ({self.label([layout.atoms[i] for i in group])})" for number, group in enumerate(groups)
         ]
         return [tuple(dict.fromkeys(m.parameter for i in group for m in layout.atoms[i].members)) for group in groups]
+
+    def groups_with(self, rule: FusionRule) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """The groups of reduce-scatters and of gathers that another rule would make, of the layout in force."""
+        assert self.layout is not None
+        atoms = self.layout.atoms
+        return self._fused_in_order(atoms, rule), fuse(self._atoms_by_need, atoms, self._shapes, rule)
 
     def gathers(self, memory: Sequence[Tensor]) -> list[list[Partition]]:
         """What travels when the atoms' ``memory`` is gathered, per group."""
@@ -121,9 +128,11 @@ class Arrangement:
 
     def fuse_in_order(self, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
         """Group atoms in the order in which they come; those of the tail travel alone."""
+        return self._fused_in_order(atoms, self.rule)
+
+    def _fused_in_order(self, atoms: Sequence[Atom], rule: FusionRule) -> list[tuple[int, ...]]:
         tail = next((index for index, atom in enumerate(atoms) if atom.tail), len(atoms))
-        groups = fuse(range(tail), atoms, self._shapes, self.rule)
-        return groups + [(index,) for index in range(tail, len(atoms))]
+        return fuse(range(tail), atoms, self._shapes, rule) + [(index,) for index in range(tail, len(atoms))]
 
     def label(self, atoms: Sequence[Atom]) -> str:
         """A short name for a group of atoms, for messages."""

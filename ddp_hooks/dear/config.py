@@ -7,6 +7,8 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from ddp_hooks.tuning import BucketTuner
+
 Fusion: TypeAlias = Literal["size", "layers", "none"]
 Update: TypeAlias = Literal["sharded", "replicated", "auto"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
@@ -27,10 +29,12 @@ class DearConfig:
         fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None: an atom's size; on
             links of medium speed a sixteenth of the model or 4 MiB, whichever is larger, if that is less.
         fusion_layers: layers per group, for ``"layers"``.
+        tuner: finds ``fusion_mb`` while training runs, for ``"size"``; see :class:`~ddp_hooks.BucketTuner`. None: it
+            stays as it is.
         atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages
             or 8 MiB, but not more than an eighth of the model or 16 MiB, whichever is larger (a quarter of the model
-            where the processor limits and updates are replicated). A run that resumes a checkpoint on three or more
-            ranks keeps the size that is saved there.
+            where the processor limits and updates are replicated); with a tuner less, so that it has a choice. A run
+            that resumes a checkpoint on three or more ranks keeps the size that is saved there.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
         slice_mb: largest message in MiB; a lane holds four buffers of this size. None: chosen by the same measurement.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
@@ -63,6 +67,7 @@ class DearConfig:
     fusion: Fusion = "size"
     fusion_mb: float | None = None
     fusion_layers: int = 4
+    tuner: BucketTuner | None = None
     atom_mb: float | None = None
     lanes: int | None = None
     slice_mb: float | None = None
@@ -96,6 +101,10 @@ class DearConfig:
         for name in ("fusion_mb", "atom_mb", "slice_mb", "max_grad_norm", "timeout_s", "stall_warning_s"):
             if getattr(self, name) is not None and not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+        if self.tuner is not None and not isinstance(self.tuner, BucketTuner):
+            raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
+        if self.tuner is not None and self.fusion != "size":
+            raise ValueError(f'tuner searches for fusion_mb, so it needs fusion="size", got {self.fusion!r}')
         if self.early_gathers is not None and not 0 <= self.early_gathers <= 1:
             raise ValueError(f"early_gathers must be None or from 0 to 1, got {self.early_gathers}")
         for name in ("fusion_layers", "lanes"):

@@ -31,14 +31,11 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import (
-    Lanes,
-    LaneSettings,
     LinkProfile,
     Recorder,
     Traffic,
     compat,
     mebibytes,
-    profile_link,
 )
 from ddp_hooks.dear import checks
 from ddp_hooks.dear.arrangement import Arrangement
@@ -54,19 +51,14 @@ from ddp_hooks.dear.order import OrderedSums
 from ddp_hooks.dear.replicas import refuse_parted_replicas
 from ddp_hooks.dear.replicated import ReplicatedOptimizer
 from ddp_hooks.dear.sharded import ShardedOptimizer
+from ddp_hooks.dear.sizing import open_lanes
 from ddp_hooks.dear.stats import DearStats, StatsLog
+from ddp_hooks.dear.tuned import begin_tuning
 from ddp_hooks.dear.watch import GradientWatch
 from ddp_hooks.feed import ELEMENTWISE, FeedPipe
 from ddp_hooks.feed.companions import Companion
 
 logger = logging.getLogger("ddp_hooks")
-
-_SMALL_ATOM_BYTES = 8 << 20
-_LARGE_ATOM_BYTES = 16 << 20
-_MIN_ATOMS = 8  # of a model, where atoms are larger than that
-_MIN_ATOMS_OF_GRADIENTS = 4  # likewise, where the processor limits and has whole updates to do, too
-_SMALL_GROUP_BYTES = 4 << 20
-_MIN_GROUPS = 16  # of a model, where groups are larger than that
 
 _TRACED_NOTE = (
     "This forward ran without compiled graphs, because DearState notes in which order modules run. If it works only "
@@ -106,7 +98,7 @@ class StepCycle:
         self._recorder = Recorder(config.trace)
         model_bytes = sum(parameter.nbytes for parameter in self._parameters)
         replicates = checks.updates_whole_parameters(optimizer, config)
-        self._lanes, atom_bytes, fusion_bytes, link = _open_lanes(
+        self._lanes, atom_bytes, fusion_bytes, link = open_lanes(
             config, group, self.device, self._recorder, model_bytes, replicates
         )
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
@@ -143,6 +135,17 @@ class StepCycle:
         early = type(optimizer) in ELEMENTWISE if self._replicated is None else self._replicated.deferred
         self._begins_early = early and self.device.type == "cpu" and not self._inspects
         self._early = self._early_gathers(link) if self._replicated is not None else None
+        self.tuning = begin_tuning(
+            config,
+            self._arrangement,
+            self._lanes,
+            link,
+            self._parameters,
+            self._names,
+            ddp.bucket_bytes_cap,
+            self._regroup,
+        )
+        """The search for a fusion size that ``config.tuner`` asks for; None without."""
         self._left_alone = False  # whether the gradients of the step under way lie as they were reduced
         self._withheld = False  # whether the step under way has no gradients, because some were not finite
         self._stats = DearStats()
@@ -308,6 +311,13 @@ class StepCycle:
         if self._watches:
             self._watch.watch(layout)
 
+    def _regroup(self, rule: FusionRule) -> None:
+        """Let another rule say what travels together, from the next backward on; all ranks do it between steps."""
+        self._arrangement.rule = rule
+        if self._arrangement.layout is not None:
+            self._finish_gathers()
+            self._plan_groups(self._arrangement.layout)
+
     def _common_order_of_need(self) -> list[int]:
         order: list[list[int]] = [self._pipe.order_of_need()]
         dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)
@@ -344,6 +354,8 @@ class StepCycle:
             self._log.write(self._stats.step, self._latest_stats)
         if self.config.check_replicas:
             refuse_parted_replicas(self._parameters, self._names, self._stats.step, self._lanes.group)
+        if self.tuning is not None:
+            self.tuning.stepped()
 
     def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
         if self._early is not None:
@@ -378,6 +390,7 @@ class StepCycle:
             step=self._stats.step + 1,
             num_groups=len(self._arrangement.schedule.groups) if self._arrangement.schedule is not None else 0,
             num_lanes=len(self._lanes),
+            fusion_mb=self._arrangement.rule.mb if self._arrangement.rule.fusion == "size" else None,
             sent_bytes=traffic.sent_bytes,
             received_bytes=traffic.received_bytes,
             comm_s=traffic.busy_s,
@@ -457,36 +470,3 @@ class _Mark:
         self.step_stall_s = step_stall_s
         self.forward_stall_s = forward_stall_s
         self.time_s = time_s
-
-
-def _open_lanes(
-    config: DearConfig,
-    group: dist.ProcessGroup,
-    device: torch.device,
-    recorder: Recorder,
-    model_bytes: int,
-    replicates: bool,
-) -> tuple[Lanes, int, int, LinkProfile | None]:
-    """The lanes, the sizes of atoms and groups in bytes: as configured, or as link and model suggest; and the link."""
-    link = None
-    settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
-    lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
-    if config.slice_mb is not None:
-        settings.slice_bytes = mebibytes(config.slice_mb)
-    if config.lanes is None or config.slice_mb is None:
-        link = profile_link(lanes)
-        if config.lanes is None:
-            lanes.grow(link.num_lanes)
-        if config.slice_mb is None:
-            settings.slice_bytes = link.message_bytes
-        logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
-    if config.atom_mb is not None:
-        return lanes, mebibytes(config.atom_mb), mebibytes(config.atom_mb), link
-    # Where messages are large, still enough atoms for something to overlap with.
-    busy = replicates and link is not None and link.outruns_processor
-    num_atoms = _MIN_ATOMS_OF_GRADIENTS if busy else _MIN_ATOMS
-    four_messages = max(4 * settings.slice_bytes, _SMALL_ATOM_BYTES)  # so that buckets of 5 MB are not cut
-    atom_bytes = min(four_messages, max(_LARGE_ATOM_BYTES, model_bytes // num_atoms))
-    if lanes.native or atom_bytes == _SMALL_ATOM_BYTES or settings.slice_bytes > _SMALL_GROUP_BYTES:
-        return lanes, atom_bytes, atom_bytes, link  # smaller groups would cost more than they hide
-    return lanes, atom_bytes, min(atom_bytes, max(_SMALL_GROUP_BYTES, model_bytes // _MIN_GROUPS)), link

@@ -61,6 +61,7 @@ class EarlyGathers:
         self._begin_s = 0.0  # of this one
         self._num_steps = 0
         self._num_left_alone = 0  # of them
+        self._found: float | None = None  # the fraction that is in use, once ranks have told theirs
         self._room: _Numbers | None = None  # what fraction of all bytes ranks have room for, once they have told
         self._due: list[tuple[int, int]] = []  # (atoms that are reduced first, group), for those that begin early
         self._launched = 0  # of them, in this backward
@@ -72,12 +73,14 @@ class EarlyGathers:
         self._wrong = 0.0  # guesses of late
 
     def plan(self) -> None:
-        """The arrangement has new groups: what was begun was for others."""
+        """The arrangement has new groups: what was begun was for others. Idle times are what they were."""
         self.wait()
+        self.conclude()
         self._works.clear()
         self._wrong = 0.0
-        self._num_steps, self._num_left_alone, self._times_s = 0, 0, []
-        self._begin_early(self._fraction or 0.0)
+        if self._found is None:
+            self._num_steps, self._num_left_alone, self._times_s = 0, 0, []
+        self._begin_early(self._fraction or self._found or 0.0)
 
     # -- backward ---------------------------------------------------------------------------------------------------
 
@@ -155,7 +158,8 @@ class EarlyGathers:
         if verdict is not None:
             self._note(right=not verdict.any())
         if room is not None:
-            self._begin_early(room.smallest())
+            self._found = room.smallest()
+            self._begin_early(self._found)
             logger.debug(
                 "%d of %d gathers begin in the backward", len(self._due), len(self._arrangement.gather_groups)
             )

@@ -132,17 +132,17 @@ def fuse(
     order: Sequence[int], atoms: Sequence[Atom], shapes: Sequence[ParameterShape], rule: FusionRule
 ) -> list[tuple[int, ...]]:
     """Group the atoms, taken in ``order``, into runs that travel together."""
-    groups: list[tuple[int, ...]] = []
-    current: list[int] = []
+    groups: list[list[int]] = []
+    nbytes, layers = 0, set[int]()  # of the last group
     for index in order:
-        candidate = [*current, index]
-        if current and not rule.allows([atoms[i] for i in candidate], shapes):
-            groups.append(tuple(current))
-            candidate = [index]
-        current = candidate
-    if current:
-        groups.append(tuple(current))
-    return groups
+        atom = atoms[index]
+        of_atom = {shapes[member.parameter].layer for member in atom.members}
+        nbytes, layers = nbytes + atom.nbytes, layers | of_atom
+        if not groups or not rule.allows(nbytes, len(layers)):
+            groups.append([])
+            nbytes, layers = atom.nbytes, of_atom
+        groups[-1].append(index)
+    return [tuple(group) for group in groups]
 
 
 @dataclass(frozen=True)
@@ -153,11 +153,8 @@ class FusionRule:
     mb: float
     layers: int
 
-    def allows(self, atoms: Sequence[Atom], shapes: Sequence[ParameterShape]) -> bool:
-        """Whether ``atoms`` may be one group; a single atom always may."""
+    def allows(self, nbytes: int, num_layers: int) -> bool:
+        """Whether several atoms of so many bytes and layers may be one group; a single atom always may."""
         if self.fusion == "size":
-            return sum(atom.nbytes for atom in atoms) <= mebibytes(self.mb)
-        if self.fusion == "layers":
-            layers = {shapes[member.parameter].layer for atom in atoms for member in atom.members}
-            return len(layers) <= self.layers
-        return False
+            return nbytes <= mebibytes(self.mb)
+        return self.fusion == "layers" and num_layers <= self.layers

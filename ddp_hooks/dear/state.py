@@ -242,6 +242,10 @@ class DearState(StepCycle):
         """
         if self._reduction is not None:
             raise RuntimeError("set_fusion between backward and optimizer.step(): call it after the step instead")
+        if self.tuning is not None and not self.tuning.finished:
+            raise RuntimeError(
+                "set_fusion while a tuner searches: leave the tuner out, or wait for state.tuning.finished"
+            )
         present = self._arrangement.rule
         rule = FusionRule(
             fusion, present.mb if mb is None else mb, present.layers if layers is None else layers
@@ -252,10 +256,7 @@ class DearState(StepCycle):
         except ValueError as error:
             problem = str(error)
         agree({"fusion": rule}, problem, self._lanes.group, "the fusion rule")
-        self._arrangement.rule = rule
-        if self._arrangement.layout is not None:
-            self.synchronize()
-            self._plan_groups(self._arrangement.layout)
+        self._regroup(rule)
 
     def close(self) -> None:
         """Finish communication, let every rank do the same, remove all hooks and end the lanes.
@@ -267,6 +268,8 @@ class DearState(StepCycle):
         if self._closed:
             return
         self._closed = True
+        if self.tuning is not None:
+            self.tuning.close()
         try:
             if self._reduction is not None and not self._in_backward:
                 self._reduction.wait()

@@ -15,6 +15,7 @@ class DearStats:
         step: number of the step, from 1; 0 before the first.
         num_groups: groups of atoms that were reduced.
         num_lanes: lanes that carried them.
+        fusion_mb: largest group, in MiB, in the next step; None where sizes do not matter.
         sent_bytes, received_bytes: payload of all messages.
         comm_s: seconds in which lanes were at work, added over lanes. 0 on accelerators, where streams run ahead.
         step_stall_s: seconds that ``optimizer.step()``, or clipping before it, waited for reduce-scatters and for
@@ -28,6 +29,7 @@ class DearStats:
     step: int = 0
     num_groups: int = 0
     num_lanes: int = 0
+    fusion_mb: float | None = None
     sent_bytes: int = 0
     received_bytes: int = 0
     comm_s: float = 0.0

@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 from ddp_hooks.topk.ledger import Collection
 from ddp_hooks.topk.spardl import Split
 from ddp_hooks.topk.wire import Format
+from ddp_hooks.tuning import BucketTuner
 
 AlgorithmName: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk", "dense"]
 Choice: TypeAlias = Literal["auto"]
@@ -36,6 +37,9 @@ class TopKConfig:
         wire: ``"compact"``, four bytes per entry, values in bfloat16 (what rounding takes is kept, too); ``"exact"``,
             eight.
         group_mb: gradients that are selected from and travel together, in MiB.
+        tuner: finds ``group_mb`` while training runs, and before ``"auto"`` chooses anything; see
+            :class:`~ddp_hooks.BucketTuner`. Groups decide what is selected, so which gradients arrive when then depends
+            on what was measured. None: it stays as it is.
         dense_below_numel: parameters with fewer elements are summed in full, such as biases.
         momentum: momentum correction (deep gradient compression): it is summed up here, before the selection, so the
             optimizer must have none. None: none. Costs another copy of the gradients.
@@ -63,6 +67,7 @@ class TopKConfig:
     split: Split = "whole"
     wire: Format = "compact"
     group_mb: float = 25.0
+    tuner: BucketTuner | None = None
     dense_below_numel: int = 0
     momentum: float | None = None
     warmup_steps: int = 0
@@ -90,6 +95,8 @@ class TopKConfig:
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
+        if self.tuner is not None and not isinstance(self.tuner, BucketTuner):
+            raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
         if self.teams != "auto" and (not isinstance(self.teams, int) or self.teams < 1):
             raise ValueError(f'teams must be a number >= 1 or "auto", got {self.teams!r}')
         if self.momentum is not None and not 0 <= self.momentum < 1:

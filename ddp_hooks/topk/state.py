@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -23,16 +23,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, compat, mebibytes
+from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, compat
 from ddp_hooks.feed import companions
 from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.algorithms import Sparsity
 from ddp_hooks.topk.backward import Backward
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.forward import ForwardPipeline
-from ddp_hooks.topk.groups import GradientGroup, form_groups
+from ddp_hooks.topk.grouping import Grouping
 from ddp_hooks.topk.reduction import DenseReduction, Gradients, Reduction, SparseReduction
 from ddp_hooks.topk.stats import TopKStats
+from ddp_hooks.topk.tuned import begin_tuning
 from ddp_hooks.topk.variants import VariantChooser
 from ddp_hooks.topk.wire import Wire
 
@@ -99,12 +100,12 @@ class TopKState:
             self._early_lane = Lanes(group, 1, device, settings, self._recorder)
             for companion in companions.companions_in(ddp.module):
                 companion.follow(optimizer)  # after the pipeline, which may find that nobody is to step
-        self._order = list(reversed(range(len(self._parameters))))  # most backwards go this way
-        self._groups: list[GradientGroup] = []
-        self._group_anew()
-        self._used: set[int] = set()  # parameters, since the last synchronised backward
-        self._first_order: dict[int, None] | None = {}  # parameters, as the first backward reaches them
-        self._watches = [p.register_post_accumulate_grad_hook(_noting(self, i)) for i, p in enumerate(self._parameters)]
+        planned = self._pipeline.plan if self._pipeline is not None else None
+        self._grouping = Grouping(config, self._parameters, self._names, self._finds_unused, planned)
+        self.tuning = begin_tuning(config, self._lanes, self._parameters, self._names, self._grouping)
+        """The search for a size of groups that ``config.tuner`` asks for; None without."""
+        if self._is_tuning:
+            self._chooser.postpone()
         self._step = 0  # of those that were not skipped
         self._num_skipped = 0
         self._stats = TopKStats()
@@ -151,16 +152,18 @@ class TopKState:
         gradients.
         """
         self._refuse_under_way("state_dict()")
-        kept = checkpoint.kept_by_name(self._groups, self._parameters, self._names)
+        kept = checkpoint.kept_by_name(self._grouping.groups, self._parameters, self._names)
         chosen = self._chooser.chosen
         return {
             "rank": self._lanes.rank,
             "world_size": self._lanes.world_size,
             "step": self._step,
             "num_skipped": self._num_skipped,
-            "order": [self._names[index] for index in self._order] if self._first_order is None else None,
+            "order": self._grouping.order(),
             "chosen": [list(variant) for variant in chosen] if chosen is not None else None,
-            "memories": [group.memory() for group in self._groups],
+            "group_mb": self._grouping.mb,
+            "tuned": self.tuning is not None and self.tuning.finished,
+            "memories": [group.memory() for group in self._grouping.groups],
             **kept,
         }
 
@@ -179,23 +182,24 @@ class TopKState:
         saved: list[Mapping[str, Any]] = [state] if isinstance(state, Mapping) else list(state)
         shapes = {name: p.shape for name, p in zip(self._names, self._parameters, strict=True)}
         rank, world_size = self._lanes.rank, self._lanes.world_size
-        dense = {self._names[index] for group in self._groups for index in group.members.dense}
+        dense = {self._names[index] for group in self._grouping.groups for index in group.members.dense}
         problem = checkpoint.find_problem(saved, rank if own else None, world_size, shapes, dense)
         entries = {} if problem is not None else {key: saved[0][key] for key in ("step", "order", "chosen")}
         entries |= {"what is loaded": "this rank's own state" if own else "a list of states"} if problem is None else {}
         agree(entries, problem, self._lanes.group, "the state of TopKState")
         first = saved[0]
         self._step, self._num_skipped = first["step"], first["num_skipped"]
-        if first["order"] is not None:
-            self._end_watch()
-            index_of = {name: index for index, name in enumerate(self._names)}
-            self._order = [index_of[name] for name in first["order"]]
-        self._group_anew()
+        tuned = self.config.tuner is not None and "group_mb" in first
+        self._grouping.restore(first["order"], first["group_mb"] if tuned else self.config.group_mb)
+        if self.tuning is not None and tuned:
+            self.tuning.resume(self._grouping.mb, first["tuned"])
         mine = saved if own else [state for state in saved if state["rank"] % world_size == rank]
-        checkpoint.restore(self._groups, self._parameters, self._names, mine, saved)
-        same_groups = own and len(first["memories"]) == len(self._groups)
+        checkpoint.restore(self._grouping.groups, self._parameters, self._names, mine, saved)
+        same_groups = own and len(first["memories"]) == len(self._grouping.groups)
         self._chooser.begin(self._step, first["chosen"] if same_groups else None)
-        for group, memories in zip(self._groups, first["memories"], strict=False):
+        if self._is_tuning:
+            self._chooser.postpone()
+        for group, memories in zip(self._grouping.groups, first["memories"], strict=False):
             group.memories = dict(memories) if same_groups else {}
 
     def close(self) -> None:
@@ -203,12 +207,15 @@ class TopKState:
         if self._closed:
             return
         self._closed = True
+        if self.tuning is not None:
+            self.tuning.close()
         try:
             if self._pipeline is not None:
                 self._pipeline.close()
         finally:
-            for handle in (*self._handles, *self._watches):
+            for handle in self._handles:
                 handle.remove()
+            self._grouping.close()
             self._lanes.close()
             if self._early_lane is not None:
                 self._early_lane.close()
@@ -245,10 +252,12 @@ class TopKState:
     def _begin_backward(self) -> Backward:
         if self._pipeline is not None:
             self._pipeline.refuse_unfinished()
+        if self._is_tuning and self._grouping.is_settled:
+            self._tune()
         return Backward(
-            self._groups,
+            self._grouping.groups,
             self._numels,
-            self._used if self._finds_unused else None,
+            self._grouping.used if self._finds_unused else None,
             self._reduction_of,
             self._lanes,
             self._early_lane,
@@ -256,7 +265,7 @@ class TopKState:
         )
 
     def _reduction_of(self, number: int, gradients: Gradients) -> Reduction:
-        config, group = self.config, self._groups[number]
+        config, group = self.config, self._grouping.groups[number]
         density = config.density_at(self._step)
         variant = self._chooser.variant_of(number, self._step)
         if variant.algorithm == "dense" or density == 1.0 or self._lanes.world_size == 1:
@@ -300,7 +309,7 @@ class TopKState:
     def _end_backward(self) -> None:
         backward, self._backward = self._backward, None
         assert backward is not None
-        self._used.clear()
+        self._grouping.used.clear()
         self._conclude(backward)
 
     def _conclude(self, backward: Backward, is_counted: bool = False) -> None:
@@ -310,11 +319,10 @@ class TopKState:
             self._refuse_or_skip(backward.spoilt_by)
             return
         self._refuse_stale(backward)
-        if self._first_order is not None:
-            self._settle_order(self._first_order)
+        self._grouping.settle(self._lanes.group)
         pairs = zip(backward.reductions, backward.works, strict=True)
         times_s = [reduction.seconds(work) for reduction, work in pairs]
-        self._chooser.stepped(self._step, times_s, [group.name for group in self._groups])
+        self._chooser.stepped(self._step, times_s, [group.name for group in self._grouping.groups])
         self._step += not is_counted
 
     def _refuse_stale(self, backward: Backward) -> None:
@@ -331,39 +339,23 @@ class TopKState:
     def _leave_to_forward(self) -> None:
         backward, self._backward = self._backward, None
         assert backward is not None and self._pipeline is not None
-        self._used.clear()
-        if self._first_order is not None or self._chooser.is_trying:
+        self._grouping.used.clear()
+        if not self._grouping.is_settled or self._chooser.is_trying:
             self._bring_home(backward)
             self._conclude(backward)
         else:
             self._pipeline.hold(_OnItsWay(self, backward))
 
-    def _settle_order(self, seen: dict[int, None]) -> None:
-        """Groups follow the first backward from now on, as the first rank has seen it."""
-        order: list[list[int]] = [[*seen, *(index for index in self._order if index not in seen)]]
-        dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)
-        self._end_watch()
-        self._order = order[0]
-        self._group_anew()
+    @property
+    def _is_tuning(self) -> bool:
+        return self.tuning is not None and not self.tuning.finished
 
-    def _end_watch(self) -> None:
-        self._first_order = None
-        for watch in [] if self._finds_unused else self._watches:
-            watch.remove()
-
-    def _group_anew(self) -> None:
-        """Form groups in the present order; what was kept moves into them."""
-        config, former = self.config, self._groups
-        members = form_groups(self._order, self._parameters, mebibytes(config.group_mb), config.dense_below_numel)
-        with_velocity = config.momentum is not None
-        self._groups = [GradientGroup.of(m, self._parameters, self._names, with_velocity) for m in members]
-        if self._pipeline is not None:
-            self._pipeline.plan([(*group.members.sparse, *group.members.dense) for group in self._groups])
-        group_of = {i: group for group in self._groups for i in (*group.members.sparse, *group.members.dense)}
-        for group in former:
-            for kind, kept in group.surrender().items():
-                for index, values in kept.items():
-                    group_of[index].keep(kind, index, values)
+    def _tune(self) -> None:
+        """A step has ended, and nothing of the next one is on its way."""
+        assert self.tuning is not None
+        self.tuning.stepped()
+        if self.tuning.finished:
+            self._chooser.begin(self._step, None)
 
     def _refuse_or_skip(self, ranks: Sequence[int]) -> None:
         where = f"gradients were not finite on ranks {[dist.get_global_rank(self._lanes.group, r) for r in ranks]}"
@@ -394,6 +386,7 @@ class TopKState:
             num_groups=len(reductions),
             num_dense_groups=sum(isinstance(reduction, DenseReduction) for reduction in reductions),
             num_lanes=len(self._lanes),
+            group_mb=self._grouping.mb,
             sent_bytes=traffic.sent_bytes,
             received_bytes=traffic.received_bytes,
             comm_s=traffic.busy_s,
@@ -484,17 +477,3 @@ class _OnItsWay:
     def conclude(self) -> None:
         """See :class:`~ddp_hooks.topk.forward.Reduced`."""
         self._state._conclude(self._backward, self._is_counted)
-
-
-def _noting(state: TopKState, index: int) -> Callable[[Tensor], None]:
-    reference = weakref.ref(state)  # the collector does not see through a parameter's hooks
-
-    def note(_: Tensor) -> None:
-        alive = reference()
-        if alive is None:
-            return
-        alive._used.add(index)
-        if alive._first_order is not None:
-            alive._first_order.setdefault(index)
-
-    return note

@@ -15,6 +15,7 @@ class TopKStats:
         num_groups: groups of parameters.
         num_dense_groups: of them, those that were summed in full.
         num_lanes: lanes that carried them.
+        group_mb: largest group, in MiB, that is not a single parameter.
         sent_bytes, received_bytes: payload of all messages.
         comm_s: seconds in which lanes were at work, selections among it, added over lanes. 0 on accelerators, where
             streams run ahead.
@@ -27,6 +28,7 @@ class TopKStats:
     num_groups: int = 0
     num_dense_groups: int = 0
     num_lanes: int = 0
+    group_mb: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
     comm_s: float = 0.0

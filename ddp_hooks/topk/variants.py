@@ -76,6 +76,7 @@ class VariantChooser:
 
     def begin(self, step: int, chosen: Sequence[Sequence[Any]] | None) -> None:
         """Training goes on with ``step``, with what was chosen before, or with new trials."""
+        self._is_postponed = False
         former = [Variant(*variant) for variant in chosen or ()]
         self.chosen = former if former and self.has_choice and set(former) <= set(self._candidates) else None
         if former and self.chosen is None and self._lanes.rank == 0:
@@ -84,10 +85,15 @@ class VariantChooser:
         self._times_s.clear()
         self._first_trial = max(_FIRST_TRIAL, self._warmup_steps, step)
 
+    def postpone(self) -> None:
+        """Use the first candidate, and try nothing, until :meth:`begin` is called."""
+        self.chosen = None
+        self._is_postponed = True
+
     @property
     def is_trying(self) -> bool:
         """Whether steps are timed, or will be."""
-        return self.chosen is None and self.has_choice
+        return self.chosen is None and self.has_choice and not self._is_postponed
 
     @property
     def has_choice(self) -> bool:
@@ -116,7 +122,7 @@ class VariantChooser:
             self._choose(names)
 
     def _on_trial(self, step: int) -> Variant:
-        trial = max(0, step - self._first_trial) // _STEPS_PER_TRIAL
+        trial = 0 if self._is_postponed else max(0, step - self._first_trial) // _STEPS_PER_TRIAL
         return self._candidates[min(trial, len(self._candidates) - 1)]
 
     def _choose(self, names: Sequence[str]) -> None:

@@ -23,10 +23,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearConfig, DearState, dear_hook
+from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
 from ddp_hooks.comm import LinkProfile, Recorder
 from ddp_hooks.comm.exchange import Algorithm
-from ddp_hooks.dear import cycle
+from ddp_hooks.dear import sizing
 from tests.dear import test_clipping, twins
 from tests.dear.test_checkpoint import differences, save_every_step
 from tests.dear.test_exact import LOOPS, adamw_two_groups, momentum_sgd
@@ -439,7 +439,7 @@ def test_where_the_processor_limits_nothing_begins_early(workers: WorkerPools) -
 
 def measure_and_begin(rank: int, world_size: int, goodput_bytes_s: float) -> list[int]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cycle, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 1 << 20))
+        patch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 1 << 20))
         ddp, optimizer, state = wrapped(lanes=None, early_gathers=None)
     begun = []
     for _ in range(12):
@@ -455,20 +455,31 @@ def measure_and_begin(rank: int, world_size: int, goodput_bytes_s: float) -> lis
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_sizes_where_the_processor_limits(monkeypatch: pytest.MonkeyPatch, update: Any, goodput_bytes_s: float) -> None:
     """Messages cost it time, so a model that has whole updates to do as well is cut into fewer pieces."""
-    monkeypatch.setattr(cycle, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 16 << 20))
+    monkeypatch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 16 << 20))
     lanes = MagicMock(native=False)
-    monkeypatch.setattr(cycle, "Lanes", lambda *args: lanes)
+    monkeypatch.setattr(sizing, "Lanes", lambda *args: lanes)
     config, device = DearConfig(update=update), torch.device("cpu")
-    _, atom_bytes, *_ = cycle._open_lanes(config, MagicMock(), device, Recorder(False), 160 << 20, update != "sharded")
+    _, atom_bytes, *_ = sizing.open_lanes(config, MagicMock(), device, Recorder(False), 160 << 20, update != "sharded")
     assert atom_bytes == (40 if update == "replicated" and goodput_bytes_s == 1e9 else 20) << 20
 
 
 def test_sizes_where_the_link_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cycle, "profile_link", lambda lanes: LinkProfile(100e6, 3, 1 << 20))
-    monkeypatch.setattr(cycle, "Lanes", lambda *args: MagicMock(native=False))
+    monkeypatch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(100e6, 3, 1 << 20))
+    monkeypatch.setattr(sizing, "Lanes", lambda *args: MagicMock(native=False))
     device = torch.device("cpu")
-    _, *sizes, _ = cycle._open_lanes(DearConfig(), MagicMock(), device, Recorder(False), 400 << 20, False)
+    _, *sizes, _ = sizing.open_lanes(DearConfig(), MagicMock(), device, Recorder(False), 400 << 20, False)
     assert sizes == [8 << 20, 8 << 20]
+
+
+def test_a_tuner_has_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are made of atoms, so where sizes are to be tried these are small, but messages not tiny."""
+    monkeypatch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(100e6, 3, 1 << 20))
+    monkeypatch.setattr(sizing, "Lanes", lambda *args: MagicMock(native=False, world_size=4))
+    device, config = torch.device("cpu"), DearConfig(tuner=BucketTuner())
+    _, *sizes, _ = sizing.open_lanes(config, MagicMock(), device, Recorder(False), 100 << 20, False)
+    assert sizes == [2 << 20, 8 << 20]
+    _, *sizes, _ = sizing.open_lanes(config, MagicMock(), device, Recorder(False), 320 << 20, False)
+    assert sizes == [5 << 20, 8 << 20]
 
 
 class Halving(torch.optim.SGD):

@@ -290,7 +290,7 @@ def against_the_fabric(rank: int, world_size: int, algorithm: Any, momentum: flo
     sums: dict[Any, SparseSum] = {}
     problems = []
     for step in range(6):
-        groups = [group.members.sparse for group in pair.state._groups]
+        groups = [group.members.sparse for group in pair.state._grouping.groups]
         pair.ours.zero_grad()
         pair.ours(pair.seed(step)).backward()
         fresh = [gradients_of(pair.plain.module, 17 * step + other + 1) for other in range(world_size)]
@@ -319,7 +319,7 @@ def against_the_fabric(rank: int, world_size: int, algorithm: Any, momentum: flo
                 for i, part, gone in zip(members, residual.split(numels), sent.split(numels), strict=True):
                     kept[other][i] = part.clone()
                     velocities[other][i][gone] = 0.0  # momentum factor masking
-    num_groups = len(pair.state._groups)
+    num_groups = len(pair.state._grouping.groups)
     pair.state.close()
     return problems if num_groups > 2 else ["there were too few groups"]
 

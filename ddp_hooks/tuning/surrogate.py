@@ -1,0 +1,88 @@
+"""A Gaussian process over what was measured, and the expected improvement over the best (zhang2023dear, section IV-B).
+
+Imports scikit-optimize, which takes seconds: import this module off the training thread.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import skopt
+from skopt.acquisition import gaussian_ei
+
+_FIXED_TRIALS = 3  # with fewer, a standard deviation says nothing
+_FIXED_DEVIATION = 0.05  # so this part of the first throughput serves instead
+
+
+class Observation(NamedTuple):
+    """What was measured of a candidate."""
+
+    candidate: int
+    throughput: float  # steps per second
+
+
+@dataclass(frozen=True)
+class Belief:
+    """What is expected of every candidate.
+
+    Args:
+        mean, deviation: of the throughput, in steps per second.
+        improvement: expected improvement over the best by more than ``xi``, in standard deviations of the trials.
+        gain: expected improvement over the best, as a part of it.
+    """
+
+    mean: list[float]
+    deviation: list[float]
+    improvement: list[float]
+    gain: list[float]
+
+
+def believe(
+    positions: Sequence[Sequence[float]], observed: Sequence[Observation], xi: float, seed: int
+) -> Belief:
+    """Fit a Gaussian process to the standardised throughputs.
+
+    scikit-optimize subtracts ``xi`` in the units of its objective, so the objective is standardised, with the mean and
+    deviation of the trials so far, and fitted anew each time. Its ``ask()`` samples a continuous range, in which many
+    points make the same groups; so the acquisition is evaluated here, for all candidates.
+
+    Args:
+        positions: of the candidates, each coordinate in [0, 1].
+        observed: at least one.
+        xi: see :class:`~ddp_hooks.tuning.BucketTuner`.
+        seed: of the fit's restarts.
+    """
+    throughputs = np.array([observation.throughput for observation in observed])
+    if len(observed) < _FIXED_TRIALS or not throughputs.std() > 0:
+        unit = _FIXED_DEVIATION * throughputs[0]
+    else:
+        unit = throughputs.std()
+    center = throughputs.mean()
+    objective = (center - throughputs) / unit
+    points = [list(map(float, position)) for position in positions]
+    optimizer = skopt.Optimizer(
+        [(0.0, 1.0)] * len(points[0]),
+        base_estimator="GP",
+        n_initial_points=1,
+        acq_func="EI",
+        acq_func_kwargs={"xi": xi},
+        acq_optimizer="sampling",
+        acq_optimizer_kwargs={"n_points": 1},  # its own proposal is not asked for
+        random_state=seed,
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of equal points, and hyper-parameters at their bounds
+        optimizer.tell([points[observation.candidate] for observation in observed], objective.tolist())
+        model = optimizer.models[-1]
+        transformed = optimizer.space.transform(points)
+        mean, deviation = model.predict(transformed, return_std=True)
+    best = float(objective.min())
+    improvement = gaussian_ei(transformed, model, best, xi)
+    gain = gaussian_ei(transformed, model, best, 0.0) * unit / throughputs.max()
+    return Belief(
+        (center - unit * mean).tolist(), (unit * deviation).tolist(), improvement.tolist(), gain.tolist()
+    )

@@ -1,0 +1,82 @@
+"""Searches replayed on a recorded curve: how many trials each needs to come near the best size."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ddp_hooks import BucketTuner
+from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
+from ddp_hooks.tuning.config import SearchName
+from ddp_hooks.tuning.search import make_search
+from ddp_hooks.tuning.surrogate import Observation
+
+NEAR = 0.03  # of the best
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Seconds per step by size, between recorded sizes interpolated by their logarithm.
+
+    Args:
+        sizes_mb: ascending.
+        steps_s: of each size, seconds per step.
+        spread: by which repeated windows of one size differ, as a part: what a trial may be wrong by.
+    """
+
+    sizes_mb: tuple[float, ...]
+    steps_s: tuple[float, ...]
+    spread: float
+
+    @staticmethod
+    def of(grid: Sequence[dict[str, list[float]]]) -> Curve:
+        """From what the benchmark has recorded."""
+        ordered = sorted(grid, key=lambda point: point["mb"])
+        medians = [statistics.median(point["steps_s"]) for point in ordered]
+        parts = [
+            abs(value / median - 1)
+            for point, median in zip(ordered, medians, strict=True)
+            for value in point["steps_s"]
+        ]
+        return Curve(tuple(float(point["mb"]) for point in ordered), tuple(medians), statistics.mean(parts))  # type: ignore[arg-type]
+
+    def step_s(self, mb: float) -> float:
+        """Seconds per step with a size."""
+        if mb <= self.sizes_mb[0]:
+            return self.steps_s[0]
+        for (low, low_s), (high, high_s) in zip(self._points(), self._points()[1:], strict=False):
+            if mb <= high:
+                return low_s + (high_s - low_s) * math.log(mb / low) / math.log(high / low)
+        return self.steps_s[-1]
+
+    def _points(self) -> list[tuple[float, float]]:
+        return list(zip(self.sizes_mb, self.steps_s, strict=True))
+
+
+def trials_needed(curve: Curve, search: SearchName, seed: int, max_trials: int = 40) -> int:
+    """Trials until one of a size within 3 % of the best was made; one more than allowed if none was.
+
+    Every search begins with 25 MB, as the tuner does. What it is told is wrong by the recorded spread.
+    """
+    tuner = BucketTuner(search=search, seed=seed, max_trials=max_trials, min_gain=0.0)
+    candidates = candidates_of(tuner)
+    best_s = min(curve.step_s(candidate.setting.mb) for candidate in candidates)
+    dice = random.Random(seed)
+    proposer, observed = make_search(candidates, tuner), list[Observation]()
+    following = candidate_of(candidates, Setting(tuner.start_mb, 1))
+    while following is not None and len(observed) < max_trials:
+        step_s = curve.step_s(candidates[following].setting.mb)
+        if step_s <= (1 + NEAR) * best_s:
+            return len(observed) + 1
+        observed.append(Observation(following, 1 / (step_s * (1 + curve.spread * dice.gauss(0, 1)))))
+        following = proposer.next(observed)
+    return max_trials + 1
+
+
+def candidates_of(tuner: BucketTuner) -> list[Candidate]:
+    """All sizes of the tuner's range, as if each made other groups."""
+    firsts = [Setting(tuner.start_mb, 1)]
+    return find_candidates(Range(tuner.low_mb, tuner.high_mb, tuner.scale), lambda mb: Groups(1, mb), firsts, None)

@@ -1,0 +1,87 @@
+"""One worker of the tuner's benchmark: `python -m recipes.benchmarks.tuner_worker JOB.json`, started once per rank."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
+from recipes.benchmarks.emulation import emulate
+from recipes.benchmarks.tuner_job import TunerJob
+from recipes.benchmarks.variants import Trainee
+from recipes.benchmarks.worker import StepTimes, goodput_bytes_per_s, over_ranks, report, run, train_step
+
+
+def main() -> None:
+    job = TunerJob.load(Path(sys.argv[1]))
+    run(job, lambda: search_and_compare(job))
+
+
+def search_and_compare(job: TunerJob) -> dict[str, Any]:
+    """A live search, and then its choice beside every size of the grid."""
+    goodput = goodput_bytes_per_s()
+    ddp = DistributedDataParallel(
+        emulate(job.workload, job.slow), bucket_cap_mb=job.bucket_mb, gradient_as_bucket_view=True, init_sync=False
+    )
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
+    tuner = BucketTuner(steps_per_trial=job.steps_per_trial, max_trials=job.max_trials, profile=None)
+    state = DearState(ddp, optimizer, DearConfig(tuner=tuner))
+    ddp.register_comm_hook(state, dear_hook)
+    trainee = Trainee(ddp, optimizer)
+    tuning, start_s, steps = state.tuning, time.perf_counter(), 0
+    assert tuning is not None, "one worker has nothing to tune"
+    default_mb = tuning.setting.mb
+    told = 0
+    while not tuning.finished:
+        train_step(trainee, StepTimes())
+        steps += 1
+        for trial in tuning.trials[told:]:
+            report(f"{job.name} trial {len(tuning.trials)}: {trial.setting}, {trial.step_s:.4f} s per step")
+        told = len(tuning.trials)
+    search_s = time.perf_counter() - start_s
+    chosen_mb = tuning.setting.mb
+    report(f"{job.name}: {tuning.setting} after {steps} steps, {search_s:.0f} s")
+    result = {
+        "goodput_bytes_per_s": goodput,
+        "trials": [asdict(trial) for trial in tuning.trials],
+        "advice_s": list(tuning.advice_s),
+        "default_mb": default_mb,
+        "chosen_mb": chosen_mb,
+        "search_steps": steps,
+        "search_s": search_s,
+        "grid": measure(job, state, trainee, sorted({*job.sizes_mb, chosen_mb, default_mb})),
+    }
+    state.close()
+    return result
+
+
+def measure(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: list[float]) -> list[dict[str, Any]]:
+    """Median seconds per step of the slowest rank for every size, per round."""
+    rounds: dict[float, list[float]] = {mb: [] for mb in sizes_mb}
+    groups: dict[float, int] = {}
+    for number in range(job.rounds):
+        for mb in sizes_mb:
+            state.set_fusion("size", mb=mb)
+            train_step(trainee, StepTimes())
+            seconds = []
+            for _ in range(job.timed_steps):
+                begin_s = time.perf_counter()
+                train_step(trainee, StepTimes())
+                seconds.append(time.perf_counter() - begin_s)
+            (slowest_s,) = over_ranks([statistics.median(seconds)], dist.ReduceOp.MAX)
+            rounds[mb].append(slowest_s)
+            groups[mb] = state.stats().num_groups
+            report(f"{job.name} round {number + 1}/{job.rounds}, {mb:.3g} MB: {slowest_s:.4f} s per step")
+    return [{"mb": mb, "num_groups": groups[mb], "steps_s": values} for mb, values in rounds.items()]
+
+
+if __name__ == "__main__":
+    main()

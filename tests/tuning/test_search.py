@@ -1,0 +1,123 @@
+"""The search finds fast sizes in few trials, whatever units throughput has."""
+
+from __future__ import annotations
+
+import math
+import random
+import statistics
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from ddp_hooks import BucketTuner
+from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
+from ddp_hooks.tuning.search import make_search
+from ddp_hooks.tuning.surrogate import Observation, believe
+
+Curve = Callable[[float], float]  # size in MB -> steps per second
+
+# Curves as one finds them: slow where sizes are small (latency), slow where they are large (nothing overlaps).
+CURVES: dict[str, Curve] = {
+    "small is best": lambda mb: 5.0 / (1 + 0.25 * (math.log(mb / 4) / math.log(5)) ** 2),
+    "large is best": lambda mb: 5.0 / (1 + 0.25 * (math.log(mb / 60) / math.log(5)) ** 2),
+    "a narrow peak": lambda mb: 4.0 + math.exp(-((math.log(mb / 9) / 0.6) ** 2)),
+    "the larger the better": lambda mb: 4.0 + 0.2 * math.log(mb),
+}
+
+
+def all_candidates(tuner: BucketTuner) -> list[Candidate]:
+    return find_candidates(
+        Range(tuner.low_mb, tuner.high_mb, tuner.scale), lambda mb: Groups(1, mb), [Setting(tuner.start_mb, 1)], None
+    )
+
+
+def trials_until_near(curve: Curve, tuner: BucketTuner, noise: float = 0.01) -> int:
+    """Trials until the best of them is within 3 % of the best there is; more than allowed if it never is."""
+    candidates = all_candidates(tuner)
+    best = max(curve(candidate.setting.mb) for candidate in candidates)
+    dice = random.Random(tuner.seed)
+    start = candidate_of(candidates, Setting(tuner.start_mb, 1))
+    observed: list[Observation] = []
+    search, following = make_search(candidates, tuner), start
+    while following is not None and len(observed) < tuner.max_trials:
+        truth = curve(candidates[following].setting.mb)
+        observed.append(Observation(following, truth * (1 + noise * dice.gauss(0, 1))))
+        if truth >= 0.97 * best:
+            return len(observed)
+        following = search.next(observed)
+    return tuner.max_trials + 1
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_near_the_best_in_ten_trials(name: str) -> None:
+    needed = [trials_until_near(CURVES[name], BucketTuner(seed=seed)) for seed in range(5)]
+    assert statistics.median(needed) <= 10, needed
+    assert max(needed) <= 10, needed
+
+
+def test_fewer_trials_than_by_chance_or_in_order() -> None:
+    def total(search: str) -> float:
+        needed = [
+            trials_until_near(curve, BucketTuner(search=search, seed=seed))  # type: ignore[arg-type]
+            for curve in CURVES.values()
+            for seed in range(5)
+        ]
+        return statistics.mean(needed)
+
+    assert total("gp") < total("random") and total("gp") < total("grid")
+
+
+def proposals(tuner: BucketTuner, measured: Callable[[float], float]) -> list[int]:
+    candidates = all_candidates(tuner)
+    search = make_search(candidates, tuner)
+    observed = [Observation(40, measured(candidates[40].setting.mb))]
+    while len(observed) < 6 and (following := search.next(observed)) is not None:
+        observed.append(Observation(following, measured(candidates[following].setting.mb)))
+    return [observation.candidate for observation in observed]
+
+
+@pytest.mark.parametrize("factor", [1000.0, 0.001])
+def test_units_do_not_matter(factor: float) -> None:
+    """Prevents: ``xi`` subtracted in steps per second, so that it explores a slow job all over and a fast one never."""
+    tuner, curve = BucketTuner(min_gain=0.0), CURVES["a narrow peak"]
+    assert proposals(tuner, lambda mb: factor * curve(mb)) == proposals(tuner, curve)
+
+
+def test_more_xi_explores_more() -> None:
+    positions = [(i / 20,) for i in range(21)]
+    observed = [Observation(8, 4.0), Observation(10, 5.0), Observation(12, 4.1)]
+    near, far = believe(positions, observed, 0.0, 0), believe(positions, observed, 2.0, 0)
+
+    def share_of_the_ends(improvement: Sequence[float]) -> float:
+        return sum(improvement[i] for i in (0, 1, 19, 20)) / sum(improvement)
+
+    assert share_of_the_ends(far.improvement) > share_of_the_ends(near.improvement)
+
+
+def test_belief_follows_what_was_measured() -> None:
+    positions = [(i / 20,) for i in range(21)]
+    observed = [Observation(i, 3.0 + i / 10) for i in (0, 5, 10, 15, 20)]
+    belief = believe(positions, observed, 0.1, 0)
+    for index, throughput in observed:
+        assert belief.mean[index] == pytest.approx(throughput, rel=0.02)
+    assert belief.mean[12] == pytest.approx(4.2, rel=0.03)
+    assert all(gain >= 0 for gain in belief.gain)
+
+
+def test_it_ends_when_nothing_promises_more() -> None:
+    tuner = BucketTuner(max_trials=60)
+    candidates = all_candidates(tuner)
+    search, observed = make_search(candidates, tuner), [Observation(40, 5.0)]
+    while (following := search.next(observed)) is not None:
+        observed.append(Observation(following, 5.0 / (1 + 0.05 * abs(math.log(candidates[following].setting.mb / 9)))))
+    assert 4 <= len(observed) < 20
+
+
+@pytest.mark.parametrize("search", ["gp", "random", "grid"])
+def test_nothing_is_tried_twice(search: str) -> None:
+    tuner = BucketTuner(search=search, min_gain=0.0, max_trials=64)  # type: ignore[arg-type]
+    candidates = all_candidates(tuner)[:12]
+    proposer, observed = make_search(candidates, tuner), [Observation(3, 1.0)]
+    while (following := proposer.next(observed)) is not None:
+        observed.append(Observation(following, 1.0 + 0.1 * following))
+    assert sorted(observation.candidate for observation in observed) == list(range(12))
