@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import random
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ddp_hooks import BucketTuner
 from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
@@ -32,16 +33,13 @@ class Curve:
     spread: float
 
     @staticmethod
-    def of(grid: Sequence[dict[str, list[float]]]) -> Curve:
+    def of(grid: Sequence[Mapping[str, Any]]) -> Curve:
         """From what the benchmark has recorded."""
         ordered = sorted(grid, key=lambda point: point["mb"])
         medians = [statistics.median(point["steps_s"]) for point in ordered]
-        parts = [
-            abs(value / median - 1)
-            for point, median in zip(ordered, medians, strict=True)
-            for value in point["steps_s"]
-        ]
-        return Curve(tuple(float(point["mb"]) for point in ordered), tuple(medians), statistics.mean(parts))  # type: ignore[arg-type]
+        pairs = zip(ordered, medians, strict=True)
+        parts = [abs(value / median - 1) for point, median in pairs for value in point["steps_s"]]
+        return Curve(tuple(point["mb"] for point in ordered), tuple(medians), statistics.mean(parts))
 
     def step_s(self, mb: float) -> float:
         """Seconds per step with a size."""
