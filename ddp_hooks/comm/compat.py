@@ -88,6 +88,29 @@ def queue_after_hooks(function: Callable[[], None], depth: int = 6) -> None:
     queue_engine_callback(function if depth == 1 else lambda: queue_after_hooks(function, depth - 1))
 
 
+def backward_reaches_leaves() -> bool:
+    """In a hook of a tensor: whether this is a backward, and not ``torch.autograd.grad()``, which fills no ``.grad``.
+
+    A backward is about to add to the gradient of some leaf that the tensor depends on; mostly the first that is found.
+    """
+    waiting: list[torch.autograd.graph.Node | None] = [torch._C._current_autograd_node()]
+    seen = set()
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = [function for function, _ in node.next_functions]
+        if not following:
+            try:
+                if torch._C._will_engine_execute_node(node):
+                    return True
+            except RuntimeError:
+                pass  # of autograd.grad(), about a leaf whose gradient it returns
+        waiting += following
+    return False
+
+
 def in_backward() -> bool:
     """Whether this thread is inside of a backward pass."""
     return torch._C._current_graph_task_id() != -1

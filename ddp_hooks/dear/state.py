@@ -19,7 +19,7 @@ from ddp_hooks.dear.cycle import StepCycle
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
-from ddp_hooks.feed import InertOnCopy, companions, extend_zero_grad, wait_before_reading
+from ddp_hooks.feed import InertOnCopy, companions, extend_zero_grad, wait_before_reading, when_step_fails
 
 
 class DearState(StepCycle):
@@ -318,6 +318,8 @@ class DearState(StepCycle):
         handles += wait_before_reading(ddp, self.synchronize)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
         handles.append(extend_zero_grad(optimizer, self._zero_grad))
+        if self._replicated is not None:
+            handles.append(when_step_fails(optimizer, self._replicated.close_step))
         handles.append(at_exit(self.close, self._abandon, self._is_stuck))
         return handles
 

@@ -104,13 +104,21 @@ class ExpectedGradients:
         """Whether a backward has left some that are not sent."""
         return any(lookup.gradient is not None for lookup in self._all())
 
+    def multiply(self, factor: float) -> None:
+        """Multiply them."""
+        for lookup in self._all():
+            if lookup.gradient is not None:
+                lookup.gradient.mul_(factor)
+
     def drop_gradients(self) -> None:
         """Forget them; more may come of the same forwards."""
         for lookup in self._all():
             lookup.forget_gradient()
 
     def clear(self) -> None:
-        """A step ends what earlier forwards have begun."""
+        """A step ends what earlier forwards have begun: gradients that come of them now are too late."""
+        for lookup in self._all():
+            lookup.closed = True
         self._lookups.clear()
         self._calls.clear()
         self._backwards.clear()

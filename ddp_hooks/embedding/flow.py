@@ -31,6 +31,7 @@ from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, compat
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.expected import ExpectedGradients
+from ddp_hooks.embedding.freezing import Freezing
 from ddp_hooks.embedding.gradients import GradientExchange
 from ddp_hooks.embedding.ids import CHANGED, NO_COMPLAINT, BatchRows, Complaint, Ids, Purpose, as_ids, tell_ids
 from ddp_hooks.embedding.module import GatheredVectors
@@ -107,17 +108,22 @@ class TableFlow:
         self._is_followed = False
         self._is_blind = False  # whether the last forward has returned nothing that would show its backward
         self._was_applied = False  # whether a step has applied the gradients, and nobody has zeroed them since
+        self._is_spoilt = False  # whether a backward has come since then
         self._witness = ZeroingWitness(self._whole_model)
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._freezing = Freezing(self._all)
         self._zeroing = [extend_zero_grad(root, lambda _: self._drop_gradients())]
 
     # -- 1. a forward begins ----------------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
-        if not torch.is_grad_enabled() or self._whole is not None:
+        if self._whole is not None:
+            return
+        if not torch.is_grad_enabled():
             self.announcements.ignore_evaluation(self._ahead.batch if self._ahead is not None else None)
             return
         self._refuse_closed()
+        self._freezing.refuse_doubt()
         self._meet(compat.ddp_in_forward())
         self._synchronises = self._is_to_synchronise()
         self._forget_zeroed()
@@ -189,12 +195,13 @@ class TableFlow:
             weight = self._all[index].weight
             return torch.zeros(shape, dtype=weight.dtype, device=weight.device, requires_grad=torch.is_grad_enabled())
         lookup, positions = found
-        trains = self._in_forward or torch.is_grad_enabled()
+        is_trained = self._all[index].weight.requires_grad
+        trains = is_trained and (self._in_forward or torch.is_grad_enabled())
         if trains and not compat.in_backward():  # else a forward is repeated there, whose call has been counted
             self._expected.count_call(index)
             self._tally.num_ids += len(values)
         self._expected.note_first_call(index)
-        if torch.is_grad_enabled():
+        if is_trained and torch.is_grad_enabled():
             vectors = GatheredVectors.apply(self._anchor, lookup, positions, self)
         else:
             assert lookup.vectors is not None
@@ -247,6 +254,7 @@ class TableFlow:
     def _look_up_now(self, index: int, values: Ids) -> tuple[Lookup, Tensor] | None:
         if self._fault is not None:
             return None
+        self._step.end_interrupted()
         self.flush()
         batch = BatchRows.of({index: values}, self._all, self.config.deduplicate)
         prepared = self._tell(batch, Purpose.ONE_TABLE)
@@ -288,31 +296,32 @@ class TableFlow:
             self._ahead = self._tell(upcoming or BatchRows(None), Purpose.AHEAD)
         results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         for result in results:
-            result.register_hook(self._notice_backward)
+            result.register_hook(self._notice_result)
         self._is_blind = not results
 
     # -- 3. a backward ----------------------------------------------------------------------------------------------
 
-    def _notice_backward(self, *_: Any) -> None:
+    def _notice_result(self, *_: Any) -> None:
+        """A gradient has come to what the model returned: of a backward, or of ``autograd.grad()`` alone."""
+        if not self._in_backward and compat.backward_reaches_leaves():
+            self._notice_backward()
+
+    def _notice_backward(self) -> None:
         if self._in_backward:
             return
         self._forget_zeroed()
-        if self._was_applied and self._synchronises:
-            raise RuntimeError(
-                "a backward after a step, without zero_grad() between them, would add to gradients that the tables "
-                "have applied and not kept: call optimizer.zero_grad() (with tables that follow it) or "
-                "tables.zero_grad() before it"
-            )
+        # That of another model may come through this one, between its step and its zero_grad(), and mean nothing here.
+        self._is_spoilt = self._is_spoilt or self._was_applied
         self._in_backward = True
         self._expected.queue(self._synchronises)
         compat.queue_engine_callback(self._end_backward)
 
-    def receive_gradient(self, lookup: Lookup, positions: Tensor, gradient: Tensor) -> None:
-        """A call's backward has come."""
+    def receive_gradient(self, lookup: Lookup, positions: Tensor, gradient: Tensor, is_first: bool) -> None:
+        """A call's backward has come, for the first time or, through a graph that was kept, again."""
         if lookup.closed:
             raise RuntimeError(
-                f"a gradient of {lookup.table.name} belongs to a forward whose gradients have been sent: run one "
-                f"backward per forward, or add the losses of several forwards up first"
+                f"a gradient of {lookup.table.name} belongs to a forward whose gradients have been sent, or left "
+                f"behind by a step: run one backward per forward, or add the losses of several forwards up first"
             )
         if self._is_blind and not self._in_backward:
             raise RuntimeError(
@@ -322,7 +331,8 @@ class TableFlow:
             )
         self._notice_backward()
         lookup.add_gradient(positions, gradient)
-        self._expected.count_backward(lookup.table.index)
+        if is_first:
+            self._expected.count_backward(lookup.table.index)
         self._send_complete()
 
     def _end_backward(self) -> None:
@@ -385,13 +395,20 @@ class TableFlow:
                 "step() after backwards under no_sync() only: their gradients have not been sent. Run the last "
                 "backward before a step without no_sync()"
             )
-        self._expected.clear()
         had_gradients = self._step.has_gradients
+        if had_gradients:
+            self._expected.clear()  # else it is the step of another model, before this one's backward
         if had_gradients and self._witness.saw_zeroing():
             raise RuntimeError(
                 "the model's gradients were zeroed between backward and this step, and those of the tables were not: "
                 "call tables.step() before optimizer.zero_grad(), or let the tables follow() the optimizer; to drop "
                 "gradients call tables.zero_grad(), too"
+            )
+        if self._is_spoilt and had_gradients:
+            raise RuntimeError(
+                "a backward after a step, without zero_grad() between them, would have added to gradients that the "
+                "tables had applied and not kept: call optimizer.zero_grad() (with tables that follow it) or "
+                "tables.zero_grad() before it"
             )
         if self._was_applied and not had_gradients:
             raise RuntimeError(
@@ -438,7 +455,7 @@ class TableFlow:
         """Forget what backwards have left since the last step."""
         self._expected.drop_gradients()
         self._step.drop()
-        self._was_applied = False
+        self._was_applied = self._is_spoilt = False
 
     def _forget_zeroed(self) -> None:
         if self._witness.saw_zeroing():

@@ -136,7 +136,7 @@ class GradientExchange:
                 self._values = gradient.new_zeros(len(mine), self.table.dim)
                 self._touched = torch.zeros(len(mine), dtype=torch.bool, device=gradient.device)
             self._values.index_add_(0, places, gradient.index_select(0, source))
-            self._touched.index_put_((places,), self._touched[places] | touched[source])
+            self._touched[places[touched[source]]] = True  # rows may come several times
         self._parts = []
         self.finite = self._values is None or _is_finite(self._values)
         if self._values is None:

@@ -33,6 +33,7 @@ class ShardedEmbedding(nn.Module):
         self.embedding_dim = table.dim
         self.padding_idx = table.padding_idx
         self.tables = tables
+        self.index = table.index
         self._table = table
         self._is_first = is_first
 
@@ -40,6 +41,11 @@ class ShardedEmbedding(nn.Module):
     def weight(self) -> Tensor:
         """The whole table, (num_embeddings, embedding_dim), inside of ``tables.local()``; otherwise raises."""
         return self.tables.whole_weight(self._table.index, f"{self._table.name}.weight")
+
+    def requires_grad_(self, requires_grad: bool = True) -> ShardedEmbedding:
+        """Train the table from now on, or not; all ranks do the same."""
+        self.tables.requires_grad_(requires_grad, [self._table.name])
+        return self
 
     @torch.compiler.disable
     def forward(self, input: Tensor) -> Tensor:
@@ -101,7 +107,7 @@ class GatheredVectors(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: Lookup, positions: Tensor, tables: EmbeddingTables) -> Tensor:
         """``anchor``, of no elements, requires a gradient, so that this is differentiable."""
-        ctx.lookup, ctx.tables = lookup, tables
+        ctx.lookup, ctx.tables, ctx.came = lookup, tables, False
         ctx.save_for_backward(positions)
         assert lookup.vectors is not None
         return lookup.vectors.index_select(0, positions)
@@ -111,5 +117,6 @@ class GatheredVectors(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         """Coalesce."""
         (positions,) = ctx.saved_tensors
-        ctx.tables.receive_gradient(ctx.lookup, positions, gradient)
+        ctx.tables.receive_gradient(ctx.lookup, positions, gradient, not ctx.came)
+        ctx.came = True
         return None, None, None, None

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 
@@ -22,6 +24,7 @@ BatchIds: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor | Sequence
 class Announcement:
     """What a wrapped loader hands out, and what it will hand out next."""
 
+    loader: object
     current: BatchRows
     upcoming: BatchRows | None
 
@@ -30,20 +33,36 @@ class Announcements:
     """Of batches that wrapped loaders have handed out, until a forward takes them."""
 
     def __init__(self) -> None:
-        self._by_loader: dict[object, Announcement] = {}  # the one that has spoken last is the last
+        self._by_epoch: dict[object, Announcement] = {}  # the one that has spoken last is the last
+        self._trained_with: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders whose batches training forwards took
 
-    def announce(self, loader: object, current: BatchRows, upcoming: BatchRows | None) -> None:
-        """A loader hands out a batch."""
-        self._by_loader.pop(loader, None)
-        self._by_loader[loader] = Announcement(current, upcoming)
+    def announce(self, epoch: object, announcement: Announcement) -> None:
+        """A loader hands out a batch; each of its iterations is an ``epoch`` of its own."""
+        self._by_epoch.pop(epoch, None)
+        self._by_epoch[epoch] = announcement
 
-    def withdraw(self, loader: object) -> None:
-        """A loader has ended."""
-        self._by_loader.pop(loader, None)
+    def withdraw(self, epoch: object) -> None:
+        """An iteration has ended."""
+        self._by_epoch.pop(epoch, None)
+
+    def present(self) -> dict[object, Announcement]:
+        """What nobody has taken yet."""
+        return dict(self._by_epoch)
+
+    def restore(self, former: dict[object, Announcement]) -> None:
+        """Forget what was announced since then, by loaders of an evaluation."""
+        self._by_epoch = {
+            epoch: announcement for epoch, announcement in self._by_epoch.items() if former.get(epoch) is announcement
+        }
 
     def take(self) -> Announcement | None:
         """What was handed out last, for the forward that begins."""
-        return self._by_loader.popitem()[1] if self._by_loader else None
+        if not self._by_epoch:
+            return None
+        announcement = self._by_epoch.popitem()[1]
+        with suppress(TypeError):  # lists have no weak references
+            self._trained_with.add(announcement.loader)
+        return announcement
 
     def ignore_evaluation(self, expected: BatchRows | None) -> None:
         """A forward without gradients has begun: if a loader has announced its batch, that is not for training.
@@ -51,10 +70,17 @@ class Announcements:
         Args:
             expected: the batch that ranks have told each other of, for the next step.
         """
-        if self._by_loader and expected is not None and expected.wanted is not None:
-            loader, announcement = next(reversed(self._by_loader.items()))
-            if announcement.current is not expected:
-                del self._by_loader[loader]
+        if self._by_epoch and expected is not None and expected.wanted is not None:
+            epoch, announcement = next(reversed(self._by_epoch.items()))
+            if announcement.current is not expected and not self._has_trained(announcement.loader):
+                del self._by_epoch[epoch]
+
+    def _has_trained(self, loader: object) -> bool:
+        """Whether it is known for training: another forward without gradients then precedes the one of a step."""
+        try:
+            return loader in self._trained_with
+        except TypeError:
+            return False
 
 
 class PrefetchedLoader(Generic[Batch]):
@@ -72,7 +98,7 @@ class PrefetchedLoader(Generic[Batch]):
 
     def __iter__(self) -> Iterator[Batch]:
         iterator = iter(self._loader)
-        end, token = object(), object()
+        end, epoch = object(), object()
         upcoming: Any = next(iterator, end)
         its_rows = self._rows(upcoming) if upcoming is not end else None
         try:
@@ -81,10 +107,10 @@ class PrefetchedLoader(Generic[Batch]):
                 upcoming = next(iterator, end)
                 its_rows = self._rows(upcoming) if upcoming is not end else None
                 assert rows is not None
-                self._tables.announcements.announce(token, rows, its_rows)
+                self._tables.announcements.announce(epoch, Announcement(self._loader, rows, its_rows))
                 yield batch
         finally:
-            self._tables.announcements.withdraw(token)
+            self._tables.announcements.withdraw(epoch)
 
     def _rows(self, batch: Batch) -> BatchRows:
         return self._tables.rows_of(self._ids(batch))

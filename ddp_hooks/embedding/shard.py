@@ -70,6 +70,7 @@ def shard_embeddings(
     result.begin_with([one.weight for one in chosen])
     for table, one in zip(tables, chosen, strict=True):
         _replace(result, table, one)
+    result.have_moved_in()
     return result
 
 

@@ -7,7 +7,7 @@ applied when the next one begins at the latest, before anybody looks them up.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeAlias, TypeVar
 
@@ -26,16 +26,23 @@ Value = TypeVar("Value")
 
 @dataclass
 class _Sent:
+    """A gradient that is on its way, and what it is to be multiplied by."""
+
     exchange: GradientExchange
     prior: Work
+    factor: float = 1.0
+
+    def scaled(self, part: RowSum | None) -> RowSum:
+        """A part of it that is there, multiplied."""
+        there = _there(part)
+        return there if self.factor == 1.0 else there._replace(values=there.values * self.factor)
 
 
 @dataclass
 class _Late:
-    """Rows that a step has left for later, and what their gradients are to be multiplied by."""
+    """Rows that a step has left for later."""
 
-    exchanges: list[GradientExchange]
-    multiplier: float
+    sent: list[_Sent]
     work: Work | None = None  # from the end of the step on
 
 
@@ -61,7 +68,6 @@ class TableStep:
         self._updates = updates
         self._sent: list[_Sent] = []  # by backwards since the last step
         self._sums: Sums = {}  # complete ones, taken out of those
-        self._multiplier = 1.0  # of gradients that are not in the sums
         self._late: _Late | None = None
 
     @property
@@ -89,12 +95,13 @@ class TableStep:
 
     def drop(self) -> None:
         """Forget the gradients."""
-        self._sent, self._sums, self._multiplier, self.clip, self.is_unscaled = [], {}, 1.0, "none", False
+        self._sent, self._sums, self.clip, self.is_unscaled = [], {}, "none", False
 
     def multiply(self, factor: float) -> None:
-        """Multiply the gradients, when they are applied."""
-        self._multiplier *= factor
-        self._sums = _scaled(self._sums, factor)
+        """Multiply the gradients that are here by now, when they are applied."""
+        for one in self._sent:
+            one.factor *= factor
+        self._sums = {index: part._replace(values=part.values * factor) for index, part in self._sums.items()}
 
     def found_nonfinite(self) -> bool:
         """Whether some of this rank's gradients are not finite, before or after summing up."""
@@ -115,12 +122,13 @@ class TableStep:
         parts: dict[int, list[RowSum]] = defaultdict(list)
         for index, part in self._sums.items():
             parts[index].append(part)
-        for exchange in (one for one in exchanges if one.called):
-            fresh = {0: _there(exchange.prior), 1: _there(exchange.delayed)}
-            parts[exchange.table.index] += _scaled(fresh, self._multiplier).values()
+        for one in self._sent:
+            if one.exchange.called:
+                both = one.scaled(one.exchange.prior), one.scaled(one.exchange.delayed)
+                parts[one.exchange.table.index] += both
         self._tally.add_rows(exchanges)
         self._sums = {index: merged(several) for index, several in parts.items()}
-        self._sent, self._multiplier = [], 1.0
+        self._sent = []
         return self._sums
 
     # -- the step ---------------------------------------------------------------------------------------------------
@@ -140,11 +148,11 @@ class TableStep:
             parts = self.complete()
         else:
             self._wait_for_prior()
-            exchanges = [one.exchange for one in self._sent]
-            parts = _scaled({e.table.index: _there(e.prior) for e in exchanges if e.called}, self._multiplier)
-            delayed = [exchange for exchange in exchanges if not exchange.is_complete]
-            self._late = _Late(delayed, self._multiplier) if delayed else None
-            self._tally.add_rows(exchanges)
+            called = [one for one in self._sent if one.exchange.called]
+            parts = {one.exchange.table.index: one.scaled(one.exchange.prior) for one in called}
+            delayed = [one for one in self._sent if not one.exchange.is_complete]
+            self._late = _Late(delayed) if delayed else None
+            self._tally.add_rows([one.exchange for one in self._sent])
         with self._tally.updates.measure(self._channels.recorder, "updates of tables"):
             self._updates.apply(parts)
         self.stats = self._tally.next_stats(self.stats, self.clip)
@@ -157,7 +165,7 @@ class TableStep:
             after: more urgent work, to let pass.
         """
         if self._late is not None and self._late.work is None:
-            self._late.work = self._send_delayed(self._late.exchanges, after)
+            self._late.work = self._send_delayed([one.exchange for one in self._late.sent], after)
 
     def end_interrupted(self) -> None:
         """Send what is delayed of a step that an exception has ended; on all ranks."""
@@ -179,9 +187,10 @@ class TableStep:
             )
         late, self._late = self._late, None
         self._channels.wait(_there(late.work), self._tally.gradients)
-        parts = {exchange.table.index: _there(exchange.delayed) for exchange in late.exchanges}
-        with self._tally.updates.measure(self._channels.recorder, "delayed updates of tables"):
-            self._updates.apply(_scaled(parts, late.multiplier))
+        # A forward under inference_mode() may come here, whose tensors optimizers could not keep.
+        with torch.inference_mode(False), self._tally.updates.measure(self._channels.recorder, "delayed updates"):
+            parts = {one.exchange.table.index: one.scaled(one.exchange.delayed) for one in late.sent}
+            self._updates.apply(parts)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 
@@ -204,9 +213,3 @@ class TableStep:
 def _there(value: Value | None) -> Value:
     assert value is not None
     return value
-
-
-def _scaled(parts: Mapping[int, RowSum], factor: float) -> Sums:
-    if factor == 1.0:
-        return dict(parts)
-    return {index: part._replace(values=part.values * factor) for index, part in parts.items()}

@@ -119,6 +119,28 @@ class EmbeddingTables(TableFlow):
         """Forget the tables' gradients; the model's optimizer does it where they :meth:`follow` it."""
         self._drop_gradients()
 
+    def requires_grad_(self, requires_grad: bool = True, names: Iterable[str] | None = None) -> None:
+        """Train tables from now on, or not; all ranks do the same, between two steps.
+
+        ``requires_grad_()`` of modules around a table does it, too. A loop over parameters does not reach tables.
+
+        Args:
+            requires_grad: whether to train them.
+            names: which; None: all of them.
+        """
+        for name in self._index_of if names is None else names:
+            if name not in self._index_of:
+                raise ValueError(f"{name!r} is no sharded table; these are {', '.join(self._index_of)}")
+            self._freezing.set(self._index_of[name], requires_grad)
+
+    def multiply_gradients(self, factor: float) -> None:
+        """Multiply the tables' gradients, as a loop over ``.grad`` does with those of parameters; communicates nothing.
+
+        Between backward and the step; all ranks by the same factor.
+        """
+        self._expected.multiply(factor)
+        self._step.multiply(factor)
+
     def prefetch(self, loader: Iterable[Batch], ids: Callable[[Batch], BatchIds]) -> PrefetchedLoader[Batch]:
         """A loader that is one batch ahead of the training loop, so that rows travel before they are needed.
 
@@ -154,10 +176,12 @@ class EmbeddingTables(TableFlow):
             return
         self._flush_together()
         self._whole = self._checkpoint.weights(None, self.device)
+        announced = self.announcements.present()
         try:
             yield
         finally:
             self._whole = None
+            self.announcements.restore(announced)
 
     def stats(self) -> TableStats:
         """What the last step cost on this rank."""
@@ -286,6 +310,10 @@ class EmbeddingTables(TableFlow):
                 with torch.no_grad():
                     table.weight.copy_(table.cut(full, rank))
 
+    def have_moved_in(self) -> None:
+        """Their modules stand in the model now."""
+        self._freezing.watch(self._root)
+
     def rows_of(self, given: BatchIds) -> BatchRows:
         """What a batch looks up, from what the function given to :meth:`prefetch` returned."""
         return BatchRows.of(ids_by_table(given, self._index_of), self._all, self.config.deduplicate)
@@ -355,6 +383,11 @@ class EmbeddingTables(TableFlow):
     def misses_step_of(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` is the model's, and will not apply the gradients that are here, nor will another."""
         return self._step.has_gradients and not self._is_followed and self._is_of_the_model(optimizer)
+
+    def look_again(self) -> None:
+        """The model's gradients are there now, in the place of guards."""
+        self._forget_zeroed()  # while guards were there
+        self._witness.watch()
 
     def found_nonfinite(self) -> bool:
         """Whether some of this rank's gradients are not finite, before or after summing up."""

@@ -29,6 +29,7 @@ class ZeroingWitness:
         self._parameter: weakref.ref[Tensor] | None = None
         self._was_nonzero = False
         self._guard: GradientGuard | None = None  # that a hook has put in its place
+        self._version = 0  # of its gradient, which counts changes in place
 
     def watch(self) -> None:
         """Gradients are as they are to be: choose a parameter, a small one, whose gradient is not zero if one is.
@@ -45,6 +46,7 @@ class ZeroingWitness:
             self._parameter = weakref.ref(parameter)
             self._guard = gradient if isinstance(gradient, GradientGuard) else None
             self._was_nonzero = not _is_gone(parameter)
+            self._version = gradient._version if self._guard is None else 0
             if self._was_nonzero:
                 return
 
@@ -54,7 +56,8 @@ class ZeroingWitness:
         if parameter is None:
             return False
         # Some loops drop gradients of a few layers, which is not the same: ask the witness first, then all.
-        if not (self._has_lost(parameter) and all(_is_gone(other) for other in self._model().parameters())):
+        lost = self._has_lost(parameter)
+        if not (lost and all(_is_gone(other, waits=True) for other in self._model().parameters())):
             return False
         self._parameter = None
         return True
@@ -64,16 +67,28 @@ class ZeroingWitness:
             return parameter.grad is None and not is_aside(parameter)
         if self._guard is not None:  # nobody knows what was behind it
             return self._guard.zeroed
-        return _is_gone(parameter)
+        # Nobody waits for a device only to see that nothing has changed.
+        return _is_gone(parameter, waits=parameter.grad._version != self._version)
 
 
-def _is_gone(parameter: Tensor) -> bool:
-    """Whether it has no gradient, or zeros, as far as that can be seen without another rank or waiting for a device."""
+def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
+    """Whether it has no gradient, or zeros, as far as that can be seen without another rank.
+
+    Args:
+        waits: look also where that means to wait for a device; otherwise what is there does not count as zeros.
+    """
     gradient = parameter.grad
     if gradient is None:
         return not is_aside(parameter)
     if isinstance(gradient, GradientGuard):
         return gradient.zeroed
-    if gradient.device.type != "cpu" or hasattr(gradient, "full_tensor") or gradient.layout is not torch.strided:
+    if hasattr(gradient, "full_tensor") or gradient.layout is not torch.strided:
+        return False
+    if not (waits or _is_at_hand(gradient)):
         return False
     return not bool(gradient.detach().reshape(-1)[:_MAX_NUMEL].any())
+
+
+def _is_at_hand(gradient: Tensor) -> bool:
+    """Whether to read it costs next to nothing."""
+    return gradient.device.type == "cpu"

@@ -3,6 +3,7 @@
 from ddp_hooks.feed import companions
 from ddp_hooks.feed.aside import GuardsAside, is_aside
 from ddp_hooks.feed.deferred import DeferredUpdates, copied
+from ddp_hooks.feed.failing import when_step_fails
 from ddp_hooks.feed.guard import GradientGuard
 from ddp_hooks.feed.inert import InertOnCopy
 from ddp_hooks.feed.optimizers import ELEMENTWISE, PARAMETERWISE
@@ -23,4 +24,5 @@ __all__ = [
     "extend_zero_grad",
     "is_aside",
     "wait_before_reading",
+    "when_step_fails",
 ]

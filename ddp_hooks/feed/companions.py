@@ -34,6 +34,9 @@ class Companion(Protocol):
     def found_nonfinite(self) -> bool:
         """Whether some of this rank's gradients are not finite."""
 
+    def look_again(self) -> None:
+        """The model's gradients are there now, in the place of guards, by which one tells whether they are zeroed."""
+
     def zero_grad(self) -> None:
         """Forget the gradients."""
 

@@ -26,8 +26,10 @@ from ddp_hooks.feed import (
     GradientGuard,
     GuardsAside,
     InertOnCopy,
+    companions,
     extend_zero_grad,
     wait_before_reading,
+    when_step_fails,
 )
 
 
@@ -227,9 +229,12 @@ class ForwardPipeline:
 
     def _give_back(self, pending: _Pending) -> None:
         """Gradients take the place of their guards, where the user has left these."""
-        for index, gradient in pending.gradients.items():
-            if self._parameters[index].grad is self._guards[index]:
-                self._parameters[index].grad = gradient.zero_() if self._guards[index].zeroed else gradient
+        left = [i for i in pending.gradients if self._parameters[i].grad is self._guards[i]]
+        for index in left:
+            gradient = pending.gradients[index]
+            self._parameters[index].grad = gradient.zero_() if self._guards[index].zeroed else gradient
+        for companion in companions.companions_of(self._optimizer) if left else []:
+            companion.look_again()
 
     # -- forwards ---------------------------------------------------------------------------------------------------
 
@@ -263,6 +268,7 @@ class ForwardPipeline:
         ]
         handles += wait_before_reading(ddp, self.finish)
         handles.append(extend_zero_grad(optimizer, self._marks.zero))
+        handles.append(when_step_fails(optimizer, self._marks.put_back))
         return handles
 
 

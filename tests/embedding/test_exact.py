@@ -226,3 +226,10 @@ def test_other_schedules(workers: WorkerPools, way: str, deduplicate: bool) -> N
     results = workers(3).run(run, "plain", "sparse_adam", True, config)
     assert [result[:2] for result in results] == [(0.0, 0.0)] * 3
     assert all((delayed > 0) == (way == "2d") for *_, delayed in results)
+
+
+@pytest.mark.parametrize("loop", ["accumulate", "sum_losses"])
+def test_rows_that_come_several_times(workers: WorkerPools, loop: str) -> None:
+    """Those of several forwards are put together, of which each may have a row more than once."""
+    results = workers(2).run(run, loop, "sparse_adam", True, replace(CONFIG, deduplicate=False))
+    assert [result[:2] for result in results] == [(0.0, 0.0)] * 2

@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, topk_hook
+from ddp_hooks.embedding import zeroing
 from ddp_hooks.embedding.zeroing import ZeroingWitness
 from ddp_hooks.feed import GradientGuard, GuardsAside, aside
 from tests.embedding.hooks import HOOKS
 from tests.embedding.test_exact import accumulate_with_sync, plain
 from tests.embedding.test_steps import Interruption, interrupt, run
-from tests.embedding.twins import CONFIG, Batch, Loop, Side, Tables, batches
+from tests.embedding.twins import CONFIG, Batch, Loop, Side, Tables, Twins, batches, sum_and_divide
 from tests.workers import WorkerPools
 
 # Data -------------------------------------------------------------------------------------------------------
@@ -146,7 +147,10 @@ def test_a_step_that_topk_skips(workers: WorkerPools, pipeline: str, follow_firs
 
 
 def closed_after_an_interruption(rank: int, world_size: int, hook: str) -> list[int]:
-    """Guards that are still put aside, before and after the state is closed; and it can be trained on."""
+    """Guards that are put aside in a step, when an exception has ended it, and after the state is closed.
+
+    And the model can be trained on.
+    """
     model = Tables(world_size)
     tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=CONFIG, lr=0.5)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -160,10 +164,16 @@ def closed_after_an_interruption(rank: int, world_size: int, hook: str) -> list[
         optimizer.step()
     optimizer.zero_grad()
     ddp(data[2]).backward()
-    optimizer.register_step_pre_hook(interrupt)
+    found: list[int] = []
+
+    def look_and_interrupt(*_: Any) -> None:
+        found.append(len(aside._aside))
+        raise Interruption
+
+    optimizer.register_step_pre_hook(look_and_interrupt)
     with pytest.raises(Interruption):
         optimizer.step()
-    found = [len(aside._aside)]
+    found.append(len(aside._aside))
     state.close()
     found.append(len(aside._aside))
     ddp = DistributedDataParallel(model)
@@ -179,10 +189,10 @@ def closed_after_an_interruption(rank: int, world_size: int, hook: str) -> list[
 
 
 @pytest.mark.parametrize("hook", ["dear_replicated", "topk_forward"])
-def test_nothing_is_aside_when_a_state_is_closed(workers: WorkerPools, hook: str) -> None:
-    for before, after in workers(2).run(closed_after_an_interruption, hook):
-        assert before > 0
-        assert after == 0
+def test_nothing_stays_aside(workers: WorkerPools, hook: str) -> None:
+    for meanwhile, after, closed in workers(2).run(closed_after_an_interruption, hook):
+        assert meanwhile > 0
+        assert after == closed == 0
 
 
 def alive(rank: int, world_size: int, hook: str, closes: bool) -> list[str]:
@@ -269,3 +279,118 @@ def test_a_witness_believes_guards() -> None:
     for parameter in parameters:
         parameter.grad.zero_()
     assert witness.saw_zeroing()
+
+
+def test_a_witness_on_a_device_looks_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """To read a gradient there means to wait; only one that was changed in place is worth it."""
+    monkeypatch.setattr(zeroing, "_is_at_hand", lambda gradient: False)
+    reads: list[Tensor] = []
+    read = Tensor.any
+
+    def noting(gradient: Tensor) -> Tensor:
+        reads.append(gradient)
+        return read(gradient)
+
+    monkeypatch.setattr(Tensor, "any", noting)
+    model = nn.ParameterList([torch.ones(2), torch.ones(3)])
+    witness = ZeroingWitness(lambda: model)
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    witness.watch()
+    assert not witness.saw_zeroing() and not reads
+    torch._foreach_mul_(gradients, 0.5)
+    assert not witness.saw_zeroing() and reads
+    torch._foreach_zero_(gradients)
+    assert witness.saw_zeroing()
+
+
+# Steps that an exception has ended, and gradients that have arrived since -------------------------------------
+
+
+class TwoVectors(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Parameter(torch.zeros(600)), nn.Parameter(torch.zeros(600))
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return (self.one * batch[0]).sum() + (self.two * batch[1]).sum()
+
+
+def zeroed_after_interruption(rank: int, world_size: int, hook: str, way: str, scheduled: bool) -> float:
+    """Without any tables: a step ends with an exception, gradients are zeroed, and the loop goes on."""
+    ends = []
+    for ours in (True, False):
+        ddp = DistributedDataParallel(TwoVectors(), gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+        before = torch.optim.lr_scheduler.StepLR(optimizer, 3) if scheduled else None  # both kinds wrap step()
+        state: Any = HOOKS[hook](ddp, optimizer) if ours else None
+        if not ours:
+            ddp.register_comm_hook(None, sum_and_divide)
+        after = torch.optim.lr_scheduler.StepLR(optimizer, 4) if scheduled else None
+        for step in range(8):
+            generator = torch.Generator().manual_seed(10 * step + rank)
+            if way == "by hand":
+                for parameter in ddp.parameters():
+                    parameter.grad = None
+            else:
+                {"ddp": ddp, "module": ddp.module, "optimizer": optimizer}[way].zero_grad()
+            ddp(torch.randint(-3, 4, (2, 600), generator=generator).float() * world_size).backward()
+            if step in (3, 5):
+                handle = optimizer.register_step_pre_hook(interrupt)
+                with pytest.raises(Interruption):
+                    optimizer.step()
+                handle.remove()
+            else:
+                optimizer.step()
+            for scheduler in (before, after):
+                if scheduler is not None:
+                    scheduler.step()
+        if ours:
+            state.synchronize()
+        ends.append(torch.cat([parameter.detach().clone() for parameter in ddp.parameters()]))
+        if ours:
+            state.close()
+            assert scheduled or "step" not in vars(optimizer)
+    return float((ends[0] - ends[1]).abs().max())
+
+
+@pytest.mark.parametrize("way", ["ddp", "module", "optimizer", "by hand"])
+@pytest.mark.parametrize("hook", ["dear", "dear_replicated", "topk_forward"])
+def test_zeroed_after_an_interrupted_step(workers: WorkerPools, hook: str, way: str) -> None:
+    assert workers(2).run(zeroed_after_interruption, hook, way, way == "ddp") == [0.0, 0.0]
+
+
+def arrived_and_zeroed(rank: int, world_size: int, case: str) -> float:
+    states: list[Any] = []
+
+    def loop(side: Side, data: Iterator[Batch]) -> None:
+        for number, batch in enumerate(data):
+            side.ddp(batch).backward()
+            skipped = case == "after a skipped step" and number % 2 == 0
+            if skipped and side.tables is not None:
+                states[0].wait_for_gradients()
+            if not skipped:
+                side.step()
+            if case == "after a checkpoint":
+                side.state()
+            for parameter in side.ddp.parameters():
+                if parameter.grad is not None and parameter.grad.is_sparse:
+                    parameter.grad = None
+                elif parameter.grad is not None:
+                    parameter.grad.zero_()
+
+    twins = Twins.of(world_size, wrap=lambda *given: states.append(HOOKS["topk_forward"](*given)))
+    twins.train(loop, batches(rank, world_size, 12), prefetch=True)
+    states[0].synchronize()
+    gap = twins.gap()
+    states[0].close()
+    assert twins.ours.tables is not None
+    twins.ours.tables.close()
+    return gap
+
+
+@pytest.mark.parametrize("case", ["after a skipped step", "after a checkpoint"])
+def test_zeroed_by_hand_when_gradients_have_arrived(workers: WorkerPools, case: str) -> None:
+    """They have taken the place of the guards that told so."""
+    assert workers(2).run(arrived_and_zeroed, case) == [0.0, 0.0]
