@@ -44,6 +44,9 @@ class ExpectedGradients:
         for lookup in self._all():
             if id(lookup) not in kept:
                 lookup.vectors = None
+        for index in [index for index in self._lookups if not self._tables[index].weight.requires_grad]:
+            # No backward may ever come for these, and so nothing that would send and forget them.
+            self._lookups[index] = [lookup for lookup in self._lookups[index] if id(lookup) in kept]
         self._latest, self._backward_ended = [], False
 
     def expect(self, lookup: Lookup) -> None:

@@ -30,13 +30,14 @@ class ZeroingWitness:
         self._was_nonzero = False
         self._guard: GradientGuard | None = None  # that a hook has put in its place
         self._version = 0  # of its gradient, which counts changes in place
+        self._before: Tensor | None = None  # whether it was not zero, on a device that nobody waits for
 
     def watch(self) -> None:
         """Gradients are as they are to be: choose a parameter, a small one, whose gradient is not zero if one is.
 
         All ranks see the same: gradients are reduced, or behind guards.
         """
-        self._parameter, self._was_nonzero, self._guard = None, False, None
+        self._parameter, self._was_nonzero, self._guard, self._before = None, False, None, None
         for parameter in sorted(self._model().parameters(), key=Tensor.numel):
             gradient = parameter.grad
             if gradient is None:
@@ -46,7 +47,8 @@ class ZeroingWitness:
             self._parameter = weakref.ref(parameter)
             self._guard = gradient if isinstance(gradient, GradientGuard) else None
             self._was_nonzero = not _is_gone(parameter)
-            self._version = gradient._version if self._guard is None else 0
+            if self._guard is None and _is_plain(gradient) and not _is_at_hand(gradient):
+                self._version, self._before = gradient._version, gradient.detach().reshape(-1)[:_MAX_NUMEL].any()
             if self._was_nonzero:
                 return
 
@@ -67,8 +69,14 @@ class ZeroingWitness:
             return parameter.grad is None and not is_aside(parameter)
         if self._guard is not None:  # nobody knows what was behind it
             return self._guard.zeroed
+        if self._before is None or isinstance(parameter.grad, GradientGuard):
+            return _is_gone(parameter)
         # Nobody waits for a device only to see that nothing has changed.
-        return _is_gone(parameter, waits=parameter.grad._version != self._version)
+        version = parameter.grad._version
+        if version == self._version or not bool(self._before):
+            return False
+        self._version = version
+        return _is_gone(parameter, waits=True)
 
 
 def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
@@ -82,11 +90,14 @@ def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
         return not is_aside(parameter)
     if isinstance(gradient, GradientGuard):
         return gradient.zeroed
-    if hasattr(gradient, "full_tensor") or gradient.layout is not torch.strided:
-        return False
-    if not (waits or _is_at_hand(gradient)):
+    if not _is_plain(gradient) or not (waits or _is_at_hand(gradient)):
         return False
     return not bool(gradient.detach().reshape(-1)[:_MAX_NUMEL].any())
+
+
+def _is_plain(gradient: Tensor) -> bool:
+    """Whether reading it takes no other rank."""
+    return not hasattr(gradient, "full_tensor") and gradient.layout is torch.strided
 
 
 def _is_at_hand(gradient: Tensor) -> bool:

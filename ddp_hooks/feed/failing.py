@@ -19,7 +19,7 @@ def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None
     original = optimizer.step
     was_wrapped = "step" in vars(optimizer)
 
-    @functools.wraps(original)  # with the marks by which schedulers know their own wrapper
+    @functools.wraps(getattr(original, "__func__", original))  # with the mark by which schedulers know their wrapper
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
         try:
             return original(*args, **kwargs)
@@ -33,7 +33,7 @@ def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None
     def undo() -> None:
         optimizer = wrapped()
         present = vars(optimizer).get("step") if optimizer is not None else None
-        if optimizer is None or getattr(present, "__func__", None) is not ours():
+        if optimizer is None or ours() is None or getattr(present, "__func__", None) is not ours():
             return  # somebody has wrapped ours meanwhile; it does no harm
         if was_wrapped:
             optimizer.step = original  # type: ignore[method-assign]

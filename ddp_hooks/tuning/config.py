@@ -66,5 +66,7 @@ class BucketTuner:
         for name in ("xi", "min_gain"):
             if not getattr(self, name) >= 0:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)}")
+        if self.profile is not None and not isinstance(self.profile, str | os.PathLike):
+            raise TypeError(f"profile must be None or a path, got {self.profile!r}")
         if self.max_lanes is not None and self.max_lanes < 1:
             raise ValueError(f"max_lanes must be None or >= 1, got {self.max_lanes}")

@@ -22,7 +22,7 @@ logger = logging.getLogger("ddp_hooks")
 Role: TypeAlias = Literal["search", "check"]
 
 _VERSION = 1
-_SAME_LINK = 1.3  # the same link may be measured as faster or slower by this factor
+_SAME_LINK = 2.0  # a few messages may find the same link faster or slower by this factor
 
 
 @dataclass(frozen=True)
@@ -106,14 +106,17 @@ class Entry:
         setting = Setting(float(chosen[0]), int(chosen[1])) if chosen is not None else None
         if setting is not None and not (setting.mb > 0 and setting.lanes >= 1):
             raise ValueError(f"not a setting: {setting}")
-        return Entry(Job(**packed["job"]), trials, setting)
+        job = Job(**packed["job"])
+        if job.link_mb_s is not None and not job.link_mb_s > 0:
+            raise ValueError(f"not a link: {job.link_mb_s}")
+        return Entry(job, trials, setting)
 
 
 class Profile:
     """A file of entries; what cannot be read or written is reported, and does no harm."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(path).expanduser()
+        self.path = Path(os.path.expanduser(path))  # Path's own raises where there is no home
 
     def find(self, job: Job) -> Entry | None:
         """The entry of ``job``, if there is one that is good for it."""

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
 from enum import Enum, auto
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -134,6 +135,7 @@ class Tuning:
     def resume(self, mb: float, finished: bool) -> None:
         """A run goes on whose search had come to this size, which is in force now; all ranks call it."""
         self.setting = self.setting._replace(mb=mb)
+        self.phase, self._steps = Phase.SETTLING, 0
         if finished:
             self._finish()
 
@@ -233,6 +235,9 @@ def begin(
         logger.info("one rank sends nothing, so the tuner has nothing to do")
         return None
     default = Setting(mb, len(lanes))
+    # Another range, or another number of lanes for the same settings, is another search.
+    searched = f"{tuner.low_mb} to {tuner.high_mb} MB, {default.lanes} to {tuner.max_lanes} lanes"
+    job = replace(job, settings=f"{job.settings}, {searched}")
     if tuner.max_lanes is not None:
         lanes.grow(tuner.max_lanes)
         lanes.use(default.lanes)
@@ -297,8 +302,8 @@ class _Adviser:
                 if entry.chosen is not None and candidate_of(self._candidates, entry.chosen) is not None:
                     logger.info("%s, as found before (%s)", entry.chosen, self._profile.path)
                     return _Decision(_Verdict.STOP, entry.chosen)
-                self.former = entry.trials
-                logger.info("%d trials of an earlier run (%s)", len(entry.trials), self._profile.path)
+                self.former = self._still_useful(entry)
+                logger.info("%d trials of an earlier run (%s)", len(self.former), self._profile.path)
             if self._tuner.search == "gp":
                 importlib.import_module("ddp_hooks.tuning.surrogate")  # seconds, which disturb no trial yet
         known = [*self.former, *trials]
@@ -307,6 +312,12 @@ class _Adviser:
             chosen = decision.setting if decision.verdict is _Verdict.STOP else None
             self._profile.store(Entry(self._job, tuple(known), chosen))
         return decision
+
+    def _still_useful(self, entry: Entry) -> tuple[Trial, ...]:
+        """Trials of what may be tried now; of a search that had ended elsewhere nothing is checked yet."""
+        known = [trial for trial in entry.trials if candidate_of(self._candidates, trial.setting) is not None]
+        ended = entry.chosen is not None or len(known) < len(entry.trials)
+        return tuple(replace(trial, role="search") if ended else trial for trial in known)
 
     def _look_around(self) -> None:
         tuner = self._tuner

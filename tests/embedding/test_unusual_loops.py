@@ -306,6 +306,28 @@ def test_freezing_reaches_tables(workers: WorkerPools, way: str) -> None:
         assert frozen == 0.0 and trained > 0 and trained_again > 0
 
 
+def all_frozen(rank: int, world_size: int) -> int:
+    """Lookups that are kept of a part of the model that is frozen altogether, whose output needs no gradient."""
+    torch.manual_seed(0)
+    encoder, head = nn.Sequential(nn.Embedding(20, 4), nn.Linear(4, 4)), nn.Linear(4, 1)
+    tables = shard_embeddings(encoder, None, 1, torch.optim.SGD, config=CONFIG, lr=0.1)
+    encoder.requires_grad_(False)
+    ddp = DistributedDataParallel(nn.Sequential(encoder, head))
+    optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
+    tables.follow(optimizer)
+    for step in range(6):
+        optimizer.zero_grad()
+        ddp(ids(rank, step)).sum().backward()
+        optimizer.step()
+    kept = len(list(tables._expected._all()))
+    tables.close()
+    return kept
+
+
+def test_frozen_parts_keep_nothing(workers: WorkerPools) -> None:
+    assert max(workers(2).run(all_frozen)) <= 2  # of the last forward and the one before, which could be repeated
+
+
 def freeze_by_loop(rank: int, world_size: int) -> list[Any]:
     player = Player(Scorer, True)
     tables = player.tables

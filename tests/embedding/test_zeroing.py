@@ -298,11 +298,15 @@ def test_a_witness_on_a_device_looks_when_something_has_changed(monkeypatch: pyt
         parameter.grad = torch.ones_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     witness.watch()
+    reads.clear()  # what has begun to be read is not waited for
     assert not witness.saw_zeroing() and not reads
     torch._foreach_mul_(gradients, 0.5)
     assert not witness.saw_zeroing() and reads
     torch._foreach_zero_(gradients)
     assert witness.saw_zeroing()
+    witness.watch()  # they are zeros now
+    torch._foreach_mul_(gradients, 0.5)
+    assert not witness.saw_zeroing()
 
 
 # Steps that an exception has ended, and gradients that have arrived since -------------------------------------

@@ -24,6 +24,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import BucketTuner, DearConfig, DearState, LaneError, TopKConfig, TopKState, dear_hook, topk_hook
+from ddp_hooks.comm import LinkProfile
+from ddp_hooks.topk import tuned as topk_tuned
 from ddp_hooks.tuning import Setting, Tuning
 from ddp_hooks.tuning import tuning as tuning_module
 from tests.dear.test_refusals import message_of
@@ -337,7 +339,9 @@ def with_profile(
     rank: int, world_size: int, config: DearConfig | TopKConfig, path: str, trials: int | None
 ) -> tuple[list[float], Setting, bool]:
     """Train until the search has ended, or was interrupted after some trials of this run."""
-    run = Run(rank, world_size, replace(config, tuner=replace(config.tuner, profile=path)))  # type: ignore[type-var]
+    link = LinkProfile(1e9, 1, 1 << 20)  # loopback is never measured twice the same
+    with mock.patch.object(topk_tuned, "profile_link", lambda lanes: link):
+        run = Run(rank, world_size, replace(config, tuner=replace(config.tuner, profile=path)))  # type: ignore[type-var]
     run.pretend(near(0.02))
     run.train(lambda: run.tuning.finished or len(run.tuning.trials) == trials)
     outcome = run.sizes(), run.tuning.setting, run.tuning.finished
@@ -357,6 +361,29 @@ def test_what_was_found_is_used_again(workers: WorkerPools, tmp_path: Path, conf
     assert all(outcome == ([], setting, True) for outcome in again), "the second run searches nothing"
     longer, _, _ = workers(3).run(with_profile, config, path, None)[0]
     assert len(longer) > 3, "with other ranks it does"
+
+
+def with_other_ranges(rank: int, world_size: int, path: str) -> list[int]:
+    """How many trials searches make, of which the second finds an ended one that chose what it may not try."""
+    found = []
+    for low_mb in (0.002, 0.03):
+        with mock.patch.object(tuning_module, "replace", lambda job, **changes: job if "settings" in changes else None):
+            config = replace(DEAR, tuner=replace(TUNER, profile=path, low_mb=low_mb), fusion_mb=0.05)
+            run = Run(rank, world_size, config)
+        run.pretend(near(0.005 if low_mb == 0.002 else 0.1))
+        run.train()
+        found.append(len(run.tuning.trials))
+        adviser = run.tuning._adviser
+        if adviser is not None and adviser._future is not None:
+            adviser._future.result(30)
+        run.state.close()
+    return found
+
+
+def test_an_ended_search_in_another_range_is_no_check(workers: WorkerPools, tmp_path: Path) -> None:
+    """Prevents: a search that takes the checks of a former one for its own, and ends without a trial."""
+    for first, second in workers(2).run(with_other_ranges, str(tmp_path / "tuning.json")):
+        assert first > 4 and second > 4
 
 
 def test_an_interrupted_search_goes_on(workers: WorkerPools, tmp_path: Path) -> None:
