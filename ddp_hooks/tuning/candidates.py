@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -122,3 +122,15 @@ def candidate_of(candidates: Sequence[Candidate], setting: Setting) -> int | Non
         if candidate.setting.lanes == setting.lanes and candidate.low_mb <= setting.mb <= candidate.high_mb:
             return index
     return None
+
+
+def by_candidate(
+    candidates: Sequence[Candidate], measured: Iterable[tuple[Setting, float]]
+) -> dict[int, list[float]]:
+    """What was measured of each candidate, by its index, in order; of other settings nothing."""
+    found: dict[int, list[float]] = {}
+    for setting, value in measured:
+        index = candidate_of(candidates, setting)
+        if index is not None:
+            found.setdefault(index, []).append(value)
+    return found

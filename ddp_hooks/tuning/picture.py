@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from ddp_hooks.tuning.candidates import Candidate, Setting, candidate_of
+from ddp_hooks.tuning.candidates import Candidate, Setting, by_candidate
 from ddp_hooks.tuning.config import BucketTuner
 from ddp_hooks.tuning.profile import Trial
 
@@ -25,11 +25,7 @@ def draw(
         raise ModuleNotFoundError("the tuner's picture needs matplotlib: pip install matplotlib") from error
     from ddp_hooks.tuning.surrogate import Observation, believe
 
-    steps_s: dict[int, list[float]] = {}
-    for trial in trials:
-        index = candidate_of(candidates, trial.setting)
-        if index is not None:
-            steps_s.setdefault(index, []).append(trial.step_s)
+    steps_s = by_candidate(candidates, ((trial.setting, trial.step_s) for trial in trials))
     observed = [Observation(index, 1 / statistics.median(values)) for index, values in steps_s.items()]
     belief = believe([candidate.position for candidate in candidates], observed, tuner.xi, tuner.seed)
 

@@ -26,7 +26,7 @@ from typing import NamedTuple, Protocol
 import torch
 
 from ddp_hooks.comm import Lanes, Partition
-from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
+from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, by_candidate, candidate_of, find_candidates
 from ddp_hooks.tuning.clock import StepClock
 from ddp_hooks.tuning.config import BucketTuner
 from ddp_hooks.tuning.profile import Entry, Job, Profile, Role, Trial
@@ -133,11 +133,15 @@ class Tuning:
             self._ask()
 
     def resume(self, mb: float, finished: bool) -> None:
-        """A run goes on whose search had come to this size, which is in force now; all ranks call it."""
+        """A run goes on whose search had come to this size, which is in force now; all ranks call it.
+
+        A search that has ended here is not begun again.
+        """
         self.setting = self.setting._replace(mb=mb)
-        self.phase, self._steps = Phase.SETTLING, 0
         if finished:
             self._finish()
+        elif not self.finished:
+            self.phase, self._steps = Phase.SETTLING, 0
 
     def plot(self, path: str | Path) -> None:
         """Draw what was measured, what is believed, and what a further trial promises (the paper's Fig. 3).
@@ -338,11 +342,7 @@ class _Adviser:
 
     def _next(self, trials: Sequence[Trial]) -> _Decision:
         candidates = self._candidates
-        times_s: dict[int, list[float]] = {}
-        for trial in trials:
-            index = candidate_of(candidates, trial.setting)
-            if index is not None:
-                times_s.setdefault(index, []).append(trial.step_s)
+        times_s = by_candidate(candidates, ((trial.setting, trial.step_s) for trial in trials))
         default = candidate_of(candidates, self._default)
         start = candidate_of(candidates, Setting(self._tuner.start_mb, self._default.lanes))
         assert default is not None and start is not None

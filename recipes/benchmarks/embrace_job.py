@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
 from recipes.benchmarks.embrace_workloads import EmbraceWorkload
+from recipes.benchmarks.job import WorkloadJob
 
 VARIANTS = {
     "ddp-dense": "plain DDP, dense gradients of tables",
@@ -25,7 +24,7 @@ SWEPT = ("all-reduce", "all-gather", "push-pull", "alltoall")
 
 
 @dataclass(frozen=True)
-class EmbraceJob:
+class EmbraceJob(WorkloadJob):
     """All variants of one model, or with ``densities`` one exchange of its tables by all approaches.
 
     Args:
@@ -35,6 +34,8 @@ class EmbraceJob:
         densities: of the rows that are looked up; empty: none of that.
     """
 
+    workload_type = EmbraceWorkload
+
     workload: EmbraceWorkload
     variants: tuple[str, ...]
     rounds: int = 2
@@ -43,16 +44,3 @@ class EmbraceJob:
     densities: tuple[float, ...] = ()
     result_path: str = ""  # set by the launcher
     rendezvous: str = "env://"
-
-    @property
-    def name(self) -> str:
-        return self.workload.name
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps({**asdict(self), "workload": self.workload.to_json()}))
-
-    @classmethod
-    def load(cls, path: Path) -> EmbraceJob:
-        data = json.loads(path.read_text())
-        lists = {key: tuple(data[key]) for key in ("variants", "densities")}
-        return cls(**{**data, **lists, "workload": EmbraceWorkload.from_json(data["workload"])})

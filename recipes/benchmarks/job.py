@@ -9,13 +9,36 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
+
+from typing_extensions import Self
 
 from recipes.benchmarks.workloads import Workload
 
 
+class WorkloadJob:
+    """What jobs of one workload share: its name is theirs, and they are files that workers read."""
+
+    workload: Any
+    workload_type: ClassVar[type[Any]] = Workload
+
+    @property
+    def name(self) -> str:
+        name: str = self.workload.name
+        return name
+
+    def save(self: Any, path: Path) -> None:
+        path.write_text(json.dumps({**asdict(self), "workload": self.workload.to_json()}))
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        data = json.loads(path.read_text())
+        lists = {key: tuple(value) for key, value in data.items() if isinstance(value, list)}
+        return cls(**{**data, **lists, "workload": cls.workload_type.from_json(data["workload"])})
+
+
 @dataclass(frozen=True)
-class Job:
+class Job(WorkloadJob):
     """All variants of one workload on one network, or with `memory` the peak memory of one variant."""
 
     workload: Workload
@@ -28,16 +51,3 @@ class Job:
     dear_settings: dict[str, Any] = field(default_factory=dict)
     memory: bool = False
     rendezvous: str = "env://"
-
-    @property
-    def name(self) -> str:
-        return self.workload.name
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps({**asdict(self), "workload": self.workload.to_json()}))
-
-    @classmethod
-    def load(cls, path: Path) -> Job:
-        data = json.loads(path.read_text())
-        workload, variants = Workload.from_json(data["workload"]), tuple(data["variants"])
-        return cls(**{**data, "workload": workload, "variants": variants})

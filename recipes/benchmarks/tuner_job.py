@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 
+from recipes.benchmarks.job import WorkloadJob
 from recipes.benchmarks.workloads import Workload
 
 
 @dataclass(frozen=True)
-class TunerJob:
+class TunerJob(WorkloadJob):
     """One workload under DeAR: a live search, then every size of a grid and what was found, alternating.
 
     Args:
@@ -33,16 +32,3 @@ class TunerJob:
     timed_steps: int
     result_path: str = ""  # set by the launcher
     rendezvous: str = "env://"
-
-    @property
-    def name(self) -> str:
-        return self.workload.name
-
-    def save(self, path: Path) -> None:
-        path.write_text(json.dumps({**asdict(self), "workload": self.workload.to_json()}))
-
-    @classmethod
-    def load(cls, path: Path) -> TunerJob:
-        data = json.loads(path.read_text())
-        workload = Workload.from_json(data["workload"])
-        return cls(**{**data, "workload": workload, "sizes_mb": tuple(data["sizes_mb"])})

@@ -435,6 +435,28 @@ def test_checkpoints_of_topk_know_the_size(workers: WorkerPools) -> None:
         assert equal and not finished
 
 
+def go_back(rank: int, world_size: int) -> tuple[bool, bool, int]:
+    """A run whose search has ended goes back to a checkpoint of its middle, and trains on."""
+    run = Run(rank, world_size, TOPK)
+    run.pretend(near(0.02))
+    run.train(lambda: len(run.tuning.trials) == 3)
+    saved = copy.deepcopy(run.state.state_dict())
+    run.train()
+    trials = len(run.tuning.trials)
+    run.state.load_state_dict(saved)
+    for _ in range(2 * TUNER.first_step + TUNER.steps_per_trial + TUNER.dropped_steps):
+        run.train_step()
+    equal_mb = run.state.stats().group_mb == run.tuning.setting.mb
+    outcome = run.tuning.finished, equal_mb, len(run.tuning.trials) - trials
+    run.state.close()
+    return outcome
+
+
+def test_a_search_that_has_ended_is_not_begun_again(workers: WorkerPools) -> None:
+    for outcome in workers(2).run(go_back):
+        assert outcome == (True, True, 0)
+
+
 # -- what users see ----------------------------------------------------------------------------------------------------
 
 
