@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ddp_hooks.comm import Algorithm, Send, num_rounds, run_on_fabric
-from ddp_hooks.topk.bags import reduce_scatter_steps
+from ddp_hooks.comm.bags import reduce_scatter_steps
 from ddp_hooks.topk.ledger import Ledger
 from ddp_hooks.topk.selection import BlockSelector
 from ddp_hooks.topk.spardl import Plan, spardl

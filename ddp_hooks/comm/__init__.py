@@ -17,8 +17,10 @@ from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send, round_of, with
 from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings, special_tag
+from ddp_hooks.comm.logarithmic import log_all_gather, log_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
+from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
 from ddp_hooks.comm.work import ThreadWork, Work
 
 __all__ = [
@@ -50,6 +52,8 @@ __all__ = [
     "in_order_of",
     "in_storage_order",
     "is_dense",
+    "log_all_gather",
+    "log_reduce_scatter",
     "mebibytes",
     "num_rounds",
     "ordered_reduce_scatter",
@@ -61,5 +65,7 @@ __all__ = [
     "run_on_fabric",
     "shaped_like",
     "special_tag",
+    "two_level_all_gather",
+    "two_level_reduce_scatter",
     "without_messages",
 ]

@@ -20,7 +20,8 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Recv, Send, bruck_all_gather, round_of
-from ddp_hooks.topk.bags import block_counts, even_bounds, reduce_scatter_steps
+from ddp_hooks.comm.bags import reduce_scatter_steps
+from ddp_hooks.topk.blocks import block_counts, even_bounds
 from ddp_hooks.topk.controller import TopHController
 from ddp_hooks.topk.exchange import Exchange, Selector
 from ddp_hooks.topk.ledger import Ledger

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import bruck_all_gather
-from ddp_hooks.topk.bags import even_bounds
+from ddp_hooks.topk.blocks import even_bounds
 from ddp_hooks.topk.direct import direct_reduce_scatter, gather_numbers
 from ddp_hooks.topk.exchange import Exchange, Selector
 from ddp_hooks.topk.ledger import Ledger

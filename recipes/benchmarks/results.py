@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from recipes.benchmarks import bounds
+from ddp_hooks.planning import bounds
 from recipes.benchmarks.variants import parse_variant
 from recipes.benchmarks.workloads import Workload
 
@@ -72,23 +72,23 @@ class Result:
 
 def bounds_of(workload: Workload, slow: float, workers: int, link: float, goodput: float) -> Bounds:
     """All bounds; `link` and `goodput` in bytes per second."""
-    graph = workload.step_graph(slow)
+    step = workload.step_profile(slow)
 
     def equations(rate: float) -> tuple[float, float]:
-        half_s = bounds.collective_s(graph.num_bytes, workers, rate)
+        half_s = bounds.collective_s(step.num_bytes, workers, rate)
         return (
-            bounds.dear_bound_s(graph.forward_s, graph.backward_s, half_s, half_s),
-            bounds.baseline_bound_s(graph.forward_s, graph.backward_s, 2 * half_s),
+            bounds.dear_bound_s(step.forward_s, step.backward_s, half_s, half_s),
+            bounds.baseline_bound_s(step.forward_s, step.backward_s, 2 * half_s),
         )
 
     eq7, eq8 = equations(link)
     eq7_goodput, eq8_goodput = equations(goodput)
     return Bounds(
-        dependency=bounds.dependency_bound_s(graph, workers, link),
-        dependency_one_step=bounds.dependency_bound_s(graph, workers, link, gathers_wait_for_step=True),
+        dependency=bounds.dependency_bound_s(step, workers, link),
+        dependency_one_step=bounds.dependency_bound_s(step, workers, link, gathers_wait_for_step=True),
         eq7=eq7,
         eq8=eq8,
-        dependency_goodput=bounds.dependency_bound_s(graph, workers, goodput),
+        dependency_goodput=bounds.dependency_bound_s(step, workers, goodput),
         eq7_goodput=eq7_goodput,
         eq8_goodput=eq8_goodput,
     )

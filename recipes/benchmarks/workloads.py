@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from recipes.benchmarks.bounds import StepGraph, TimedLayer
+from ddp_hooks.planning import StepProfile, profile_of_layers
 
 BACKWARD_PER_FORWARD = 2.0  # t_bp = 2 t_ff, the paper's assumption in Section VI-I
 FLOAT32_BYTES = 4
@@ -69,15 +69,16 @@ class Workload:
         shares = [layer.forward_flops / total_flops for layer in self.layers]
         return [(forward_s * share, forward_s * BACKWARD_PER_FORWARD * share) for share in shares]
 
-    def step_graph(self, slow: float) -> StepGraph:
-        """The same step as the bounds see it."""
+    def step_profile(self, slow: float, optimizer_s: float = 0.0) -> StepProfile:
+        """The same step as bounds and the simulator see it."""
         specs = [spec for layer in self.layers for spec in layer.owned]
-        index_of = {spec.name: index for index, spec in enumerate(specs)}
-        layers = tuple(
-            TimedLayer(*times, tuple(index_of[name] for name in _read_names(layer)))
+        names = [spec.name for spec in specs]
+        index_of = {name: index for index, name in enumerate(names)}
+        layers = [
+            (*times, [index_of[name] for name in _read_names(layer)])
             for layer, times in zip(self.layers, self.layer_times_s(slow), strict=True)
-        )
-        return StepGraph(layers, tuple(spec.numel * FLOAT32_BYTES for spec in specs))
+        ]
+        return profile_of_layers(layers, names, [spec.numel * FLOAT32_BYTES for spec in specs], optimizer_s)
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

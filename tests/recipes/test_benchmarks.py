@@ -1,4 +1,4 @@
-"""The DeAR benchmark: bounds that must hold, workloads that must match the paper, a clock that must not lie."""
+"""The DeAR benchmark: workloads that must match the paper, a clock that must not lie."""
 
 from __future__ import annotations
 
@@ -10,13 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given
-from hypothesis import strategies as st
 from rich.console import Console
 from torch import nn
 
-from recipes.benchmarks import bounds, dear_table2, workloads
-from recipes.benchmarks.bounds import StepGraph, TimedLayer
+from recipes.benchmarks import dear_table2, workloads
 from recipes.benchmarks.emulation import SleepClock, emulate, gradient_values
 from recipes.benchmarks.job import Job
 from recipes.benchmarks.report import print_results, write_markdown
@@ -30,156 +27,6 @@ GBIT = 1e9 / 8  # bytes per second
 @cache
 def load(name: str) -> workloads.Workload:
     return workloads.load(name)
-
-
-def graph_of(*layers: tuple[float, float, tuple[int, ...]], num_bytes: tuple[int, ...]) -> StepGraph:
-    return StepGraph(tuple(TimedLayer(*layer) for layer in layers), num_bytes)
-
-
-# Bounds
-
-
-def test_collective_moves_all_but_its_own_part() -> None:
-    assert bounds.collective_s(400, workers=4, bytes_per_s=100) == 3.0
-    assert bounds.collective_s(400, workers=1, bytes_per_s=100) == 0.0
-
-
-@given(forward_s=st.floats(0.01, 10), gather_s=st.floats(0.01, 100))
-def test_gain_over_all_reduce_is_equation_9(forward_s: float, gather_s: float) -> None:
-    baseline = bounds.baseline_bound_s(forward_s, 2 * forward_s, 2 * gather_s)
-    dear = bounds.dear_bound_s(forward_s, 2 * forward_s, gather_s, gather_s)
-    if gather_s <= forward_s:
-        gain = 0.0
-    elif gather_s <= 2 * forward_s:
-        gain = gather_s - forward_s
-    else:
-        gain = forward_s
-    assert baseline - dear == pytest.approx(gain, abs=1e-9)
-
-
-@pytest.mark.parametrize(
-    ("model", "speedup", "million_parameters"),
-    [("resnet50", 61.6, 25.6), ("densenet201", 64, 20.0), ("bert", 25.5, 110.1)],
-)
-def test_compute_times_follow_from_table_2(model: str, speedup: float, million_parameters: float) -> None:
-    half_s = million_parameters * 4e6 / (10 * GBIT)
-    compute_s = bounds.compute_from_max_speedup(speedup, 64, half_s)
-    assert load(model).compute_s == pytest.approx(compute_s, abs=0.0005)
-
-
-@given(compute_s=st.floats(0.01, 10), half_s=st.floats(0.01, 10), workers=st.integers(2, 64))
-def test_equation_6_inverts(compute_s: float, half_s: float, workers: int) -> None:
-    speedup = bounds.max_speedup(compute_s, workers, half_s)
-    found_s = bounds.compute_from_max_speedup(min(speedup, workers), workers, half_s)
-    if speedup < workers * (1 - 1e-9):
-        assert found_s == pytest.approx(compute_s, rel=1e-6)
-    else:  # everything hidden: only a lower bound is known
-        assert found_s <= compute_s * (1 + 1e-6)
-
-
-def test_impossible_speedup_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(0, 4\], got 5"):
-        bounds.compute_from_max_speedup(5, 4, 1.0)
-
-
-# Two workers at 1 byte/s: a tensor of 2 n bytes takes n seconds per reduce-scatter or gather.
-@pytest.mark.parametrize(
-    ("graph", "expected_s", "expected_one_step_s"),
-    [
-        # One layer: backward 2, reduce-scatter 3, gather 3, forward 1, all in a row.
-        (graph_of((1, 2, (0,)), num_bytes=(6,)), 9, 9),
-        # Second layer: gradient at 2, scattered by 5, gathered by 8, when the first layer's backward ends.
-        # Then the first layer: scattered by 9, gathered by 10; both forwards by 12.
-        # In one step: the second scattered by 5, the first by 9, gathered by 10 and 13, forwards by 14.
-        (graph_of((1, 6, (0,)), (1, 2, (1,)), num_bytes=(2, 6)), 12, 14),
-        # Compute hides everything but the first layer's own reduce-scatter and gather.
-        (graph_of((5, 5, (0,)), (5, 5, (1,)), num_bytes=(2, 2)), 22, 22),
-        # A tied tensor, read first and last, is complete only after the whole backward.
-        (graph_of((1, 2, (0,)), (1, 2, (0,)), num_bytes=(2,)), 8, 8),
-        # No compute: the link's own time.
-        (graph_of((0, 0, (0,)), (0, 0, (1,)), num_bytes=(4, 8)), 12, 12),
-    ],
-)
-def test_dependency_bound_by_hand(graph: StepGraph, expected_s: float, expected_one_step_s: float) -> None:
-    assert bounds.dependency_bound_s(graph, 2, 1.0) == expected_s
-    assert bounds.dependency_bound_s(graph, 2, 1.0, gathers_wait_for_step=True) == expected_one_step_s
-
-
-small_graphs = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 2)), min_size=1, max_size=3).map(
-    lambda layers: graph_of(
-        *((forward, backward, (index,)) for index, (forward, backward, _) in enumerate(layers)),
-        num_bytes=tuple(2 * size for _, _, size in layers),
-    )
-)
-
-
-@given(graph=small_graphs, one_step=st.booleans())
-def test_dependency_bound_equals_exhaustive_search(graph: StepGraph, one_step: bool) -> None:
-    found = bounds.dependency_bound_s(graph, 2, 1.0, gathers_wait_for_step=one_step)
-    assert found == best_of_all_schedules(graph, one_step)
-
-
-def best_of_all_schedules(graph: StepGraph, one_step: bool) -> float:
-    """The obvious twin: tries every way to use every second of the link. Two workers at 1 byte/s, whole seconds."""
-    sizes = [num_bytes // 2 for num_bytes in graph.tensor_bytes]
-    ready_s = [sum(layer.backward_s for layer in graph.layers[index:]) for index in range(len(sizes))]
-    remaining_s = [sum(layer.forward_s for layer in graph.layers[index:]) for index in range(len(sizes))]
-
-    @cache
-    def best(now_s: int, scatters: tuple[int, ...], gathers: tuple[int, ...]) -> float:
-        if not any(gathers):
-            return graph.compute_s
-        ends = [float("inf")]
-        idle = True
-        for tensor in range(len(sizes)):
-            if scatters[tensor] and ready_s[tensor] <= now_s:
-                idle = False
-                ends.append(best(now_s + 1, minus_one(scatters, tensor), gathers))
-            elif gathers[tensor] and not (any(scatters) if one_step else scatters[tensor]):
-                idle = False
-                left = minus_one(gathers, tensor)
-                end_s = 0 if left[tensor] else now_s + 1 + remaining_s[tensor]
-                ends.append(max(end_s, best(now_s + 1, scatters, left)))
-        return best(now_s + 1, scatters, gathers) if idle else min(ends)
-
-    return best(0, tuple(sizes), tuple(sizes))
-
-
-def minus_one(values: tuple[int, ...], index: int) -> tuple[int, ...]:
-    return (*values[:index], values[index] - 1, *values[index + 1 :])
-
-
-@pytest.mark.parametrize("model", workloads.NAMES)
-@pytest.mark.parametrize("bytes_per_s", [0.1 * GBIT, GBIT, 10 * GBIT])
-def test_bounds_are_ordered(model: str, bytes_per_s: float) -> None:
-    graph = load(model).step_graph(slow=4)
-    link_s = 2 * bounds.collective_s(graph.num_bytes, 4, bytes_per_s)
-    any_schedule = bounds.dependency_bound_s(graph, 4, bytes_per_s)
-    one_step = bounds.dependency_bound_s(graph, 4, bytes_per_s, gathers_wait_for_step=True)
-    eq7 = bounds.dear_bound_s(graph.forward_s, graph.backward_s, link_s / 2, link_s / 2)
-    assert max(link_s, graph.compute_s) <= any_schedule + 1e-9
-    assert any_schedule <= one_step + 1e-9
-    assert eq7 <= one_step + 1e-9
-    assert one_step <= link_s + graph.compute_s + 1e-9
-
-
-@pytest.mark.parametrize("model", workloads.NAMES)
-def test_infinite_network_leaves_compute(model: str) -> None:
-    workload = load(model)
-    found = bounds.dependency_bound_s(workload.step_graph(slow=3), 4, float("inf"))
-    assert found == pytest.approx(3 * workload.compute_s)
-
-
-def test_resnet50_at_1_gbit_is_bound_by_its_link() -> None:
-    found = bounds_of(load("resnet50"), slow=4, workers=4, link=GBIT, goodput=0.95 * GBIT)
-    assert found.dependency == pytest.approx(1.23, abs=0.005)
-    assert found.eq7 == pytest.approx(1.23, abs=0.005)
-    assert found.dependency_goodput > found.dependency
-
-
-def test_unread_tensor_is_refused() -> None:
-    with pytest.raises(ValueError, match="tensor 1 is read by no layer"):
-        bounds.dependency_bound_s(graph_of((1, 2, (0,)), num_bytes=(4, 4)), 2, 1.0)
 
 
 # Workloads
@@ -209,7 +56,8 @@ def test_bert_reads_its_word_embedding_first_and_last() -> None:
     assert workload.layers[0].owned[0].name == word_embedding
     (decoder,) = (layer for layer in workload.layers if layer.tied)
     assert (decoder.name, decoder.tied) == ("cls.predictions.decoder", (word_embedding,))
-    assert workload.step_graph(slow=1).first_layer_of()[0] == 0
+    step = workload.step_profile(slow=1)
+    assert step.tensors[0].ready_s == step.backward_s
 
 
 def test_layers_come_in_execution_order() -> None:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ddp_hooks.comm import Round, num_rounds, run_on_fabric
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.bags import bags, block_counts, reduce_scatter_steps
+from ddp_hooks.comm.bags import bags, reduce_scatter_steps
+from ddp_hooks.topk.blocks import block_counts
 from ddp_hooks.topk.controller import TopHController
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire

@@ -8,9 +8,8 @@ Pipelining").
 from __future__ import annotations
 
 import heapq
-import itertools
-from dataclasses import dataclass
-from typing import NamedTuple
+
+from ddp_hooks.planning.step import StepProfile
 
 
 def collective_s(num_bytes: float, workers: int, bytes_per_s: float) -> float:
@@ -58,51 +57,8 @@ def compute_from_max_speedup(speedup: float, workers: int, collective_s: float) 
     return collective_s / (workers / speedup - 2 / 3)  # only the gathers are longer than their compute
 
 
-class TimedLayer(NamedTuple):
-    """One layer of a step, in execution order."""
-
-    forward_s: float
-    backward_s: float
-    tensors: tuple[int, ...]  # indices of the parameter tensors that this layer reads
-
-
-@dataclass(frozen=True)
-class StepGraph:
-    """Compute times and dependencies of one training step. A tied tensor appears in several layers."""
-
-    layers: tuple[TimedLayer, ...]  # execution order
-    tensor_bytes: tuple[int, ...]
-
-    @property
-    def forward_s(self) -> float:
-        return sum(layer.forward_s for layer in self.layers)
-
-    @property
-    def backward_s(self) -> float:
-        return sum(layer.backward_s for layer in self.layers)
-
-    @property
-    def compute_s(self) -> float:
-        return self.forward_s + self.backward_s
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.tensor_bytes)
-
-    def first_layer_of(self) -> list[int]:
-        """For every tensor, the first layer that reads it; its gradient is complete when that layer's is."""
-        first = [len(self.layers)] * len(self.tensor_bytes)
-        for index in reversed(range(len(self.layers))):
-            for tensor in self.layers[index].tensors:
-                first[tensor] = index
-        if len(self.layers) in first:
-            unread = first.index(len(self.layers))
-            raise ValueError(f"tensor {unread} is read by no layer; drop it or name its reader")
-        return first
-
-
 def dependency_bound_s(
-    graph: StepGraph, workers: int, bytes_per_s: float, *, gathers_wait_for_step: bool = False
+    step: StepProfile, workers: int, bytes_per_s: float, *, gathers_wait_for_step: bool = False
 ) -> float:
     """Seconds per step of the best possible schedule on an ideal link, respecting every dependency.
 
@@ -120,27 +76,16 @@ def dependency_bound_s(
     release times and precedence minimising the maximum lateness, which pre-emptive earliest-due-date-first
     solves exactly. The result is a lower bound for *every* schedule, not the time of one.
     """
-    first_layer = graph.first_layer_of()
-    transfers_s = [collective_s(num_bytes, workers, bytes_per_s) for num_bytes in graph.tensor_bytes]
-    gradient_ready_s = _gradient_ready_s(graph)
-    remaining_forward_s = _suffix_sums([layer.forward_s for layer in graph.layers])
+    transfers_s = [collective_s(tensor.num_bytes, workers, bytes_per_s) for tensor in step.tensors]
+    remaining_s = [step.forward_s - tensor.needed_s for tensor in step.tensors]
     gathered_s = _earliest_due_first(
-        release_s=[gradient_ready_s[layer] for layer in first_layer],
+        release_s=[tensor.ready_s for tensor in step.tensors],
         transfers_s=transfers_s,
-        due_s=[-remaining_forward_s[layer] for layer in first_layer],
+        due_s=[-remaining for remaining in remaining_s],
         gathers_wait_for_step=gathers_wait_for_step,
     )
-    ends_s = [end + remaining_forward_s[layer] for end, layer in zip(gathered_s, first_layer, strict=True)]
-    return max([graph.compute_s, *ends_s])
-
-
-def _gradient_ready_s(graph: StepGraph) -> list[float]:
-    """Per layer, when its backward is done; backward starts at 0 and runs the layers in reverse."""
-    return _suffix_sums([layer.backward_s for layer in graph.layers])
-
-
-def _suffix_sums(values: list[float]) -> list[float]:
-    return list(itertools.accumulate(reversed(values)))[::-1]
+    ends_s = [end + remaining for end, remaining in zip(gathered_s, remaining_s, strict=True)]
+    return max([step.compute_s, *ends_s])
 
 
 def _earliest_due_first(

@@ -6,8 +6,6 @@ Pure functions of the number of workers. Workers and blocks of one team are numb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ddp_hooks.comm.bruck import Step, num_rounds
 
 
@@ -36,17 +34,3 @@ def reduce_scatter_steps(worker: int, size: int) -> list[Step]:
             Step((worker + distance) % size, bags(worker, size)[i + 1], source, bags(source, size)[i + 1])
         )
     return steps
-
-
-def even_bounds(numel: int, parts: int) -> tuple[int, ...]:
-    """Where ``parts`` ranges of almost equal length begin and end, ``parts + 1`` ascending offsets."""
-    return tuple(numel * part // parts for part in range(parts + 1))
-
-
-def block_counts(k: int, bounds: Sequence[int]) -> tuple[int, ...]:
-    """How many entries of each block are kept, about ``k`` in all: at least one of each block that has any."""
-    parts = len(bounds) - 1
-    shares = even_bounds(k, parts)
-    return tuple(
-        min(bounds[b + 1] - bounds[b], max(1, shares[b + 1] - shares[b])) for b in range(parts)
-    )
