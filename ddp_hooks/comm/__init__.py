@@ -18,7 +18,7 @@ from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fa
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings, special_tag
 from ddp_hooks.comm.logarithmic import log_all_gather, log_reduce_scatter
-from ddp_hooks.comm.probe import LinkProfile, profile_link
+from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
 from ddp_hooks.comm.work import ThreadWork, Work
@@ -65,6 +65,7 @@ __all__ = [
     "run_on_fabric",
     "shaped_like",
     "special_tag",
+    "suited_to",
     "two_level_all_gather",
     "two_level_reduce_scatter",
     "without_messages",

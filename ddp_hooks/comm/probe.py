@@ -53,7 +53,7 @@ def profile_link(lanes: Lanes) -> LinkProfile:
     Accelerators and single ranks are not measured.
     """
     if lanes.world_size == 1 or lanes.native:
-        return LinkProfile(None, 1, 4 * _MIB)
+        return suited_to(None)
     outgoing = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
     incoming = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
     seconds = []
@@ -63,7 +63,13 @@ def profile_link(lanes: Lanes) -> LinkProfile:
         seconds.append(time.perf_counter() - start_s)
     gathered: list[float] = [0.0] * lanes.world_size
     dist.all_gather_object(gathered, statistics.median(seconds[1:]), group=lanes.group)
-    goodput_bytes_s = _PROBE_BYTES / statistics.median(gathered)
+    return suited_to(_PROBE_BYTES / statistics.median(gathered))
+
+
+def suited_to(goodput_bytes_s: float | None) -> LinkProfile:
+    """What suits a link that carries so much; None: an accelerator's, or there is none."""
+    if goodput_bytes_s is None:
+        return LinkProfile(None, 1, 4 * _MIB)
     if goodput_bytes_s > _FAST_BYTES_S:
         return LinkProfile(goodput_bytes_s, 1, 16 * _MIB)
     if goodput_bytes_s > _MEDIUM_BYTES_S:

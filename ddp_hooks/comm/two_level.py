@@ -1,10 +1,10 @@
 """Dense collectives on two levels: within nodes, whose links are fast, then between nodes.
 
-Ranks ``n * node_size`` to ``(n + 1) * node_size - 1`` share node n. A reduce-scatter is a ring within every node, by which
-each of its workers comes to hold the node's sum of what the workers at its place own, and a ring between the workers at
-the same place of all nodes; an all-gather goes the other way. A node sends as many bytes to others as in one ring around
-all workers, in ``P / node_size - 1`` rounds instead of ``P - 1``. DeAR (sections III-A and VII-A) allows any all-reduce
-that splits in two.
+Ranks ``n * node_size`` to ``(n + 1) * node_size - 1`` share node n. A reduce-scatter is a ring within every node, by
+which each of its workers comes to hold the node's sum of what the workers at its place own, and a ring between the
+workers at the same place of all nodes; an all-gather goes the other way. A node sends as many bytes to others as in one
+ring around all workers, in ``P / node_size - 1`` rounds instead of ``P - 1``. DeAR (sections III-A and VII-A) allows
+any all-reduce that splits in two.
 """
 
 from __future__ import annotations

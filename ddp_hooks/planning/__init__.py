@@ -1,5 +1,33 @@
 """What a step would take with another way to communicate: a cost model, bounds, and a simulator."""
 
+from ddp_hooks.planning.dense import ByteScheduler, Ddp, Dear, Horovod, MgWfbp
+from ddp_hooks.planning.measure import LinkFit, Measured, fit_link, measure
+from ddp_hooks.planning.network import Network, link_of
+from ddp_hooks.planning.profiling import profile_step, slowest_of
+from ddp_hooks.planning.simulation import Costs, Prediction, Strategy, simulate
+from ddp_hooks.planning.sparse import SparDL
 from ddp_hooks.planning.step import StepProfile, TensorUse, profile_of_layers
 
-__all__ = ["StepProfile", "TensorUse", "profile_of_layers"]
+__all__ = [
+    "ByteScheduler",
+    "Costs",
+    "Ddp",
+    "Dear",
+    "Horovod",
+    "LinkFit",
+    "Measured",
+    "MgWfbp",
+    "Network",
+    "Prediction",
+    "SparDL",
+    "StepProfile",
+    "Strategy",
+    "TensorUse",
+    "fit_link",
+    "link_of",
+    "measure",
+    "profile_of_layers",
+    "profile_step",
+    "simulate",
+    "slowest_of",
+]

@@ -16,12 +16,14 @@ class Network:
         link: of a worker, full duplex; of a whole node, where several workers share one.
         node_size: workers per node; neighbouring ranks share one. A divisor of ``workers``.
         inside: of a worker, to others of its node; only for nodes of several.
+        native: accelerators, whose library runs collectives one after the other, by itself.
     """
 
     workers: int
     link: AlphaBeta
     node_size: int = 1
     inside: AlphaBeta | None = None
+    native: bool = False
 
     def __post_init__(self) -> None:
         if self.workers < 1:

@@ -17,7 +17,7 @@ import torch
 from ddp_hooks.comm import (
     Algorithm,
     Partition,
-    Round,
+    Recv,
     Send,
     log_all_gather,
     log_reduce_scatter,
@@ -112,7 +112,7 @@ def read_off(algorithms: Sequence[Algorithm]) -> Pattern:
     return merged(_hop(together, node_size) for together in rounds)
 
 
-def _hop(together: Iterable[Round | tuple[()]], node_size: int) -> Hop:
+def _hop(together: Iterable[Sequence[Send | Recv]], node_size: int) -> Hop:
     between = inside = 0
     for of_rank in together:
         sends = [exchange for exchange in of_rank if isinstance(exchange, Send)]

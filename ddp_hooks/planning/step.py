@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,8 @@ class StepProfile:
     Args:
         tensors: those that are trained, in any order. What is read twice (tied) is here once.
         forward_s, backward_s: seconds of computing.
-        optimizer_s: seconds of ``optimizer.step()`` and ``zero_grad()``, for whole parameters.
+        optimizer_s: seconds of ``optimizer.step()``, for whole parameters.
+        other_s: seconds of the loop that are none of these, such as loading data.
         element_bytes: of one number of a gradient.
     """
 
@@ -43,10 +44,11 @@ class StepProfile:
     forward_s: float
     backward_s: float
     optimizer_s: float = 0.0
+    other_s: float = 0.0
     element_bytes: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "optimizer_s"):
+        for name in ("forward_s", "backward_s", "optimizer_s", "other_s"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} must be >= 0 seconds, got {getattr(self, name)}")
         for tensor in self.tensors:
@@ -76,13 +78,13 @@ class StepProfile:
         return tuple(sorted(range(len(self.tensors)), key=lambda i: (self.tensors[i].needed_s, i)))
 
     def scaled(self, factor: float) -> StepProfile:
-        """The same step where computing takes ``factor`` times as long; the optimizer's time stays."""
+        """The same step where forward and backward take ``factor`` times as long."""
         tensors = (
             TensorUse(tensor.name, tensor.num_bytes, tensor.needed_s * factor, tensor.ready_s * factor)
             for tensor in self.tensors
         )
-        return StepProfile(
-            tuple(tensors), self.forward_s * factor, self.backward_s * factor, self.optimizer_s, self.element_bytes
+        return replace(
+            self, tensors=tuple(tensors), forward_s=self.forward_s * factor, backward_s=self.backward_s * factor
         )
 
     def save(self, path: str | Path) -> None:

@@ -15,12 +15,13 @@ from recipes.benchmarks.compiled_job import CompiledJob
 from recipes.benchmarks.embrace_job import EmbraceJob
 from recipes.benchmarks.job import Job
 from recipes.benchmarks.loss_job import LossJob
+from recipes.benchmarks.planner_job import PlannerJob
 from recipes.benchmarks.sparse_job import SparseJob
 from recipes.benchmarks.tuner_job import TunerJob
 from recipes.cluster import Cluster
 from recipes.cluster.launch import run_workers
 
-AnyJob: TypeAlias = Job | CompiledJob | EmbraceJob | SparseJob | LossJob | TunerJob
+AnyJob: TypeAlias = Job | CompiledJob | EmbraceJob | SparseJob | LossJob | PlannerJob | TunerJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE_S = 5.0  # for the other workers, once one has failed

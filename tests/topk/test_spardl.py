@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import Round, num_rounds, run_on_fabric
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.comm.bags import bags, reduce_scatter_steps
+from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.blocks import block_counts
 from ddp_hooks.topk.controller import TopHController
 from ddp_hooks.topk.sparse import SparseVector

@@ -1,0 +1,236 @@
+"""A small discrete-event engine: processes are generators that wait for seconds to pass, or for each other."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from ddp_hooks.comm import AlphaBeta, Span
+from ddp_hooks.planning.network import Network
+from ddp_hooks.planning.patterns import Hop, Pattern
+
+
+@dataclass
+class Signal:
+    """Something that happens once, and that processes wait for."""
+
+    happened: bool = False
+    waiting: list[Process] = field(default_factory=list)
+
+
+Process: TypeAlias = Generator["float | Signal", None, None]
+
+
+class Engine:
+    """Runs processes in the order of a clock that starts at 0."""
+
+    def __init__(self) -> None:
+        self.now_s = 0.0
+        self.spans: list[Span] = []
+        self._order = itertools.count()
+        self._due: list[tuple[float, int, Process]] = []
+        self._ended: dict[Process, Signal] = {}
+
+    def start(self, process: Process) -> Signal:
+        """Begin a process, now; returns what tells of its end."""
+        ended = self._ended[process] = Signal()
+        self._resume(process)
+        return ended
+
+    def fire(self, signal: Signal) -> None:
+        """Let it happen: who waits for it goes on, now."""
+        signal.happened = True
+        waiting, signal.waiting = signal.waiting, []
+        for process in waiting:
+            self._at(self.now_s, process)
+
+    def run(self) -> None:
+        """Go on until nothing is left to happen."""
+        while self._due:
+            self.now_s, _, process = heapq.heappop(self._due)
+            self._resume(process)
+
+    @contextmanager
+    def span(self, track: str, name: str) -> Iterator[None]:
+        """Note what a process did from here to there."""
+        start_s = self.now_s
+        yield
+        if self.now_s > start_s:
+            self.spans.append(Span(track, name, start_s, self.now_s))
+
+    def _at(self, time_s: float, process: Process) -> None:
+        heapq.heappush(self._due, (time_s, next(self._order), process))
+
+    def _resume(self, process: Process) -> None:
+        for wanted in process:
+            if isinstance(wanted, Signal):
+                if wanted.happened:
+                    continue
+                wanted.waiting.append(process)
+                return
+            if wanted > 0:
+                self._at(self.now_s + wanted, process)
+                return
+        self.fire(self._ended.pop(process))
+
+
+class Wire:
+    """One direction of a link: what is sent follows what was sent before, and arrives a latency later."""
+
+    def __init__(self, cost: AlphaBeta) -> None:
+        self._cost = cost
+        self._free_s = 0.0
+        self.sent_bytes = 0.0
+
+    def send(self, now_s: float, num_bytes: float, times: int = 1) -> float:
+        """When it has arrived, sent ``times`` times in a row, each after the arrival of the one before.
+
+        While it waits for arrivals others may use the wire.
+        """
+        if not num_bytes:
+            return now_s
+        carrying_s = num_bytes * self._cost.beta_s_per_byte
+        begin_s = max(now_s, self._free_s)
+        self._free_s = begin_s + times * carrying_s
+        self.sent_bytes += num_bytes * times
+        return begin_s + times * (carrying_s + self._cost.alpha_s)
+
+
+class Processor:
+    """What a worker's lanes compute with: so many pieces of work at a time, first come, first served."""
+
+    def __init__(self, cores: int = 1) -> None:
+        self._free_s = [0.0] * cores
+
+    def work(self, now_s: float, seconds: float) -> float:
+        """When work that begins now, or when a core is free, has ended."""
+        if not seconds:
+            return now_s
+        core = min(range(len(self._free_s)), key=self._free_s.__getitem__)
+        self._free_s[core] = max(now_s, self._free_s[core]) + seconds
+        return self._free_s[core]
+
+
+class Host:
+    """A worker, and with it all the others: what its lanes share.
+
+    Args:
+        network: whose links it sends through.
+        message_s, byte_s: seconds of its processor per message and per byte, sent and received.
+        cores: of its processor.
+    """
+
+    def __init__(self, network: Network, message_s: float = 0.0, byte_s: float = 0.0, cores: int = 1) -> None:
+        self.between = Wire(network.link)
+        self.inside = Wire(network.inside or network.link)
+        self.processor = Processor(cores)
+        self._message_s = message_s
+        self._byte_s = byte_s
+
+    def send(self, now_s: float, hop: Hop, times: int) -> float:
+        """When these rounds are complete."""
+        worked_s = self.processor.work(
+            now_s, times * (self._message_s + self._byte_s * (hop.between_bytes + hop.inside_bytes))
+        )
+        between_s = self.between.send(now_s, hop.between_bytes, times)
+        return max(worked_s, between_s, self.inside.send(now_s, hop.inside_bytes, times))
+
+
+@dataclass
+class Slice:
+    """A part of a collective that travels by itself.
+
+    Args:
+        pattern: its rounds.
+        work_s: seconds in which its lane computes before it begins, such as selecting.
+    """
+
+    pattern: Pattern
+    work_s: float = 0.0
+
+
+@dataclass
+class _Submission:
+    slices: list[Slice]
+    label: str
+    priority: float
+    done: Signal
+
+
+class SimulatedLane:
+    """A stream of communication: one submission after the other, of each a few slices at a time.
+
+    Args:
+        engine, host: shared by all lanes.
+        name: of its track.
+        window: slices under way.
+        by_priority: take the submission with the lowest ``priority`` first, not the first one.
+        most_events: rounds of a slice that are simulated one by one; of more, neighbours count as one.
+    """
+
+    def __init__(
+        self, engine: Engine, host: Host, name: str, window: int = 4, by_priority: bool = False, most_events: int = 64
+    ) -> None:
+        self._engine = engine
+        self._host = host
+        self._name = name
+        self._window = window
+        self._by_priority = by_priority
+        self._most_events = most_events
+        self._queue: list[_Submission] = []
+        self._work = Signal()
+        self._closed = False
+        engine.start(self._serve())
+
+    def submit(self, slices: list[Slice], label: str, priority: float = 0.0) -> Signal:
+        """Send them when their turn comes; returns what tells that all have arrived."""
+        done = Signal()
+        self._queue.append(_Submission(slices, label, priority, done))
+        self._engine.fire(self._work)
+        return done
+
+    def close(self) -> None:
+        """Take nothing more."""
+        self._closed = True
+        self._engine.fire(self._work)
+
+    def _serve(self) -> Process:
+        while True:
+            while not self._queue:
+                if self._closed:
+                    return
+                self._work = Signal()
+                yield self._work
+            submission = self._next()
+            with self._engine.span(self._name, submission.label):
+                yield from self._send(submission.slices)
+            self._engine.fire(submission.done)
+
+    def _next(self) -> _Submission:
+        if not self._by_priority:
+            return self._queue.pop(0)
+        first = min(range(len(self._queue)), key=lambda i: (self._queue[i].priority, i))
+        return self._queue.pop(first)
+
+    def _send(self, slices: list[Slice]) -> Process:
+        under_way: deque[Signal] = deque()
+        for piece in slices:
+            if len(under_way) == self._window:
+                yield under_way.popleft()
+            yield self._host.processor.work(self._engine.now_s, piece.work_s) - self._engine.now_s
+            under_way.append(self._engine.start(self._rounds(piece.pattern)))
+        yield from under_way
+
+    def _rounds(self, pattern: Pattern) -> Process:
+        share = max(1, -(-sum(hop.times for hop in pattern) // self._most_events))
+        for hop in pattern:
+            left = hop.times
+            while left:
+                times = min(left, share)
+                left -= times
+                yield self._host.send(self._engine.now_s, hop, times) - self._engine.now_s

@@ -1,0 +1,211 @@
+"""The cost model, measured on the processes that are there: links, messages, and what the processor does for them.
+
+Everything here is collective: all ranks measure at the same time, as they would communicate, and the slowest counts.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import statistics
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Recorder, Recv, Send
+from ddp_hooks.planning.simulation import Costs
+
+SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
+"""Bytes of the messages that are timed."""
+
+HOOK_S = 50e-6
+"""Processor seconds per tensor and step of DeAR's hooks in Python, with a core to itself."""
+
+_ROUNDS = 6  # of each size at a time
+_REPEATS = 3
+_COPY_BYTES = 32 << 20
+_SELECT_NUMEL = 1 << 20
+
+
+@dataclass(frozen=True)
+class LinkFit:
+    """The alpha-beta model of a link, and how well it fits.
+
+    Args:
+        link: seconds per message, and per byte.
+        alpha_error_s, beta_error_s_per_byte: standard errors of the two.
+        error: the largest deviation of a measured size from the line, relative.
+        seconds: per message, by size in bytes.
+    """
+
+    link: AlphaBeta
+    alpha_error_s: float
+    beta_error_s_per_byte: float
+    error: float
+    seconds: dict[int, float]
+
+    def __str__(self) -> str:
+        mb_s = 1e-6 / self.link.beta_s_per_byte if self.link.beta_s_per_byte else float("inf")
+        return (
+            f"{self.link.alpha_s * 1e6:.0f} ± {self.alpha_error_s * 1e6:.0f} microseconds per message, "
+            f"{mb_s:.1f} MB/s (fits to {self.error:.0%})"
+        )
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a planner knows of processes: their link, and what communication costs the processor."""
+
+    fit: LinkFit
+    costs: Costs
+
+
+def fit_link(seconds: dict[int, float]) -> LinkFit:
+    """The line through measured times that is best in relative terms, with neither of its terms below zero.
+
+    Args:
+        seconds: per message, by its size in bytes; at least three sizes.
+    """
+    if len(seconds) < 3:
+        raise ValueError(f"a line with its error takes three sizes or more, got {sorted(seconds)}")
+    sizes, times = np.array(list(seconds), float), np.array(list(seconds.values()))
+    rows = np.stack([1 / times, sizes / times], axis=1)
+    solution, *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
+    if solution[0] < 0:
+        solution = np.array([0.0, (sizes / times) @ np.ones(len(times)) / ((sizes / times) ** 2).sum()])
+    if solution[1] < 0:
+        solution = np.array([(1 / times).sum() / (1 / times**2).sum(), 0.0])
+    residuals = rows @ solution - 1
+    variance = (residuals**2).sum() / (len(times) - 2)
+    errors = np.sqrt(variance * np.linalg.inv(rows.T @ rows).diagonal())
+    link = AlphaBeta(float(solution[0]), float(solution[1]))
+    return LinkFit(link, float(errors[0]), float(errors[1]), float(np.abs(residuals).max()), dict(seconds))
+
+
+def measure(
+    group: dist.ProcessGroup,
+    device: torch.device,
+    select_s: Callable[[Tensor], float] | None = None,
+    progress: Callable[[Sequence[str]], Iterable[str]] = iter,
+) -> Measured:
+    """Measure the link between all ranks, and the processor; collective, takes seconds.
+
+    Args:
+        group: the ranks, at least two.
+        device: where gradients are.
+        select_s: seconds that one worker computes for a sparse all-reduce of a gradient, (n,) float32; see
+            :func:`ddp_hooks.topk.rehearsal.compute_s`. None: nobody asks for that.
+        progress: wraps the parts of the work, as ``tqdm`` does.
+
+    Raises:
+        ValueError: there is only one rank.
+    """
+    if dist.get_world_size(group) < 2:
+        raise ValueError("one rank has no link to measure: start at least two, or describe the network")
+    lanes = Lanes(group, 1, device, LaneSettings(timeout_s=120.0), Recorder())
+    try:
+        costs: dict[str, float] = {}
+        fit: LinkFit | None = None
+        for part in progress(("link", "messages", "copies", "selection")):
+            if part == "link":
+                fit = fit_link({size: _message_s(lanes, size, device) for size in SIZES})
+            elif part == "messages" and device.type == "cpu":
+                costs |= _message_costs(lanes, device)
+            elif part == "copies" and device.type == "cpu":
+                costs["copy_s_per_byte"] = _copy_s_per_byte(group)
+            elif part == "selection" and select_s is not None:
+                costs["select_s_per_byte"] = _select_s_per_byte(group, device, select_s)
+    finally:
+        lanes.close()
+    assert fit is not None
+    crowd, cores = _crowd(group)
+    if device.type == "cpu":
+        costs = {name: value * (crowd if name in _CPU_SECONDS else 1) for name, value in costs.items()}
+        costs["tensor_s"] = HOOK_S * crowd
+    return Measured(fit, Costs(**costs, cores=cores))
+
+
+_CPU_SECONDS = ("message_s", "byte_s")  # measured in seconds of a processor, the others by the clock
+
+
+def _shift(outgoing: Tensor, incoming: Tensor, rank: int, world_size: int, rounds: int) -> Algorithm:
+    for _ in range(rounds):
+        yield [Recv((rank - 1) % world_size, incoming), Send((rank + 1) % world_size, outgoing)]
+
+
+def _shift_all(lanes: Lanes, num_bytes: int, device: torch.device, rounds: int) -> Callable[[], None]:
+    outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def run() -> None:
+        lanes.run(_shift(outgoing, incoming, lanes.rank, lanes.world_size, rounds), "a measurement of the link").wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    return run
+
+
+def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
+    """Seconds of a round in which every rank sends to its right neighbour, behind other such rounds."""
+    run = _shift_all(lanes, num_bytes, device, _ROUNDS)
+    run()  # connects, and uses up what a shaped link lets through unshaped
+    return statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS)) / _ROUNDS
+
+
+def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
+    """Processor seconds of a message, and of its bytes, both sent and received."""
+    small, large = 1 << 10, 1 << 20
+    seconds = {size: _cpu_s(lanes.group, _shift_all(lanes, size, device, 8 * _ROUNDS)) for size in (small, large)}
+    per_message = {size: value / (8 * _ROUNDS) for size, value in seconds.items()}
+    return {
+        "message_s": per_message[small],
+        "byte_s": max(0.0, (per_message[large] - per_message[small]) / (large - small)),
+    }
+
+
+def _copy_s_per_byte(group: dist.ProcessGroup) -> float:
+    source, target = torch.ones(_COPY_BYTES // 4), torch.ones(_COPY_BYTES // 4)
+    return statistics.median(_slowest_s(group, lambda: target.copy_(source)) for _ in range(_REPEATS)) / _COPY_BYTES
+
+
+def _select_s_per_byte(group: dist.ProcessGroup, device: torch.device, select_s: Callable[[Tensor], float]) -> float:
+    gradient = torch.randn(_SELECT_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
+    seconds = []
+    for _ in range(1 + _REPEATS):
+        dist.barrier(group)
+        seconds.append(_over_ranks(group, select_s(gradient), max))
+    return statistics.median(seconds[1:]) / (4 * _SELECT_NUMEL)
+
+
+def _slowest_s(group: dist.ProcessGroup, action: Callable[[], object]) -> float:
+    dist.barrier(group)
+    start_s = time.perf_counter()
+    action()
+    return _over_ranks(group, time.perf_counter() - start_s, max)
+
+
+def _cpu_s(group: dist.ProcessGroup, action: Callable[[], object]) -> float:
+    action()
+    dist.barrier(group)
+    start_s = time.process_time()
+    action()
+    return _over_ranks(group, time.process_time() - start_s, statistics.mean)
+
+
+def _over_ranks(group: dist.ProcessGroup, value: float, combine: Callable[[list[float]], float]) -> float:
+    gathered: list[float] = [0.0] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, value, group=group)
+    return combine(gathered)
+
+
+def _crowd(group: dist.ProcessGroup) -> tuple[float, int]:
+    """Workers per core of this host, at least 1; and whole cores per worker, at least 1; the same on all ranks."""
+    hosts: list[tuple[str, int]] = [("", 0)] * dist.get_world_size(group)
+    dist.all_gather_object(hosts, (socket.gethostname(), len(os.sched_getaffinity(0))), group=group)
+    names = [name for name, _ in hosts]
+    crowd = max(names.count(name) / cores for name, cores in hosts)
+    return max(1.0, crowd), max(1, int(1 / crowd))

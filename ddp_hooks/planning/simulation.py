@@ -1,0 +1,224 @@
+"""Training steps of one worker, simulated: what its thread computes and waits for, and what its lanes send.
+
+All workers are alike and in step, so one stands for all. The collectives are those of :mod:`ddp_hooks.comm`, as
+:mod:`~ddp_hooks.planning.patterns` reads them off.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ddp_hooks.comm import Span
+from ddp_hooks.planning import bounds
+from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice
+from ddp_hooks.planning.network import Network
+from ddp_hooks.planning.patterns import Phase, Schedule, all_reduce, pattern_of, sent_bytes
+from ddp_hooks.planning.step import StepProfile
+
+_STEPS = 4  # simulated; what is under way at the end of the first ones shapes the later ones
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What communication costs a worker's processor, in seconds; 0 where an accelerator does it at no cost.
+
+    Args:
+        message_s: per message, sent and received.
+        byte_s: per byte of a message, sent and received.
+        copy_s_per_byte: of a gradient, into DDP's bucket.
+        select_s_per_byte: of a gradient, for all that a sparse all-reduce computes.
+        tensor_s: per tensor and step, for hooks of DeAR in Python; those of plain DDP are in C++.
+        cores: of the processor, for each worker; at least one.
+    """
+
+    message_s: float = 0.0
+    byte_s: float = 0.0
+    copy_s_per_byte: float = 0.0
+    select_s_per_byte: float = 0.0
+    tensor_s: float = 0.0
+    cores: int = 1
+
+
+class Strategy(Protocol):
+    """A way to train with several workers."""
+
+    @property
+    def name(self) -> str:
+        """What tables call it."""
+
+    @property
+    def line(self) -> str:
+        """What a user writes for it; empty if it is not ours."""
+
+    def train(self, run: Run) -> Process:
+        """The training thread, step after step, until ``run.is_over``."""
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a step takes.
+
+    Args:
+        strategy: its name.
+        step_s: seconds from the end of a step to the end of the next one.
+        exposed_s: of those, neither forward nor backward nor other work of the loop.
+        sent_bytes: through a link, per step.
+        bound_s: seconds that no schedule can stay below whose collectives send as much as a ring does.
+        spans: what took time on which track.
+        step_ends_s: when each simulated step ended.
+    """
+
+    strategy: str
+    step_s: float
+    exposed_s: float
+    sent_bytes: float
+    bound_s: float
+    spans: tuple[Span, ...]
+    step_ends_s: tuple[float, ...]
+
+
+def simulate(
+    strategy: Strategy, step: StepProfile, network: Network, costs: Costs | None = None, steps: int = _STEPS
+) -> Prediction:
+    """Predict a step in the middle of a run.
+
+    Args:
+        strategy: how to communicate.
+        step: what a worker computes.
+        network: between workers.
+        costs: of the processor.
+        steps: simulated, at least two.
+    """
+    if steps < 2:
+        raise ValueError(f"a step in the middle needs one before it: steps must be >= 2, got {steps}")
+    run = Run(step, network, costs or Costs(), steps)
+    run.engine.start(_main(strategy, run))
+    run.engine.run()
+    if len(run.step_ends_s) < steps:
+        raise RuntimeError(f"{strategy.name}: the simulated training waits for something that never happens")
+    step_s = run.step_ends_s[-1] - run.step_ends_s[-2]
+    return Prediction(
+        strategy.name,
+        step_s,
+        step_s - step.compute_s - step.other_s,
+        run.sent_bytes[-1] - run.sent_bytes[-2],
+        bounds.dependency_bound_s(step, network.workers, network.bytes_per_s),
+        tuple(sorted(run.engine.spans, key=lambda span: span.start_s)),
+        tuple(run.step_ends_s),
+    )
+
+
+def _main(strategy: Strategy, run: Run) -> Process:
+    yield from strategy.train(run)
+    for lane in run.opened:
+        lane.close()
+
+
+class Run:
+    """What strategies are made of: forward, backward and optimizer of the training thread, and collectives."""
+
+    def __init__(self, step: StepProfile, network: Network, costs: Costs, steps: int) -> None:
+        self.step = step
+        self.network = network
+        self.costs = costs
+        self.engine = Engine()
+        self.opened: list[SimulatedLane] = []
+        self.step_ends_s: list[float] = []
+        self.sent_bytes: list[float] = []
+        self._host = Host(network, costs.message_s, costs.byte_s, costs.cores)
+        self._steps = steps
+
+    @property
+    def is_over(self) -> bool:
+        """Whether all steps have ended."""
+        return len(self.step_ends_s) >= self._steps
+
+    def lanes(self, count: int, window: int = 4, by_priority: bool = False) -> list[SimulatedLane]:
+        """Streams of communication."""
+        made = [SimulatedLane(self.engine, self._host, f"lane {i}", window, by_priority) for i in range(count)]
+        self.opened += made
+        return made
+
+    def forward(self, arrived: Mapping[int, Signal], before: Callable[[int], float] = lambda tensor: 0.0) -> Process:
+        """The forward; a tensor is waited for when it is read, and ``before`` it that many seconds go by."""
+        yield from self.compute("other", self.step.other_s)
+        done_s = 0.0
+        for index in self.step.forward_order:
+            tensor = self.step.tensors[index]
+            if index not in arrived:
+                continue
+            yield from self.compute("forward", tensor.needed_s - done_s)
+            done_s = tensor.needed_s
+            yield from self.wait(arrived[index], tensor.name)
+            yield from self.compute("optimizer", before(index))
+        yield from self.compute("forward", self.step.forward_s - done_s)
+
+    def backward(self, ready: Callable[[int], None]) -> Process:
+        """The backward; ``ready`` hears of every gradient, when it lies in its bucket."""
+        done_s = 0.0
+        for index in self.step.backward_order:
+            tensor = self.step.tensors[index]
+            copy_s = tensor.num_bytes * self.costs.copy_s_per_byte
+            yield from self.compute("backward", tensor.ready_s - done_s + copy_s)
+            done_s = tensor.ready_s
+            ready(index)
+        yield from self.compute("backward", self.step.backward_s - done_s)
+
+    def optimizer(self, part: float = 1.0) -> Process:
+        """The update of a part of all parameters, by the training thread."""
+        yield from self.compute("optimizer", self.step.optimizer_s * part)
+
+    def compute(self, track: str, seconds: float) -> Process:
+        """The training thread is busy."""
+        with self.engine.span(track, track):
+            yield seconds
+
+    def wait(self, signal: Signal, name: str) -> Process:
+        """The training thread waits."""
+        if not signal.happened:
+            with self.engine.span("wait", name):
+                yield signal
+
+    def end_step(self) -> None:
+        """The training thread begins the next step."""
+        self.step_ends_s.append(self.engine.now_s)
+        self.sent_bytes.append(self._host.between.sent_bytes)
+
+    def num_bytes(self, tensors: Sequence[int]) -> int:
+        """Of some tensors."""
+        return sum(self.step.tensors[index].num_bytes for index in tensors)
+
+    def all_reduce(self, num_bytes: float, schedule: Schedule = "ring") -> list[Slice]:
+        """An all-reduce in one piece."""
+        network = self.network
+        return [Slice(all_reduce(schedule, network.workers, network.node_size, num_bytes))]
+
+    def collective(self, phase: Phase, num_bytes: float, schedule: Schedule, slice_bytes: float) -> list[Slice]:
+        """A half of it, in slices whose messages, in a ring, are no longer than ``slice_bytes``."""
+        network = self.network
+        count = max(1, -(-num_bytes // network.workers // slice_bytes))
+        pattern = pattern_of(phase, schedule, network.workers, network.node_size, num_bytes / count)
+        return [Slice(pattern)] * int(count)
+
+
+class Launcher:
+    """Hears of gradients, and launches a group when it has all of its own."""
+
+    def __init__(self, groups: Sequence[Sequence[int]], launch: Callable[[int], None]) -> None:
+        self._group_of = {tensor: number for number, group in enumerate(groups) for tensor in group}
+        self._missing = [len(group) for group in groups]
+        self._launch = launch
+
+    def ready(self, tensor: int) -> None:
+        """A gradient lies in its bucket."""
+        number = self._group_of[tensor]
+        self._missing[number] -= 1
+        if not self._missing[number]:
+            self._launch(number)
+
+
+def launched_bytes(slices: Sequence[Slice]) -> float:
+    """What slices send through a worker's link."""
+    return sum(sent_bytes(piece.pattern) for piece in slices)

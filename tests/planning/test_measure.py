@@ -1,0 +1,165 @@
+"""What is measured: fits that find the line, profiles that leave the model as it was, and links of real processes."""
+
+from __future__ import annotations
+
+import copy
+import time
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks.planning import StepProfile, fit_link, measure, profile_step, slowest_of
+from ddp_hooks.topk.rehearsal import compute_s
+from tests.workers import WorkerPools
+
+# -- fits --------------------------------------------------------------------------------------------------------------
+
+
+@given(st.floats(1e-6, 1e-2), st.floats(1e-10, 1e-6))
+def test_a_line_is_found(alpha_s: float, beta_s: float) -> None:
+    fit = fit_link({size: alpha_s + beta_s * size for size in (1 << 10, 1 << 15, 1 << 20, 1 << 22)})
+    assert fit.link.alpha_s == pytest.approx(alpha_s, rel=1e-3)
+    assert fit.link.beta_s_per_byte == pytest.approx(beta_s, rel=1e-3)
+    assert fit.error < 1e-6
+
+
+def test_noise_shows_as_error() -> None:
+    clean = {size: 1e-4 + 1e-8 * size for size in (1 << 10, 1 << 14, 1 << 18, 1 << 20, 1 << 22)}
+    noisy = {size: seconds * (1.2 if index % 2 else 0.9) for index, (size, seconds) in enumerate(clean.items())}
+    fit = fit_link(noisy)
+    assert 0.05 < fit.error < 0.3
+    assert abs(fit.link.beta_s_per_byte - 1e-8) < 3 * fit.beta_error_s_per_byte
+    assert "fits to" in str(fit)
+
+
+def test_nothing_is_below_zero() -> None:
+    falling = fit_link({1000: 3.0, 2000: 2.0, 4000: 1.0})
+    assert falling.link.beta_s_per_byte == 0 and falling.link.alpha_s > 0
+    steep = fit_link({1000: 0.5, 2000: 2.0, 4000: 5.0})
+    assert steep.link.alpha_s == 0 and steep.link.beta_s_per_byte > 0
+
+
+def test_two_sizes_have_no_error() -> None:
+    with pytest.raises(ValueError, match="three sizes or more"):
+        fit_link({1: 1.0, 2: 2.0})
+
+
+# -- profiles ----------------------------------------------------------------------------------------------------------
+
+
+class Sleeper(nn.Module):
+    """A layer that takes its time."""
+
+    def __init__(self, forward_s: float, backward_s: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.seconds = forward_s, backward_s
+
+    def forward(self, x: Tensor) -> Tensor:
+        time.sleep(self.seconds[0])
+        y = x * self.weight
+        y.register_hook(lambda _: time.sleep(self.seconds[1]))
+        return y
+
+
+class Two(nn.Module):
+    """Two of them, a frozen weight, and statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = Sleeper(0.01, 0.03), Sleeper(0.02, 0.04)
+        self.norm = nn.BatchNorm1d(4)
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"logits": self.norm(self.second(self.first(x))) * self.frozen}
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.randn(3, 4))["logits"].pow(2).sum().backward()
+    optimizer.step()
+
+
+def test_a_profile_is_of_the_step_and_changes_nothing() -> None:
+    model = Two()
+    optimizer = torch.optim.Adam(model.parameters())
+    train(model, optimizer)
+    before = copy.deepcopy((model.state_dict(), optimizer.state_dict()))
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    profile = profile_step(model, partial(train, model, optimizer))
+    use = {tensor.name: tensor for tensor in profile.tensors}
+    assert sorted(use) == ["first.weight", "norm.bias", "norm.weight", "second.weight"]
+    assert use["first.weight"].needed_s + 0.01 <= use["second.weight"].needed_s <= profile.forward_s - 0.02
+    assert use["norm.weight"].ready_s + 0.04 <= use["second.weight"].ready_s
+    assert use["second.weight"].ready_s + 0.03 <= use["first.weight"].ready_s <= profile.backward_s
+    assert profile.optimizer_s > 0 and use["first.weight"].num_bytes == 16 and profile.element_bytes == 4
+    for now, then in zip((model.state_dict(), optimizer.state_dict()["state"]), (before[0], before[1]["state"])):  # noqa: B905
+        torch.testing.assert_close(now, then, rtol=0, atol=0)
+    assert all(parameter.grad is gradients[name] for name, parameter in model.named_parameters())
+    assert not model._forward_pre_hooks and not model.first._forward_pre_hooks
+
+
+def test_another_model_is_noticed() -> None:
+    model, other = Two(), Two()
+    optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="trains nothing of this model"):
+        profile_step(model, partial(train, other, optimizer))
+
+
+# -- real processes ----------------------------------------------------------------------------------------------------
+
+
+def measure_all(rank: int, world_size: int) -> tuple[Any, StepProfile, bool]:
+    seen: list[str] = []
+
+    def progress(parts: Any) -> Any:
+        for part in parts:
+            seen.append(part)
+            yield part
+
+    group = dist.group.WORLD
+    assert group is not None
+    found = measure(group, torch.device("cpu"), partial(compute_s, density=0.01, workers=world_size), progress)
+    ddp = DistributedDataParallel(Two())
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    torch.manual_seed(rank)
+    weights = copy.deepcopy(ddp.module.state_dict())
+    profile = slowest_of(profile_step(ddp, partial(train, ddp, optimizer)), group)
+    same = all(torch.equal(value, ddp.module.state_dict()[name]) for name, value in weights.items())
+    return (found, seen), profile, same
+
+
+def test_real_processes_agree(workers: WorkerPools) -> None:
+    outcomes = workers(2).run(measure_all)
+    (found, seen), profile, _ = outcomes[0]
+    assert seen == ["link", "messages", "copies", "selection"]
+    assert found.fit.link.beta_s_per_byte > 0 and len(found.fit.seconds) == 6
+    costs = found.costs
+    assert min(costs.message_s, costs.copy_s_per_byte, costs.select_s_per_byte, costs.tensor_s) > 0
+    assert costs.cores >= 1
+    for (other, _), other_profile, same in outcomes:
+        assert other == found, "every rank has the same"
+        assert other_profile == profile and same
+    assert {tensor.name for tensor in profile.tensors} == {"first.weight", "norm.bias", "norm.weight", "second.weight"}
+
+
+def alone(rank: int, world_size: int) -> str:
+    group = dist.group.WORLD
+    assert group is not None
+    try:
+        measure(group, torch.device("cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_one_rank_has_no_link(workers: WorkerPools) -> None:
+    assert "one rank has no link to measure" in workers(1).run(alone)[0]

@@ -1,0 +1,245 @@
+"""The simulator: the same clock as the fabric's, no schedule better than possible, and simple steps by hand."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_hooks.comm import (
+    AlphaBeta,
+    Partition,
+    log_all_gather,
+    log_reduce_scatter,
+    ring_all_gather,
+    ring_reduce_scatter,
+    run_on_fabric,
+)
+from ddp_hooks.planning import (
+    ByteScheduler,
+    Costs,
+    Ddp,
+    Dear,
+    Horovod,
+    MgWfbp,
+    Network,
+    SparDL,
+    StepProfile,
+    Strategy,
+    TensorUse,
+    link_of,
+    profile_of_layers,
+    simulate,
+)
+from ddp_hooks.planning.events import Engine, Host, SimulatedLane, Slice
+from ddp_hooks.planning.patterns import Phase, Schedule, pattern_of, sent_bytes
+from ddp_hooks.topk.algorithms import SparseSum, Sparsity
+from ddp_hooks.topk.wire import Wire
+
+COST = AlphaBeta(0.5, 0.01)
+DENSE: tuple[Strategy, ...] = (
+    Ddp(0.001),
+    Ddp(),
+    MgWfbp(),
+    ByteScheduler(0.001),
+    Horovod(cycle_ms=1e-6),
+    Horovod(cycle_ms=1e-6, num_groups=2),
+    Dear(fusion_mb=0.001, lanes=2, slice_mb=1.0),
+    Dear("replicated", fusion_mb=0.001, lanes=2, slice_mb=1.0),
+    Dear(fusion_mb=100.0, lanes=1),
+)
+
+
+def clock_of(slices: list[Slice], network: Network, lanes: int = 1) -> float:
+    """When slices have arrived, on each of so many lanes."""
+    engine = Engine()
+    host = Host(network)
+    opened = [SimulatedLane(engine, host, f"lane {i}") for i in range(lanes)]
+    for lane in opened:
+        lane.submit(slices, "what is tested")
+        lane.close()
+    engine.run()
+    return engine.now_s
+
+
+# -- collectives -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("schedule", ["ring", "log"])
+@pytest.mark.parametrize("phase", ["reduce-scatter", "all-gather"])
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 13])
+def test_the_clock_is_the_fabrics(phase: Phase, schedule: Schedule, world_size: int) -> None:
+    bounds = tuple(range(0, 8 * world_size + 1, 8))
+    partitions = [Partition(torch.ones(8 * world_size), bounds) for _ in range(world_size)]
+    scratch = [torch.empty(8 * world_size) for _ in range(world_size)]
+    if schedule == "log" and phase == "reduce-scatter":
+        algorithms = [log_reduce_scatter(partitions[r], r, scratch[r]) for r in range(world_size)]
+    elif schedule == "log":
+        algorithms = [log_all_gather(partitions[r], r) for r in range(world_size)]
+    elif phase == "reduce-scatter":
+        algorithms = [ring_reduce_scatter(list(partitions[r].flat.split(8)), r, scratch[r]) for r in range(world_size)]
+    else:
+        algorithms = [ring_all_gather(list(partitions[r].flat.split(8)), r) for r in range(world_size)]
+    traffic = run_on_fabric(algorithms, COST)
+    pattern = pattern_of(phase, schedule, world_size, 1, 32 * world_size)
+    assert sent_bytes(pattern) == traffic[0].sent_bytes
+    assert clock_of([Slice(pattern)], Network(world_size, COST)) == pytest.approx(max(t.clock_s for t in traffic))
+
+
+def test_two_levels_by_hand() -> None:
+    """Three nodes of two: within them half of 600 bytes each way, between them from each worker a sixth, twice."""
+    pattern = pattern_of("reduce-scatter", "two-level", 6, 2, 600)
+    assert pattern == ((1, 0, 300), (2, 200, 0))
+    network = Network(6, AlphaBeta(1.0, 0.1), 2, AlphaBeta(0.25, 0.01))
+    assert clock_of([Slice(pattern)], network) == pytest.approx(0.25 + 3.0 + 2 * (1.0 + 20.0))
+
+
+def test_a_node_sends_as_much_as_one_ring() -> None:
+    for schedule in ("ring", "two-level"):
+        pattern = pattern_of("all-gather", schedule, 12, 4, 1200)
+        assert sent_bytes(pattern) == pytest.approx({"ring": 1100, "two-level": 800}[schedule])
+
+
+def test_lanes_share_the_link_and_hide_latency() -> None:
+    network = Network(5, COST)
+    pattern = pattern_of("all-gather", "ring", 5, 1, 500)
+    alone = clock_of([Slice(pattern)], network)
+    assert alone == pytest.approx(4 * (0.5 + 1.0))
+    both = clock_of([Slice(pattern)], network, lanes=2)
+    assert 2 * 4 * 1.0 < both < 2 * alone, "one sends while the other waits"
+    slow = Network(5, AlphaBeta(0.0, 0.01))
+    assert clock_of([Slice(pattern)] * 3, slow, lanes=2) == pytest.approx(6 * 4 * 1.0), "no time is lost, none is won"
+
+
+def test_as_many_workers_as_a_paper_has() -> None:
+    pattern = pattern_of("reduce-scatter", "ring", 27_600, 1, 27_600e3)
+    assert pattern == ((27_599, 1000, 0),)
+    assert len(pattern_of("reduce-scatter", "log", 27_600, 1, 27_600e3)) == 15
+    clock = clock_of([Slice(pattern)], Network(27_600, AlphaBeta(1e-6, 1e-9)))
+    assert clock == pytest.approx(27_599 * 2e-6)
+
+
+@pytest.mark.parametrize("world_size", [2, 4, 6, 7])
+def test_spardl_sends_what_is_predicted(world_size: int) -> None:
+    numel, density = 60_000, 0.05
+    generator = torch.Generator().manual_seed(0)
+    sums = [SparseSum(Sparsity("spardl", round(density * numel), Wire("exact", torch.float32)), numel, r, world_size)
+            for r in range(world_size)]
+    vectors = [torch.randn(numel, generator=generator) for _ in sums]
+    traffic = run_on_fabric([_only(each.run(vector, None)) for each, vector in zip(sums, vectors, strict=True)])
+    pattern = SparDL(density, entry_bytes=8).pattern(world_size, numel)
+    assert len(pattern) == traffic[0].rounds
+    assert sent_bytes(pattern) == pytest.approx(max(t.sent_bytes for t in traffic), rel=0.02)
+
+
+def _only(exchange):  # type: ignore[no-untyped-def]
+    yield from exchange
+
+
+# -- steps -------------------------------------------------------------------------------------------------------------
+
+
+def one_tensor(num_bytes: int = 100) -> StepProfile:
+    return profile_of_layers([(1.0, 2.0, [0])], ["weight"], [num_bytes], optimizer_s=0.5)
+
+
+def test_one_tensor_by_hand() -> None:
+    network = Network(4, AlphaBeta(0.25, 0.01))
+    half_s = 3 * (0.25 + 0.25)
+    assert simulate(Ddp(), one_tensor(), network).step_s == pytest.approx(1 + 2 + 2 * half_s + 0.5)
+    assert simulate(MgWfbp(), one_tensor(), network).step_s == pytest.approx(1 + 2 + 2 * half_s + 0.5)
+    sharded = simulate(Dear(), one_tensor(), network)
+    assert sharded.step_s == pytest.approx(1 + 2 + 2 * half_s + 0.5 / 4)
+    assert simulate(Dear("replicated"), one_tensor(), network).step_s == pytest.approx(1 + 2 + 2 * half_s + 0.5)
+    assert sharded.sent_bytes == pytest.approx(150)
+    assert sharded.exposed_s == pytest.approx(sharded.step_s - 3)
+    assert simulate(Dear(gathers=False), one_tensor(), network).step_s == pytest.approx(1 + 2 + half_s + 0.5 / 4)
+    assert simulate(Dear(scatters=False), one_tensor(), network).step_s == pytest.approx(1 + 2 + half_s + 0.5 / 4)
+
+
+def test_what_the_processor_does_counts() -> None:
+    network = Network(2, AlphaBeta(0.0, 0.0))
+    costs = Costs(message_s=0.5, copy_s_per_byte=0.001, select_s_per_byte=0.1, tensor_s=0.25)
+    assert simulate(Ddp(), one_tensor(), network, costs).step_s == pytest.approx(1 + 2 + 0.1 + 2 * 0.5 + 0.5)
+    assert simulate(Dear(), one_tensor(), network, costs).step_s == pytest.approx(1 + 0.25 + 2 + 0.1 + 2 * 0.5 + 0.25)
+    assert simulate(SparDL(), one_tensor(), network, costs).step_s == pytest.approx(1 + 2 + 0.1 + 10 + 2 * 0.5 + 0.5)
+
+
+def test_horovod_waits_for_cycles_and_agreements() -> None:
+    network = Network(1024, AlphaBeta(1e-4, 0.0))
+    by_coordinator = Horovod(agreement="coordinator", message_s=1e-5)
+    by_bits = Horovod(agreement="bitvector")
+    reduced_s = 2 * 1023 * 1e-4
+    for strategy, agreement_s in ((by_coordinator, 2 * (1e-4 + 1023e-5)), (by_bits, 20e-4)):
+        predicted = simulate(strategy, one_tensor(), network)
+        assert predicted.step_s == pytest.approx(3.5 + reduced_s + max(1e-3, agreement_s))
+
+
+def test_what_the_forward_needs_last_comes_last() -> None:
+    """Two layers; with ByteScheduler the first layer's gradient passes the second's, which is ready before."""
+    step = profile_of_layers([(4.0, 1.0, [0]), (4.0, 1.0, [1])], ["first", "second"], [400, 400])
+    network = Network(2, AlphaBeta(0.0, 0.01))  # an all-reduce of one takes 4 s
+    by_order = simulate(ByteScheduler(part_mb=4e-4 / 4, credit=1), step, network)
+    assert by_order.step_s == pytest.approx(max(8 + 2, 10 + 4), rel=0.2)
+    assert by_order.step_s < simulate(Ddp(1e-6), step, network).step_s
+
+
+layers = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.integers(1, 60)), min_size=1, max_size=6)
+
+
+@given(layers, st.integers(1, 9), st.sampled_from([0.0, 0.25]), st.sampled_from(DENSE))
+@settings(max_examples=150, deadline=None)
+def test_nothing_is_faster_than_possible(
+    drawn: list[tuple[int, int, int]], workers: int, alpha_s: float, strategy: Strategy
+) -> None:
+    step = profile_of_layers(
+        [(float(f), float(b), [i]) for i, (f, b, _) in enumerate(drawn)],
+        [f"tensor {i}" for i in range(len(drawn))],
+        [workers * size for *_, size in drawn],
+    )
+    predicted = simulate(strategy, step, Network(workers, AlphaBeta(alpha_s, 0.05)))
+    assert predicted.step_s >= predicted.bound_s - 1e-6
+    assert predicted.sent_bytes == pytest.approx(2 * (workers - 1) / workers * step.num_bytes)
+    ends = [span.end_s for span in predicted.spans]
+    assert all(end <= max(predicted.step_ends_s) + 1e3 and math.isfinite(end) for end in ends)
+    busy = [span for span in predicted.spans if not span.track.startswith("lane")]
+    assert all(a.end_s <= b.start_s + 1e-9 for a, b in itertools.pairwise(busy)), "one thread, one thing"
+
+
+@pytest.mark.parametrize("strategy", [*DENSE, SparDL()], ids=lambda strategy: strategy.name)
+def test_without_a_network_computing_is_left(strategy: Strategy) -> None:
+    step = profile_of_layers([(1.0, 2.0, [0]), (2.0, 3.0, [1])], ["a", "b"], [400, 4000])
+    for network in (Network(4, AlphaBeta()), Network(1, AlphaBeta(1.0, 1.0))):
+        assert simulate(strategy, step, network).step_s == pytest.approx(8.0, rel=1e-3)
+
+
+# -- wrong arguments ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (partial(Network, 0, COST), "workers must be >= 1, got 0"),
+        (partial(Network, 6, COST, 4, COST), "node_size must divide 6 workers, got 4"),
+        (partial(Network, 6, COST, 2), "inside is the link within a node"),
+        (partial(link_of, 0.0), "must be > 0 Gbit/s, got 0"),
+        (partial(StepProfile, (TensorUse("w", 4, 2.0, 0.0),), 1.0, 1.0), "w is read 2.0 s into a forward of 1.0 s"),
+        (partial(StepProfile, (), -1.0, 1.0), "forward_s must be >= 0 seconds, got -1"),
+        (partial(simulate, Ddp(), one_tensor(), Network(2, COST), steps=1), "steps must be >= 2, got 1"),
+        (partial(simulate, SparDL(), one_tensor(), Network(4, COST, 2, COST)), "on one level only"),
+    ],
+)
+def test_wrong_arguments_are_refused(make: partial[object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        make()
+
+
+def test_profiles_are_files() -> None:
+    step = one_tensor()
+    assert StepProfile.from_json(step.to_json()) == step
+    assert step.scaled(3).compute_s == 9 and step.scaled(3).optimizer_s == 0.5
