@@ -6,7 +6,7 @@ import contextlib
 import copy
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,21 +39,16 @@ def profile_step(
         progress: wraps the numbers of the steps, as ``tqdm`` does.
 
     Raises:
-        ValueError: ``step`` trains nothing of the model, or nothing twice in the same way.
+        ValueError: ``step`` trains nothing of the model.
     """
-    inner = model.module if isinstance(model, DistributedDataParallel) else model
     silent = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
-    stopwatch = _Stopwatch(next(inner.parameters()).device)
-    seen: list[_Seen] = []
-    with _restored(inner), _watched(model, inner, stopwatch) as watch:
+    with _restored(unwrapped(model)), StepWatch(model) as watch:
         for number in progress(range(warmup + steps)):
             watch.begin()
             with silent():
                 step()
-            found = watch.end()
-            if number >= warmup:
-                seen.append(found)
-    return _summary(inner, seen)
+            watch.end(counts=number >= warmup)
+        return watch.profile()
 
 
 class _Stopwatch:
@@ -80,79 +75,141 @@ class _Stopwatch:
 
 @dataclass
 class _Seen:
-    """Moments of one step."""
+    """Moments of one step; of several forwards and backwards, those of the last."""
 
     start: Any
     forward: Any = None  # begins
     backward: Any = None  # begins
-    optimizer: Any = None  # begins, the first of several
+    optimizer: Any = None  # begins
     optimized: Any = None
     end: Any = None
     read: dict[str, Any] = field(default_factory=dict)  # for the first time
-    ready: dict[str, Any] = field(default_factory=dict)  # for the last time
-    seconds: Callable[[Any, Any], float] = lambda start, end: 0.0
+    ready: dict[str, Any] = field(default_factory=dict)
 
 
-class _Watch:
-    def __init__(self, stopwatch: _Stopwatch) -> None:
-        self.stopwatch = stopwatch
-        self.seen = _Seen(None)
+class StepWatch:
+    """Notes when steps of a model read its parameters, and when they have their gradients.
+
+    Args:
+        model: what is trained, wrapped or not.
+
+    Use it as a context around steps, each between :meth:`begin` and :meth:`end`.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._inner = unwrapped(model)
+        self._stopwatch = _Stopwatch(next(self._inner.parameters()).device)
+        self._seen = _Seen(None)
+        self._steps: list[_Seen] = []
+        self._handles: list[Any] = []
 
     def begin(self) -> None:
-        self.seen = _Seen(self.stopwatch.now(), seconds=self.stopwatch.seconds)
+        """A step begins."""
+        self._seen = _Seen(self._stopwatch.now())
 
-    def end(self) -> _Seen:
-        self.seen.end = self.stopwatch.now()
-        return self.seen
+    def end(self, counts: bool = True) -> None:
+        """It has ended, and counts or does not."""
+        self._seen.end = self._stopwatch.now()
+        if counts:
+            self._steps.append(self._seen)
 
-    def forward_begins(self, *_: Any) -> None:
-        self.seen.forward = self.seen.forward or self.stopwatch.now()
+    def __len__(self) -> int:
+        """Steps that count."""
+        return len(self._steps)
 
-    def backward_begins(self) -> None:
-        self.seen.backward = self.seen.backward or self.stopwatch.now()
+    def __enter__(self) -> StepWatch:
+        name_of = {parameter: name for name, parameter in self._inner.named_parameters() if parameter.requires_grad}
+        keep = self._handles.append
+        keep(self._model.register_forward_pre_hook(lambda *_: self._forward_begins()))
+        for module in self._inner.modules():
+            names = [name_of[p] for p in module.parameters(recurse=False) if p in name_of]
+            if names:
+                keep(module.register_forward_pre_hook(lambda *_, names=names: self._reads(names)))
+        for parameter, name in name_of.items():
+            keep(parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._completes(name)))
+        keep(self._model.register_forward_hook(lambda module, args, output: self._watch_outputs(output)))
+        keep(register_optimizer_step_pre_hook(lambda *_: self._optimizer_begins()))
+        keep(register_optimizer_step_post_hook(lambda *_: self._optimizer_ends()))
+        return self
 
-    def reads(self, names: list[str]) -> None:
-        moment = self.stopwatch.now()
+    def __exit__(self, *exception: object) -> None:
+        while self._handles:
+            self._handles.pop().remove()
+
+    def _forward_begins(self) -> None:
+        if torch.is_grad_enabled() and (self._seen.forward is None or self._seen.backward is not None):
+            self._seen.forward, self._seen.backward = self._stopwatch.now(), None
+            self._seen.read.clear()
+            self._seen.ready.clear()
+
+    def _watch_outputs(self, output: Any) -> None:
+        """The backward begins when the first gradient of an output is there."""
+        for tensor in _tensors(output):
+            if tensor.requires_grad:
+                tensor.register_hook(lambda _: self._backward_begins())
+
+    def _backward_begins(self) -> None:
+        self._seen.backward = self._seen.backward or self._stopwatch.now()
+
+    def _reads(self, names: Sequence[str]) -> None:
+        moment = self._stopwatch.now()
         for name in names:
-            self.seen.read.setdefault(name, moment)
+            self._seen.read.setdefault(name, moment)
 
-    def completes(self, name: str) -> None:
-        self.seen.ready[name] = self.stopwatch.now()
+    def _completes(self, name: str) -> None:
+        self._seen.ready[name] = self._stopwatch.now()
+
+    def _optimizer_begins(self) -> None:
+        self._seen.optimizer = self._seen.optimizer or self._stopwatch.now()
+
+    def _optimizer_ends(self) -> None:
+        self._seen.optimized = self._stopwatch.now()
+
+    def profile(self) -> StepProfile:
+        """What the steps had in common, medians.
+
+        Raises:
+            ValueError: they have not trained this model.
+        """
+        seen, seconds = self._steps, self._stopwatch.seconds
+        names = [name for name in seen[0].ready if all(name in each.ready for each in seen)] if seen else []
+        if not names or any(each.backward is None or each.forward is None for each in seen):
+            raise ValueError(
+                "the steps train nothing of this model: they must call the model that was given, backward() of what "
+                "it returns, and optimizer.step()"
+            )
+
+        def median(moments: Callable[[_Seen], tuple[Any, Any]]) -> float:
+            return statistics.median(max(0.0, seconds(*moments(each))) for each in seen)
+
+        def last_ready(each: _Seen) -> Any:
+            return max(each.ready.values(), key=lambda moment: seconds(each.backward, moment))
+
+        forward_s = median(lambda each: (each.forward, each.backward))
+        backward_s = median(lambda each: (each.backward, last_ready(each)))
+        optimizer_s = 0.0
+        if all(each.optimizer is not None and each.optimized is not None for each in seen):
+            optimizer_s = median(lambda each: (each.optimizer, each.optimized))
+        whole_s = median(lambda each: (each.start, each.end))
+        parameters = dict(self._inner.named_parameters())
+        tensors = []
+        for name in names:
+            needed_s = median(lambda each: (each.forward, each.read.get(name, each.forward)))  # noqa: B023
+            ready_s = median(lambda each: (each.backward, each.ready[name]))  # noqa: B023
+            tensors.append(
+                TensorUse(name, parameters[name].nbytes, min(forward_s, needed_s), min(backward_s, ready_s))
+            )
+        other_s = max(0.0, whole_s - forward_s - backward_s - optimizer_s)
+        element_bytes = parameters[names[0]].element_size()
+        return StepProfile(tuple(tensors), forward_s, backward_s, optimizer_s, other_s, element_bytes)
 
 
-@contextlib.contextmanager
-def _watched(model: nn.Module, inner: nn.Module, stopwatch: _Stopwatch) -> Iterator[_Watch]:
-    """Note when parameters are read, and when their gradients are there."""
-    watch = _Watch(stopwatch)
-    name_of = {parameter: name for name, parameter in inner.named_parameters() if parameter.requires_grad}
-    handles: list[Any] = [model.register_forward_pre_hook(lambda *_: watch.forward_begins())]
-    for module in inner.modules():
-        names = [name_of[p] for p in module.parameters(recurse=False) if p in name_of]
-        if names:
-            handles.append(module.register_forward_pre_hook(lambda *_, names=names: watch.reads(names)))
-    for parameter, name in name_of.items():
-        handles.append(parameter.register_post_accumulate_grad_hook(lambda _, name=name: watch.completes(name)))
-    handles.append(model.register_forward_hook(lambda module, args, output: _watch_outputs(output, watch)))
-
-    def before(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        watch.seen.optimizer = watch.seen.optimizer or stopwatch.now()
-
-    def after(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        watch.seen.optimized = stopwatch.now()
-
-    handles += [register_optimizer_step_pre_hook(before), register_optimizer_step_post_hook(after)]
-    try:
-        yield watch
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _watch_outputs(output: Any, watch: _Watch) -> None:
-    """The backward begins when the first gradient of an output is there."""
-    for tensor in _tensors(output):
-        if tensor.requires_grad:
-            tensor.register_hook(lambda _: watch.backward_begins())
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What DistributedDataParallel holds."""
+    inner = model.module if isinstance(model, DistributedDataParallel) else model
+    assert isinstance(inner, nn.Module)
+    return inner
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:
@@ -191,37 +248,6 @@ def _restored(model: nn.Module) -> Iterator[None]:
             parameter.grad = gradient
         for optimizer, state in optimizers.items():
             optimizer.load_state_dict(state)
-
-
-def _summary(model: nn.Module, seen: list[_Seen]) -> StepProfile:
-    names = [name for name in seen[0].ready if all(name in each.ready for each in seen)]
-    if not names or any(each.backward is None or each.forward is None for each in seen):
-        raise ValueError(
-            "step() trains nothing of this model: it must call the model that was given, backward() of what it "
-            "returns, and optimizer.step()"
-        )
-
-    def median(moments: Callable[[_Seen], tuple[Any, Any]]) -> float:
-        return statistics.median(max(0.0, each.seconds(*moments(each))) for each in seen)
-
-    def last_ready(each: _Seen) -> Any:
-        return max(each.ready.values(), key=lambda moment: each.seconds(each.backward, moment))
-
-    forward_s = median(lambda each: (each.forward, each.backward))
-    backward_s = median(lambda each: (each.backward, last_ready(each)))
-    optimizer_s = 0.0
-    if all(each.optimizer is not None for each in seen):
-        optimizer_s = median(lambda each: (each.optimizer, each.optimized))
-    whole_s = median(lambda each: (each.start, each.end))
-    size_of = {name: parameter.numel() * parameter.element_size() for name, parameter in model.named_parameters()}
-    tensors = []
-    for name in names:
-        needed_s = median(lambda each: (each.forward, each.read.get(name, each.forward)))  # noqa: B023
-        ready_s = median(lambda each: (each.backward, each.ready[name]))  # noqa: B023
-        tensors.append(TensorUse(name, size_of[name], min(forward_s, needed_s), min(backward_s, ready_s)))
-    element_bytes = next(parameter.element_size() for parameter in model.parameters() if parameter.requires_grad)
-    other_s = max(0.0, whole_s - forward_s - backward_s - optimizer_s)
-    return StepProfile(tuple(tensors), forward_s, backward_s, optimizer_s, other_s, element_bytes)
 
 
 def slowest_of(profile: StepProfile, group: dist.ProcessGroup | None) -> StepProfile:

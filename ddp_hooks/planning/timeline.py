@@ -1,6 +1,7 @@
 """Timelines of training steps: a picture (matplotlib) and a trace file for Perfetto (https://ui.perfetto.dev).
 
-Both take the same thing: for each variant the spans of some consecutive steps, each span on a named track.
+Both take the same thing, measured or simulated: for each variant the spans of some consecutive steps, each span on a
+named track.
 """
 
 from __future__ import annotations
@@ -11,11 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.patches import Patch
-
-from ddp_hooks import Span
+from ddp_hooks.comm import Span
 
 # What a span shows: the name of its track, or the word that its own name begins with. The colours are mostly Okabe
 # and Ito's, which colour-blind readers can tell apart.
@@ -130,7 +127,16 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 
     Args:
         path: ending in a format of matplotlib's, such as ``.png`` or ``.svg``.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
     """
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+        from matplotlib.patches import Patch
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError("pictures of timelines need matplotlib: pip install matplotlib") from error
     rows = [timeline.rows() for timeline in timelines]
     heights = [max(4, len(panel)) for panel in rows]
     figure = Figure(figsize=(11, 1.6 + ROW_INCHES * sum(heights) + 0.5 * len(rows)), layout="constrained")

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from matplotlib import colors, image
 
 from ddp_hooks import Span
-from recipes.timeline import (
+from ddp_hooks.planning.timeline import (
     COLOURS,
     Timeline,
     cut,

@@ -1,0 +1,172 @@
+"""``python -m ddp_hooks plan``: what a training script's step would take with another way to communicate."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from ddp_hooks.comm import AlphaBeta
+from ddp_hooks.planner import Plan, plan_profiled
+from ddp_hooks.planning import Network, link_of
+from ddp_hooks.planning.models import profile_model
+from ddp_hooks.planning.scripts import ScriptError, profile_script
+
+_TCP = 0.949  # of a link's rate, in frames of 1,500 bytes
+_BITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
+_SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if (options.script is None) == (options.model is None):
+        parser.error("give a training script, or --model NAME")
+    try:
+        network = _network(options)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        if options.model is not None:
+            _join()
+            profile = profile_model(options.model, options.batch, options.length, _device(), options.steps, _bar)
+        else:
+            profile = profile_script(options.script, options.arguments, options.steps, options.warmup)
+        found = plan_profiled(profile, _device(), network, _bar)
+    except (ScriptError, ValueError) as error:
+        _fail(str(error))
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    if int(os.environ.get("RANK", "0")) == 0:
+        show(found)
+        for write, path in ((found.save, options.save), (found.write_trace, options.trace), (found.draw, options.draw)):
+            if path is not None:
+                write(path)
+                print(f"Wrote {path}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m ddp_hooks", description="Faster data-parallel training.")
+    commands = parser.add_subparsers(title="commands", required=True)
+    add = commands.add_parser(
+        "plan",
+        help="which hook would help on this model and this network, and by how much",
+        description="Profile a few training steps, measure the network between the processes (or take a described "
+        "one), and predict what a step takes with plain DDP, DeAR and SparDL. Start it like the script itself: "
+        "torchrun --nproc-per-node 4 -m ddp_hooks plan train.py --lr 0.1. The script is stopped when enough is known.",
+    ).add_argument
+    add("script", nargs="?", type=Path, help="a training script; it runs unchanged, and is stopped after some steps")
+    add("arguments", nargs=argparse.REMAINDER, help="its arguments")
+    add("--model", metavar="NAME", help="instead: a model of torchvision (resnet50) or transformers (BertForMaskedLM)")
+    add("--batch", type=int, default=8, help="samples per worker, with --model (default: 8)")
+    add("--length", type=int, default=128, help="tokens per sample, with --model of transformers (default: 128)")
+    add("--workers", type=int, help="predict for so many workers on a described network, instead of measuring it")
+    add("--rate", help="of its links, such as 10gbit")
+    add("--latency", default="50us", help="of its messages (default: 50us)")
+    add("--node-size", type=int, default=1, help="workers that share such a link (default: 1)")
+    add("--inside-rate", default="100gbit", help="of links within a node (default: 100gbit)")
+    add("--steps", type=int, default=3, help="timed steps (default: 3)")
+    add("--warmup", type=int, default=2, help="steps of the script before these (default: 2)")
+    add("--save", type=Path, metavar="JSON", help="write the plan")
+    add("--trace", type=Path, metavar="JSON", help="write the simulated steps for ui.perfetto.dev")
+    add("--draw", type=Path, metavar="PNG", help="draw them")
+    return parser
+
+
+def _network(options: argparse.Namespace) -> Network | None:
+    if (options.workers is None) != (options.rate is None):
+        raise ValueError("a described network has --workers and --rate; without both, the network is measured")
+    if options.workers is None:
+        return None
+    latency_s = _number(options.latency, _SECONDS, "--latency must look like 50us or 1ms")
+    link = _link(options.rate, latency_s, "--rate")
+    inside = _link(options.inside_rate, latency_s / 10, "--inside-rate") if options.node_size > 1 else None
+    native = _device().type == "cuda"
+    return Network(options.workers, link, options.node_size, inside, native)
+
+
+def _link(rate: str, latency_s: float, option: str) -> AlphaBeta:
+    return link_of(_number(rate, _BITS, f"{option} must look like 500mbit or 10gbit"), latency_s, _TCP)
+
+
+def _number(text: str, units: dict[str, float], what: str) -> float:
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([a-z]+)", text.strip().lower())
+    if found is None or found[2] not in units:
+        raise ValueError(f"{what}, got {text!r}")
+    return float(found[1]) * units[found[2]]
+
+
+def _device() -> torch.device:
+    if torch.cuda.is_available():
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+    return torch.device("cpu")
+
+
+def _join() -> None:
+    """Meet the other processes, if torchrun has started several."""
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+
+
+def _bar(parts: Iterable[Any]) -> Iterable[Any]:
+    from tqdm import tqdm
+
+    return tqdm(parts, leave=False, disable=int(os.environ.get("RANK", "0")) != 0, desc="measuring")
+
+
+def show(plan: Plan) -> None:
+    """Print the table, and what to do."""
+    from rich.console import Console
+    from rich.table import Table
+
+    profile, network = plan.profile, plan.network
+    table = Table(title=f"Predicted seconds per step, {network.workers} workers")
+    for index, column in enumerate(("strategy", "s/step", "× DDP", "exposed, s", "MB sent", "bound, s")):
+        table.add_column(column, justify="right" if index else "left")
+    for each in plan.predictions:
+        mark = " *" if each is plan.recommended else ""
+        bound = f"{each.bound_s:.3f}" if not each.strategy.startswith("SparDL") else ""
+        speedup = plan.present.step_s / each.step_s
+        table.add_row(
+            each.strategy + mark,
+            f"{each.step_s:.3f}",
+            f"{speedup:.2f}",
+            f"{max(0.0, each.exposed_s):.3f}",
+            f"{each.sent_bytes / 1e6:.1f}",
+            bound,
+        )
+    console = Console()
+    console.print(table)
+    described = f"{network.link.alpha_s * 1e6:.0f} microseconds per message, {network.bytes_per_s / 1e6:.1f} MB/s"
+    console.print(f"Network: {plan.fit or described + ' (described)'}", highlight=False)
+    console.print(
+        f"Step: forward {profile.forward_s:.3f} s, backward {profile.backward_s:.3f} s, optimizer "
+        f"{profile.optimizer_s:.3f} s, other {profile.other_s:.3f} s; {profile.num_bytes / 1e6:.1f} MB of gradients "
+        f"in {len(profile.tensors)} tensors",
+        highlight=False,
+    )
+    console.print(f"What limits it: {plan.limit}.", highlight=False)
+    if plan.recommended is plan.present:
+        console.print("Stay with plain DDP: nothing here would be faster by more than predictions are wrong by.")
+        return
+    console.print(f"Recommended (*): {plan.recommended.strategy}. Write", highlight=False)
+    console.print(f"    {plan.recommended_line}", highlight=False, soft_wrap=True, markup=False)
+    if plan.recommended.strategy.startswith("SparDL"):
+        console.print("It leaves gradients for later steps: check that your model learns as well (docs/sparse.md).")
+
+
+def _fail(message: str) -> NoReturn:
+    sys.exit(f"error: {message}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,212 @@
+"""Which hook would help on this model and this network, and by how much: measurements and simulations, put together."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import nn
+
+from ddp_hooks.planning import (
+    Costs,
+    Ddp,
+    Dear,
+    LinkFit,
+    Network,
+    Prediction,
+    SparDL,
+    StepProfile,
+    Strategy,
+    measure,
+    profile_step,
+    simulate,
+    slowest_of,
+)
+from ddp_hooks.topk.rehearsal import compute_s
+
+T = TypeVar("T")
+Progress = Callable[[Iterable[T]], Iterable[T]]
+
+DENSITY = 0.01
+_WORTH_WHILE = 1.03  # less is within what the simulator is wrong by
+_WORTH_LOSING = 1.2  # what leaves something out has to be faster by this
+_HIDDEN = 0.05  # part of a step
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What steps would take.
+
+    Args:
+        profile: the step of one worker.
+        network: between workers.
+        costs: of a worker's processor.
+        fit: how the network was measured; None: it was described.
+        predictions: of all strategies, the present one first.
+        lines: what to write for each.
+    """
+
+    profile: StepProfile
+    network: Network
+    costs: Costs
+    fit: LinkFit | None
+    predictions: tuple[Prediction, ...]
+    lines: tuple[str, ...]
+
+    @property
+    def present(self) -> Prediction:
+        """Plain DDP."""
+        return self.predictions[0]
+
+    @property
+    def recommended(self) -> Prediction:
+        """The fastest one that is exact, or one that is not where it gains a lot more; DDP where nothing gains."""
+        exact = [each for each in self.predictions if not each.strategy.startswith("SparDL")]
+        best = min(exact, key=lambda each: each.step_s)
+        if self.present.step_s < best.step_s * _WORTH_WHILE:
+            best = self.present
+        fastest = min(self.predictions, key=lambda each: each.step_s)
+        return fastest if fastest.step_s * _WORTH_LOSING < best.step_s else best
+
+    @property
+    def recommended_line(self) -> str:
+        """What to write for it."""
+        return self.lines[self.predictions.index(self.recommended)]
+
+    @property
+    def limit(self) -> str:
+        """What keeps the recommended strategy from being faster."""
+        best = self.recommended
+        if best.exposed_s - self.profile.optimizer_s <= _HIDDEN * best.step_s:
+            return "computing: communication is hidden behind it, or there is none"
+        busy = best.sent_bytes * self.network.link.beta_s_per_byte / best.step_s
+        if busy > 1 - 2 * _HIDDEN:
+            return f"the link, which is busy for {busy:.0%} of a step"
+        return (
+            f"dependencies and latency: the link is busy for {busy:.0%} of a step, computing takes "
+            f"{self.profile.compute_s / best.step_s:.0%}"
+        )
+
+    def save(self, path: str | Path) -> None:
+        """Write everything but the spans as JSON."""
+        predictions = [{k: v for k, v in asdict(each).items() if k != "spans"} for each in self.predictions]
+        data: dict[str, Any] = {
+            "profile": self.profile.to_json(),
+            "network": asdict(self.network),
+            "costs": asdict(self.costs),
+            "fit": None if self.fit is None else asdict(self.fit),
+            "predictions": [each | {"line": line} for each, line in zip(predictions, self.lines, strict=True)],
+            "recommended": self.recommended.strategy,
+            "recommended_line": self.recommended_line,
+            "limit": self.limit,
+        }
+        Path(path).write_text(json.dumps(data, indent=1))
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the last simulated step of every strategy; needs matplotlib."""
+        from ddp_hooks.planning.timeline import draw
+
+        draw(self._timelines(), Path(path))
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the last simulated step of every strategy for Perfetto (https://ui.perfetto.dev)."""
+        from ddp_hooks.planning.timeline import write_trace
+
+        write_trace(self._timelines(), Path(path))
+
+    def _timelines(self) -> list[Any]:
+        from ddp_hooks.planning.timeline import Timeline
+
+        return [
+            Timeline(f"{each.strategy}: {each.step_s * 1e3:.0f} ms (simulated)", each.step_ends_s[-2:], each.spans)
+            for each in self.predictions
+        ]
+
+
+def strategies(bucket_mb: float = 25.0) -> tuple[Strategy, ...]:
+    """What a plan compares; plain DDP first, with this bucket size."""
+    return Ddp(bucket_mb), Dear(), Dear("replicated"), SparDL(DENSITY)
+
+
+def predict(
+    profile: StepProfile,
+    network: Network,
+    costs: Costs,
+    fit: LinkFit | None = None,
+    compared: Sequence[Strategy] | None = None,
+) -> Plan:
+    """Simulate strategies on a network; nothing runs.
+
+    Args:
+        profile: the step of one worker.
+        network: between workers.
+        costs: of a worker's processor.
+        fit: how the network was measured, if it was.
+        compared: the present strategy first; None: :func:`strategies`.
+    """
+    chosen = tuple(compared or strategies())
+    predictions = tuple(simulate(strategy, profile, network, costs) for strategy in chosen)
+    return Plan(profile, network, costs, fit, predictions, tuple(strategy.line for strategy in chosen))
+
+
+def plan(
+    model: nn.Module,
+    step: Callable[[], object],
+    network: Network | None = None,
+    steps: int = 3,
+    progress: Progress[Any] = iter,
+) -> Plan:
+    """Predict a training step with plain DDP, DeAR and SparDL; collective where there are several ranks.
+
+    Model and optimizers end as they began.
+
+    Args:
+        model: what is trained, in DistributedDataParallel or not.
+        step: does one whole step: forward, backward, ``optimizer.step()``.
+        network: to predict for; None: that between the ranks of this process group, which is measured.
+        steps: that are timed.
+        progress: wraps what takes long, as ``tqdm`` does.
+
+    Raises:
+        ValueError: ``step`` does not train the model, or there is no network to measure.
+    """
+    _require_network(network)
+    profile = profile_step(model, step, steps, progress=progress)
+    return plan_profiled(profile, next(model.parameters()).device, network, progress)
+
+
+def plan_profiled(
+    profile: StepProfile, device: Any, network: Network | None = None, progress: Progress[Any] = iter
+) -> Plan:
+    """The same from a profile; collective where there are several ranks."""
+    _require_network(network)
+    if _num_ranks() == 1:
+        assert network is not None
+        return predict(profile, network, Costs())
+    group = dist.group.WORLD
+    assert group is not None
+    profile = slowest_of(profile, group)
+    if network is not None:
+        return predict(profile, network, Costs())
+    workers = dist.get_world_size()
+    found = measure(group, device, partial(compute_s, density=DENSITY, workers=workers), progress)
+    described = Network(workers, found.fit.link, native=device.type == "cuda")
+    return predict(profile, described, found.costs, found.fit)
+
+
+def _num_ranks() -> int:
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+
+
+def _require_network(network: Network | None) -> None:
+    if network is None and _num_ranks() == 1:
+        raise ValueError(
+            "there is one process, and so no network to measure: start several (torchrun), or describe the network, "
+            "as network=Network(workers=8, link=link_of(gbit_s=10, latency_s=50e-6)) (--workers 8 --rate 10gbit "
+            "--latency 50us on the command line)"
+        )

@@ -1,0 +1,91 @@
+"""Models by name, with batches of noise: for a plan before there is a script."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ddp_hooks.planning.profiling import profile_step
+from ddp_hooks.planning.step import StepProfile
+
+
+def profile_model(
+    name: str,
+    batch: int,
+    length: int,
+    device: torch.device,
+    steps: int,
+    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+) -> StepProfile:
+    """Profile a model's step with SGD and momentum on this machine.
+
+    Args:
+        name: of a torchvision model, or of a class of transformers, which gets its default configuration.
+        batch: samples.
+        length: tokens per sample, for transformers.
+        device: where.
+        steps: timed.
+        progress: wraps the numbers of the steps.
+
+    Raises:
+        ValueError: there is no such model.
+    """
+    model, loss = _image_model(name, batch, device) or _language_model(name, batch, length, device) or (None, None)
+    if model is None or loss is None:
+        raise ValueError(
+            f"there is no model {name!r}: give a torchvision model such as resnet50 or a class of transformers such as "
+            f"BertForMaskedLM (both packages must be installed)"
+        )
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        loss().backward()
+        optimizer.step()
+
+    return profile_step(model, step, steps, progress=progress)
+
+
+_Made = tuple[nn.Module, Callable[[], Tensor]]
+
+
+def _image_model(name: str, batch: int, device: torch.device) -> _Made | None:
+    try:
+        import torchvision
+    except ImportError:
+        return None
+    if name not in torchvision.models.list_models(module=torchvision.models):
+        return None
+    model: nn.Module = torchvision.models.get_model(name).to(device)
+    images = torch.randn(batch, 3, 224, 224, device=device)
+    labels = torch.randint(0, 1000, (batch,), device=device)
+
+    def loss() -> Tensor:
+        output = model(images)
+        logits: Tensor = output if isinstance(output, Tensor) else output[0]  # with auxiliary outputs
+        return nn.functional.cross_entropy(logits, labels)
+
+    return model, loss
+
+
+def _language_model(name: str, batch: int, length: int, device: torch.device) -> _Made | None:
+    try:
+        import transformers
+    except ImportError:
+        return None
+    made: Any = getattr(transformers, name, None)
+    if not (isinstance(made, type) and issubclass(made, nn.Module) and getattr(made, "config_class", None)):
+        return None
+    config: Any = getattr(made, "config_class")()  # noqa: B009
+    model: nn.Module = made(config).to(device)
+    ids = torch.randint(0, config.vocab_size, (batch, length), device=device)
+
+    def loss() -> Tensor:
+        output = model(input_ids=ids, labels=ids)
+        result: Tensor = output.loss
+        return result
+
+    return model, loss

@@ -1,0 +1,129 @@
+"""A training script's step, profiled while the script runs, unchanged: it is stopped when enough is known."""
+
+from __future__ import annotations
+
+import contextlib
+import runpy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
+
+from ddp_hooks.planning.profiling import StepWatch
+from ddp_hooks.planning.step import StepProfile
+
+
+class ScriptError(RuntimeError):
+    """A script that does not train, or fails."""
+
+
+class _Enough(BaseException):
+    """Ends a script from within; no ``except Exception`` of its own stops it."""
+
+
+def profile_script(script: Path, arguments: Sequence[str], steps: int, warmup: int) -> StepProfile:
+    """Run a script as ``python script arguments`` does, until ``warmup + steps`` optimizer steps were seen.
+
+    From the end of the warm-up on, DistributedDataParallel does not communicate: what the script trains is of no use.
+
+    Raises:
+        ScriptError: it ends or fails before.
+    """
+    if not script.is_file():
+        raise ScriptError(f"there is no script {script}")
+    session = _Session(steps, warmup)
+    with _as_main(script, arguments), session:
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except _Enough:
+            return session.profile()
+        except SystemExit as error:
+            reason = f"it called exit({error.code})"
+        except Exception as error:
+            reason = f"it failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
+        else:
+            reason = "it ended"
+    raise ScriptError(
+        f"{script} took {session.seen} optimizer steps, and {warmup + steps} are needed (--warmup, --steps): {reason}"
+    )
+
+
+class _Session:
+    """Finds out what a script trains, and watches some steps of it."""
+
+    def __init__(self, steps: int, warmup: int) -> None:
+        self.seen = 0
+        self._steps = steps
+        self._warmup = warmup
+        self._called: dict[int, nn.Module] = {}  # modules that were called with gradients on, the outer ones first
+        self._watch: StepWatch | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> _Session:
+        self._finding = register_module_forward_pre_hook(self._note)
+        self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._finding.remove()
+        self._stack.close()
+
+    def profile(self) -> StepProfile:
+        """What was seen."""
+        assert self._watch is not None
+        return self._watch.profile()
+
+    def _note(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and module.training:
+            self._called.setdefault(id(module), module)
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._watch is None:
+            self.seen += 1
+            if self.seen >= max(1, self._warmup):
+                self._begin(self._trained_by(optimizer))
+            return
+        if optimizer is not self._optimizer:
+            return
+        self._watch.end()
+        self.seen += 1
+        if len(self._watch) >= self._steps:
+            raise _Enough
+        self._watch.begin()
+
+    def _begin(self, model: nn.Module) -> None:
+        self._finding.remove()
+        if isinstance(model, DistributedDataParallel):
+            model.require_backward_grad_sync = False  # as within no_sync()
+        self._watch = self._stack.enter_context(StepWatch(model))
+        self._watch.begin()
+
+    def _trained_by(self, optimizer: Optimizer) -> nn.Module:
+        """The first module that was called of those which hold the optimizer's parameters; DDP before what it holds."""
+        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+        self._optimizer = optimizer
+        holding = [
+            module for module in self._called.values() if own & {id(parameter) for parameter in module.parameters()}
+        ]
+        if not holding:
+            raise ScriptError("its optimizer has no parameter of any module that was called in training mode")
+        return next((module for module in holding if isinstance(module, DistributedDataParallel)), holding[0])
+
+
+@contextlib.contextmanager
+def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
+    """What a script finds in ``sys``."""
+    argv, path = sys.argv, list(sys.path)
+    sys.argv = [str(script), *arguments]
+    sys.path.insert(0, str(script.resolve().parent))
+    try:
+        yield
+    finally:
+        sys.argv, sys.path[:] = argv, path
