@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -146,22 +147,21 @@ def show(plan: Plan) -> None:
         )
     console = Console()
     console.print(table)
+    say = partial(console.print, highlight=False, soft_wrap=True, markup=False)
     described = f"{network.link.alpha_s * 1e6:.0f} microseconds per message, {network.bytes_per_s / 1e6:.1f} MB/s"
-    console.print(f"Network: {plan.fit or described + ' (described)'}", highlight=False)
-    console.print(
+    say(f"Network: {plan.fit or described + ' (described)'}")
+    say(
         f"Step: forward {profile.forward_s:.3f} s, backward {profile.backward_s:.3f} s, optimizer "
         f"{profile.optimizer_s:.3f} s, other {profile.other_s:.3f} s; {profile.num_bytes / 1e6:.1f} MB of gradients "
-        f"in {len(profile.tensors)} tensors",
-        highlight=False,
+        f"in {len(profile.tensors)} tensors"
     )
-    console.print(f"What limits it: {plan.limit}.", highlight=False)
+    say(f"What limits it: {plan.limit}.")
     if plan.recommended is plan.present:
-        console.print("Stay with plain DDP: nothing here would be faster by more than predictions are wrong by.")
+        say("Stay with plain DDP: nothing here would be faster by more than predictions are wrong by.")
         return
-    console.print(f"Recommended (*): {plan.recommended.strategy}. Write", highlight=False)
-    console.print(f"    {plan.recommended_line}", highlight=False, soft_wrap=True, markup=False)
+    say(f"Recommended (*): {plan.recommended.strategy}. Write\n    {plan.recommended_line}")
     if plan.recommended.strategy.startswith("SparDL"):
-        console.print("It leaves gradients for later steps: check that your model learns as well (docs/sparse.md).")
+        say("It leaves gradients for later steps: check that your model learns as well (docs/sparse.md).")
 
 
 def _fail(message: str) -> NoReturn:

@@ -13,8 +13,7 @@ from typing import NamedTuple
 
 from ddp_hooks.comm import aligned_bounds, mebibytes
 from ddp_hooks.dear.config import Fusion
-
-_TAIL_CUTS = 4  # pieces of the last bucket where another has one
+from ddp_hooks.planning.sizes import TAIL_CUTS
 
 
 class ParameterShape(NamedTuple):
@@ -97,7 +96,7 @@ def cut_bucket(
 
     Of the last bucket, the ``tail``, runs are a quarter as long.
     """
-    run_bytes = atom_bytes // _TAIL_CUTS if tail else atom_bytes
+    run_bytes = atom_bytes // TAIL_CUTS if tail else atom_bytes
     atoms: list[Atom] = []
     members: list[Member] = []
     atom_start = position = 0

@@ -7,12 +7,14 @@ from ddp_hooks.planning.profiling import profile_step, slowest_of
 from ddp_hooks.planning.simulation import Costs, Prediction, Strategy, simulate
 from ddp_hooks.planning.sparse import SparDL
 from ddp_hooks.planning.step import StepProfile, TensorUse, profile_of_layers
+from ddp_hooks.planning.tables import EmbRace, SparseDdp, TableTraffic
 
 __all__ = [
     "ByteScheduler",
     "Costs",
     "Ddp",
     "Dear",
+    "EmbRace",
     "Horovod",
     "LinkFit",
     "Measured",
@@ -20,8 +22,10 @@ __all__ = [
     "Network",
     "Prediction",
     "SparDL",
+    "SparseDdp",
     "StepProfile",
     "Strategy",
+    "TableTraffic",
     "TensorUse",
     "fit_link",
     "link_of",

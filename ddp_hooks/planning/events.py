@@ -73,9 +73,8 @@ class Engine:
                     continue
                 wanted.waiting.append(process)
                 return
-            if wanted > 0:
-                self._at(self.now_s + wanted, process)
-                return
+            self._at(self.now_s + wanted, process)  # also of 0 s: who was woken before goes first
+            return
         self.fire(self._ended.pop(process))
 
 
@@ -114,6 +113,10 @@ class Processor:
         core = min(range(len(self._free_s)), key=self._free_s.__getitem__)
         self._free_s[core] = max(now_s, self._free_s[core]) + seconds
         return self._free_s[core]
+
+    def busy_s(self, start_s: float, end_s: float) -> float:
+        """Of this time, how much no core was free; ``start_s`` is now."""
+        return max(0.0, min(end_s, *self._free_s) - start_s)
 
 
 class Host:

@@ -23,10 +23,8 @@ from ddp_hooks.planning.simulation import Costs
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages that are timed."""
 
-HOOK_S = 50e-6
-"""Processor seconds per tensor and step of DeAR's hooks in Python, with a core to itself."""
-
-_ROUNDS = 6  # of each size at a time
+_TRAIN_BYTES = 8 << 20  # sent one after the other: links that save up let the first ones through unshaped
+_FEWEST, _MOST = 4, 64  # messages of a train
 _REPEATS = 3
 _COPY_BYTES = 32 << 20
 _SELECT_NUMEL = 1 << 20
@@ -38,7 +36,7 @@ class LinkFit:
 
     Args:
         link: seconds per message, and per byte.
-        alpha_error_s, beta_error_s_per_byte: standard errors of the two.
+        alpha_error_s, beta_error_s_per_byte: how sure the two are.
         error: the largest deviation of a measured size from the line, relative.
         seconds: per message, by size in bytes.
     """
@@ -66,25 +64,27 @@ class Measured:
 
 
 def fit_link(seconds: dict[int, float]) -> LinkFit:
-    """The line through measured times that is best in relative terms, with neither of its terms below zero.
+    """Seconds per byte where bytes decide, and per message where messages do; none of them below zero.
+
+    The slope is that of least squares, in which the large messages count most; what the smaller half of them takes
+    beyond their bytes is the latency, by its median. A link that lets short bursts through faster would bend a line
+    that is fitted to everything alike.
 
     Args:
         seconds: per message, by its size in bytes; at least three sizes.
     """
     if len(seconds) < 3:
         raise ValueError(f"a line with its error takes three sizes or more, got {sorted(seconds)}")
-    sizes, times = np.array(list(seconds), float), np.array(list(seconds.values()))
-    rows = np.stack([1 / times, sizes / times], axis=1)
-    solution, *_ = np.linalg.lstsq(rows, np.ones(len(times)), rcond=None)
-    if solution[0] < 0:
-        solution = np.array([0.0, (sizes / times) @ np.ones(len(times)) / ((sizes / times) ** 2).sum()])
-    if solution[1] < 0:
-        solution = np.array([(1 / times).sum() / (1 / times**2).sum(), 0.0])
-    residuals = rows @ solution - 1
-    variance = (residuals**2).sum() / (len(times) - 2)
-    errors = np.sqrt(variance * np.linalg.inv(rows.T @ rows).diagonal())
-    link = AlphaBeta(float(solution[0]), float(solution[1]))
-    return LinkFit(link, float(errors[0]), float(errors[1]), float(np.abs(residuals).max()), dict(seconds))
+    sizes, times = np.array(sorted(seconds), float), np.array([seconds[size] for size in sorted(seconds)])
+    spread = ((sizes - sizes.mean()) ** 2).sum()
+    beta = max(0.0, float(((sizes - sizes.mean()) * (times - times.mean())).sum() / spread))
+    beyond = (times - beta * sizes)[: (len(sizes) + 1) // 2]
+    alpha = max(0.0, float(np.median(beyond)))
+    residuals = times - alpha - beta * sizes
+    beta_error = float(np.sqrt((residuals**2).sum() / (len(sizes) - 2) / spread))
+    alpha_error = float(np.abs(beyond - alpha).mean() / np.sqrt(len(beyond)))
+    error = float((np.abs(residuals) / times).max())
+    return LinkFit(AlphaBeta(alpha, beta), alpha_error, beta_error, error, dict(seconds))
 
 
 def measure(
@@ -126,8 +126,8 @@ def measure(
     crowd, cores = _crowd(group)
     if device.type == "cpu":
         costs = {name: value * (crowd if name in _CPU_SECONDS else 1) for name, value in costs.items()}
-        costs["tensor_s"] = HOOK_S * crowd
-    return Measured(fit, Costs(**costs, cores=cores))
+        costs["python"] = crowd
+    return Measured(fit, Costs(**costs, cores=cores, crowd=crowd))
 
 
 _CPU_SECONDS = ("message_s", "byte_s")  # measured in seconds of a processor, the others by the clock
@@ -151,16 +151,20 @@ def _shift_all(lanes: Lanes, num_bytes: int, device: torch.device, rounds: int) 
 
 def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
     """Seconds of a round in which every rank sends to its right neighbour, behind other such rounds."""
-    run = _shift_all(lanes, num_bytes, device, _ROUNDS)
-    run()  # connects, and uses up what a shaped link lets through unshaped
-    return statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS)) / _ROUNDS
+    rounds = min(_MOST, max(_FEWEST, _TRAIN_BYTES // num_bytes))
+    run = _shift_all(lanes, num_bytes, device, rounds)
+    if num_bytes == SIZES[0]:
+        run()  # connects
+    return statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS)) / rounds
 
 
 def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
     """Processor seconds of a message, and of its bytes, both sent and received."""
     small, large = 1 << 10, 1 << 20
-    seconds = {size: _cpu_s(lanes.group, _shift_all(lanes, size, device, 8 * _ROUNDS)) for size in (small, large)}
-    per_message = {size: value / (8 * _ROUNDS) for size, value in seconds.items()}
+    rounds = {small: 8 * _MOST, large: 16}
+    per_message = {
+        size: _cpu_s(lanes.group, _shift_all(lanes, size, device, count)) / count for size, count in rounds.items()
+    }
     return {
         "message_s": per_message[small],
         "byte_s": max(0.0, (per_message[large] - per_message[small]) / (large - small)),

@@ -83,6 +83,7 @@ class _Seen:
     optimizer: Any = None  # begins
     optimized: Any = None
     end: Any = None
+    cpu_s: float = 0.0
     read: dict[str, Any] = field(default_factory=dict)  # for the first time
     ready: dict[str, Any] = field(default_factory=dict)
 
@@ -106,11 +107,12 @@ class StepWatch:
 
     def begin(self) -> None:
         """A step begins."""
-        self._seen = _Seen(self._stopwatch.now())
+        self._seen = _Seen(self._stopwatch.now(), cpu_s=-time.thread_time())
 
     def end(self, counts: bool = True) -> None:
         """It has ended, and counts or does not."""
         self._seen.end = self._stopwatch.now()
+        self._seen.cpu_s += time.thread_time()
         if counts:
             self._steps.append(self._seen)
 
@@ -201,8 +203,11 @@ class StepWatch:
                 TensorUse(name, parameters[name].nbytes, min(forward_s, needed_s), min(backward_s, ready_s))
             )
         other_s = max(0.0, whole_s - forward_s - backward_s - optimizer_s)
-        element_bytes = parameters[names[0]].element_size()
-        return StepProfile(tuple(tensors), forward_s, backward_s, optimizer_s, other_s, element_bytes)
+        first = parameters[names[0]]
+        cpu_s = statistics.median(each.cpu_s for each in seen) if first.device.type == "cpu" else 0.0
+        return StepProfile(
+            tuple(tensors), forward_s, backward_s, optimizer_s, other_s, cpu_s, element_bytes=first.element_size()
+        )
 
 
 def unwrapped(model: nn.Module) -> nn.Module:

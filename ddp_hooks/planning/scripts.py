@@ -51,7 +51,7 @@ def profile_script(script: Path, arguments: Sequence[str], steps: int, warmup: i
         else:
             reason = "it ended"
     raise ScriptError(
-        f"{script} took {session.seen} optimizer steps, and {warmup + steps} are needed (--warmup, --steps): {reason}"
+        f"{script} took {session.seen} optimizer steps, and {session.needed} are needed (--warmup, --steps): {reason}"
     )
 
 
@@ -61,18 +61,26 @@ class _Session:
     def __init__(self, steps: int, warmup: int) -> None:
         self.seen = 0
         self._steps = steps
-        self._warmup = warmup
+        self._warmup = max(2, warmup)  # one to see what is trained, and one that is seen in part
         self._called: dict[int, nn.Module] = {}  # modules that were called with gradients on, the outer ones first
+        self._optimizer: Optimizer | None = None
+        self._model: nn.Module | None = None
         self._watch: StepWatch | None = None
         self._stack = contextlib.ExitStack()
 
+    @property
+    def needed(self) -> int:
+        """Steps of the optimizer in all."""
+        return self._warmup + self._steps
+
     def __enter__(self) -> _Session:
-        self._finding = register_module_forward_pre_hook(self._note)
-        self._stack.callback(register_optimizer_step_post_hook(self._stepped).remove)
+        self._finding = register_module_forward_pre_hook(self._called_with)
+        self._counting = register_optimizer_step_post_hook(self._stepped)
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._finding.remove()
+        self._counting.remove()
         self._stack.close()
 
     def profile(self) -> StepProfile:
@@ -80,35 +88,37 @@ class _Session:
         assert self._watch is not None
         return self._watch.profile()
 
-    def _note(self, module: nn.Module, args: Any) -> None:
+    def _called_with(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and module.training:
             self._called.setdefault(id(module), module)
-
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._watch is None:
-            self.seen += 1
-            if self.seen >= max(1, self._warmup):
-                self._begin(self._trained_by(optimizer))
-            return
-        if optimizer is not self._optimizer:
-            return
-        self._watch.end()
-        self.seen += 1
-        if len(self._watch) >= self._steps:
-            raise _Enough
-        self._watch.begin()
+        if module is self._model:
+            self._begin(module)
 
     def _begin(self, model: nn.Module) -> None:
+        """Watch from here on; within the optimizer's hooks none may be added."""
         self._finding.remove()
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = False  # as within no_sync()
         self._watch = self._stack.enter_context(StepWatch(model))
         self._watch.begin()
+        self._counting.remove()
+        self._counting = register_optimizer_step_post_hook(self._stepped)  # after the watch has seen a step's end
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._optimizer not in (None, optimizer):
+            return
+        self.seen += 1
+        if self._watch is not None:
+            self._watch.end(counts=self.seen > self._warmup)
+            if len(self._watch) >= self._steps:
+                raise _Enough
+            self._watch.begin()
+        elif self.seen >= self._warmup - 1:
+            self._optimizer, self._model = optimizer, self._trained_by(optimizer)
 
     def _trained_by(self, optimizer: Optimizer) -> nn.Module:
         """The first module that was called of those which hold the optimizer's parameters; DDP before what it holds."""
         own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        self._optimizer = optimizer
         holding = [
             module for module in self._called.values() if own & {id(parameter) for parameter in module.parameters()}
         ]

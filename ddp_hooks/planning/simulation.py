@@ -14,7 +14,7 @@ from ddp_hooks.comm import Span
 from ddp_hooks.planning import bounds
 from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice
 from ddp_hooks.planning.network import Network
-from ddp_hooks.planning.patterns import Phase, Schedule, all_reduce, pattern_of, sent_bytes
+from ddp_hooks.planning.patterns import Phase, Schedule, all_reduce, pattern_of
 from ddp_hooks.planning.step import StepProfile
 
 _STEPS = 4  # simulated; what is under way at the end of the first ones shapes the later ones
@@ -29,16 +29,19 @@ class Costs:
         byte_s: per byte of a message, sent and received.
         copy_s_per_byte: of a gradient, into DDP's bucket.
         select_s_per_byte: of a gradient, for all that a sparse all-reduce computes.
-        tensor_s: per tensor and step, for hooks of DeAR in Python; those of plain DDP are in C++.
+        python: how many times as long as with a core to itself Python takes, for the hooks of strategies; 0: it runs
+            ahead of an accelerator.
         cores: of the processor, for each worker; at least one.
+        crowd: workers that share a core; at least one.
     """
 
     message_s: float = 0.0
     byte_s: float = 0.0
     copy_s_per_byte: float = 0.0
     select_s_per_byte: float = 0.0
-    tensor_s: float = 0.0
+    python: float = 0.0
     cores: int = 1
+    crowd: float = 1.0
 
 
 class Strategy(Protocol):
@@ -155,13 +158,13 @@ class Run:
             yield from self.compute("optimizer", before(index))
         yield from self.compute("forward", self.step.forward_s - done_s)
 
-    def backward(self, ready: Callable[[int], None]) -> Process:
-        """The backward; ``ready`` hears of every gradient, when it lies in its bucket."""
+    def backward(self, ready: Callable[[int], None], hook_s: float = 0.0) -> Process:
+        """The backward; ``ready`` hears of every gradient, when it lies in its bucket and its hooks have run."""
         done_s = 0.0
         for index in self.step.backward_order:
             tensor = self.step.tensors[index]
-            copy_s = tensor.num_bytes * self.costs.copy_s_per_byte
-            yield from self.compute("backward", tensor.ready_s - done_s + copy_s)
+            own_s = tensor.num_bytes * self.costs.copy_s_per_byte + hook_s * self.costs.python
+            yield from self.compute("backward", tensor.ready_s - done_s + own_s)
             done_s = tensor.ready_s
             ready(index)
         yield from self.compute("backward", self.step.backward_s - done_s)
@@ -171,9 +174,12 @@ class Run:
         yield from self.compute("optimizer", self.step.optimizer_s * part)
 
     def compute(self, track: str, seconds: float) -> Process:
-        """The training thread is busy."""
+        """The training thread is busy; as far as it needs a core, and lanes have them all, it takes turns with them."""
         with self.engine.span(track, track):
-            yield seconds
+            yield 0.0  # lanes that have got work are at it
+            start_s = self.engine.now_s
+            beside_s = self._host.processor.busy_s(start_s, start_s + seconds)
+            yield seconds + beside_s * min(1.0, self.step.cpu_share * self.costs.crowd)
 
     def wait(self, signal: Signal, name: str) -> Process:
         """The training thread waits."""
@@ -204,7 +210,7 @@ class Run:
 
 
 class Launcher:
-    """Hears of gradients, and launches a group when it has all of its own."""
+    """Hears of gradients, and launches a group when it has all of its own; others are not its concern."""
 
     def __init__(self, groups: Sequence[Sequence[int]], launch: Callable[[int], None]) -> None:
         self._group_of = {tensor: number for number, group in enumerate(groups) for tensor in group}
@@ -213,12 +219,10 @@ class Launcher:
 
     def ready(self, tensor: int) -> None:
         """A gradient lies in its bucket."""
-        number = self._group_of[tensor]
+        number = self._group_of.get(tensor)
+        if number is None:
+            return
         self._missing[number] -= 1
         if not self._missing[number]:
             self._launch(number)
 
-
-def launched_bytes(slices: Sequence[Slice]) -> float:
-    """What slices send through a worker's link."""
-    return sum(sent_bytes(piece.pattern) for piece in slices)

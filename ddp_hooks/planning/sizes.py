@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+TAIL_CUTS = 4
+"""Pieces of DDP's last bucket where another has one: they may travel before it is complete."""
+
 _SMALL_ATOM_BYTES = 8 << 20
 _LARGE_ATOM_BYTES = 16 << 20
 _MIN_ATOMS = 8  # of a model, where atoms are larger than that

@@ -12,6 +12,8 @@ from ddp_hooks.planning.events import Process, Signal, Slice
 from ddp_hooks.planning.patterns import Hop, Pattern
 from ddp_hooks.planning.simulation import Launcher, Run
 
+_HOOK_S = 15e-6  # as in ddp_hooks.planning.dense
+
 
 @dataclass(frozen=True)
 class SparDL:
@@ -61,7 +63,7 @@ class SparDL:
                 piece = Slice(pattern, run.costs.select_s_per_byte * num_bytes)
                 reduced.append(lanes[number % self.lanes].submit([piece], f"sparse all-reduce of group {number}"))
 
-            yield from run.backward(Launcher(groups, launch).ready)
+            yield from run.backward(Launcher(groups, launch).ready, _HOOK_S)
             for signal in reduced:
                 yield from run.wait(signal, "sparse all-reduces")
             yield from run.optimizer()

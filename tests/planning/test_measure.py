@@ -27,7 +27,7 @@ def test_a_line_is_found(alpha_s: float, beta_s: float) -> None:
     fit = fit_link({size: alpha_s + beta_s * size for size in (1 << 10, 1 << 15, 1 << 20, 1 << 22)})
     assert fit.link.alpha_s == pytest.approx(alpha_s, rel=1e-3)
     assert fit.link.beta_s_per_byte == pytest.approx(beta_s, rel=1e-3)
-    assert fit.error < 1e-6
+    assert fit.error < 1e-3
 
 
 def test_noise_shows_as_error() -> None:
@@ -44,6 +44,14 @@ def test_nothing_is_below_zero() -> None:
     assert falling.link.beta_s_per_byte == 0 and falling.link.alpha_s > 0
     steep = fit_link({1000: 0.5, 2000: 2.0, 4000: 5.0})
     assert steep.link.alpha_s == 0 and steep.link.beta_s_per_byte > 0
+
+
+def test_bursts_do_not_bend_the_line() -> None:
+    """A link that lets the first 300 KB of whatever follows a pause through at once."""
+    sizes = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22)
+    fit = fit_link({size: max(5e-4 + 1e-10 * size, 1e-8 * (size - 3e4)) for size in sizes})
+    assert fit.link.beta_s_per_byte == pytest.approx(1e-8, rel=0.03)
+    assert 1e-4 < fit.link.alpha_s < 6e-4
 
 
 def test_two_sizes_have_no_error() -> None:
@@ -110,7 +118,7 @@ def test_a_profile_is_of_the_step_and_changes_nothing() -> None:
 def test_another_model_is_noticed() -> None:
     model, other = Two(), Two()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
-    with pytest.raises(ValueError, match="trains nothing of this model"):
+    with pytest.raises(ValueError, match="train nothing of this model"):
         profile_step(model, partial(train, other, optimizer))
 
 
@@ -143,8 +151,8 @@ def test_real_processes_agree(workers: WorkerPools) -> None:
     assert seen == ["link", "messages", "copies", "selection"]
     assert found.fit.link.beta_s_per_byte > 0 and len(found.fit.seconds) == 6
     costs = found.costs
-    assert min(costs.message_s, costs.copy_s_per_byte, costs.select_s_per_byte, costs.tensor_s) > 0
-    assert costs.cores >= 1
+    assert min(costs.message_s, costs.copy_s_per_byte, costs.select_s_per_byte) > 0
+    assert costs.cores >= 1 and costs.crowd >= 1 and costs.python == costs.crowd
     for (other, _), other_profile, same in outcomes:
         assert other == found, "every rank has the same"
         assert other_profile == profile and same

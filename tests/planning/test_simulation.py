@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -164,10 +165,30 @@ def test_one_tensor_by_hand() -> None:
 
 def test_what_the_processor_does_counts() -> None:
     network = Network(2, AlphaBeta(0.0, 0.0))
-    costs = Costs(message_s=0.5, copy_s_per_byte=0.001, select_s_per_byte=0.1, tensor_s=0.25)
+    costs = Costs(message_s=0.5, copy_s_per_byte=0.001, select_s_per_byte=0.1)
     assert simulate(Ddp(), one_tensor(), network, costs).step_s == pytest.approx(1 + 2 + 0.1 + 2 * 0.5 + 0.5)
-    assert simulate(Dear(), one_tensor(), network, costs).step_s == pytest.approx(1 + 0.25 + 2 + 0.1 + 2 * 0.5 + 0.25)
+    assert simulate(Dear(), one_tensor(), network, costs).step_s == pytest.approx(1 + 2 + 0.1 + 2 * 0.5 + 0.25)
     assert simulate(SparDL(), one_tensor(), network, costs).step_s == pytest.approx(1 + 2 + 0.1 + 10 + 2 * 0.5 + 0.5)
+
+
+def test_lanes_and_the_training_thread_take_turns() -> None:
+    """Selecting takes 20 s, from 1 s into a backward of 2 s whose thread needs the only core half of the time."""
+    step = replace(profile_of_layers([(1.0, 1.0, [0]), (1.0, 1.0, [1])], ["a", "b"], [400, 400]), cpu_s=2.0)
+    costs = Costs(select_s_per_byte=0.05)
+    alone = simulate(SparDL(group_mb=1e-4), step, Network(2, AlphaBeta()), costs)
+    assert alone.step_s == pytest.approx(2 + 1 + 40), "the second layer takes half a second longer, which is hidden"
+    fast = simulate(SparDL(group_mb=1e-4), step, Network(2, AlphaBeta()), Costs(select_s_per_byte=0.5 / 400))
+    assert fast.step_s == pytest.approx(2 + 1 + 1.25 + 0.5)
+    many = simulate(SparDL(group_mb=1e-4), step, Network(2, AlphaBeta()), Costs(select_s_per_byte=0.5 / 400, cores=2))
+    assert many.step_s == pytest.approx(2 + 1 + 1 + 0.5)
+
+
+def test_hooks_take_their_time() -> None:
+    step = one_tensor()
+    for strategy in (Ddp(), Dear(), Dear("replicated"), SparDL()):
+        plain = simulate(strategy, step, Network(2, AlphaBeta())).step_s
+        crowded = simulate(strategy, step, Network(2, AlphaBeta()), Costs(python=1e5)).step_s
+        assert 0.3 < crowded - plain < 2
 
 
 def test_horovod_waits_for_cycles_and_agreements() -> None:

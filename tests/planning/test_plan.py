@@ -1,0 +1,250 @@
+"""Plans: what is recommended and why, scripts that run unchanged, and the command line with its errors."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import __main__ as command_line
+from ddp_hooks.planner import Plan, plan, predict
+from ddp_hooks.planning import Costs, Network, link_of, profile_of_layers
+from ddp_hooks.planning.scripts import ScriptError, profile_script
+from tests.workers import WorkerPools
+
+STEP = profile_of_layers(
+    [(0.01, 0.02, [i]) for i in range(10)], [f"layer {i}" for i in range(10)], [4_000_000] * 10, optimizer_s=0.001
+)
+
+SCRIPT = """
+import sys
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+assert __name__ == "__main__"
+width = int(sys.argv[1])
+teacher = nn.Linear(8, 4).requires_grad_(False)
+model = nn.Sequential(nn.Linear(8, width), nn.ReLU(), nn.Linear(width, 4))
+optimizer = torch.optim.AdamW(model.parameters())
+model.eval()(torch.randn(2, 8))  # an evaluation first
+model.train()
+for step in range(int(sys.argv[2])):
+    optimizer.zero_grad()
+    for _ in range(2):  # accumulation
+        x = torch.randn(16, 8)
+        try:
+            (model(x) - teacher(x)).pow(2).mean().backward()
+        except Exception:
+            raise SystemExit("nothing may be caught here")
+    try:
+        optimizer.step()
+    except Exception:
+        raise SystemExit("the end of the plan must not be caught")
+print("the script has ended")
+"""
+
+
+# -- what is recommended -----------------------------------------------------------------------------------------------
+
+
+def plan_for(gbit_s: float) -> Plan:
+    return predict(STEP, Network(4, link_of(gbit_s)), Costs())
+
+
+def test_fast_networks_need_nothing() -> None:
+    found = plan_for(1000.0)
+    assert found.recommended is found.present
+    assert found.limit.startswith("computing")
+
+
+def test_dear_where_communication_shows() -> None:
+    found = plan_for(2.5)
+    assert found.recommended.strategy == "DeAR, sharded"
+    assert "DearState" in found.recommended_line
+    assert found.recommended.step_s < found.present.step_s
+
+
+def test_spardl_where_the_link_is_slow() -> None:
+    found = plan_for(0.1)
+    assert found.recommended.strategy == "SparDL, 0.01"
+    exact = predict(STEP, Network(4, link_of(0.1)), Costs(select_s_per_byte=1.0))
+    assert not exact.recommended.strategy.startswith("SparDL"), "finding the largest takes too long"
+    assert exact.limit.startswith("the link, which is busy for 9")
+
+
+def test_plans_are_files(tmp_path: Path) -> None:
+    found = plan_for(2.5)
+    found.save(tmp_path / "plan.json")
+    found.draw(tmp_path / "plan.png")
+    found.write_trace(tmp_path / "trace.json")
+    data = json.loads((tmp_path / "plan.json").read_text())
+    assert data["recommended"] == "DeAR, sharded" and len(data["predictions"]) == 4
+    assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
+    assert titles[1].startswith("DeAR, sharded: ") and titles[1].endswith("(simulated)")
+
+
+# -- in a program ------------------------------------------------------------------------------------------------------
+
+
+def plan_here(rank: int, world_size: int) -> tuple[list[float], str, bool, str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 8))
+    ddp = DistributedDataParallel(model) if world_size > 1 else model
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+
+    def step() -> None:
+        optimizer.zero_grad()
+        ddp(torch.randn(4, 64)).sum().backward()
+        optimizer.step()
+
+    try:
+        found = plan(ddp, step)
+    except ValueError as error:
+        return [], "", False, str(error)
+    described = plan(ddp, step, Network(64, link_of(10.0, 50e-6)))
+    same = all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    step()
+    assert described.network.workers == 64 and described.fit is None
+    return [each.step_s for each in found.predictions], str(found.fit), same, ""
+
+
+def test_ranks_have_the_same_plan(workers: WorkerPools) -> None:
+    outcomes = workers(2).run(plan_here)
+    assert outcomes[0] == outcomes[1]
+    predicted, fit, same, _ = outcomes[0]
+    assert len(predicted) == 4 and min(predicted) > 0 and same
+    assert "microseconds per message" in fit
+
+
+def test_one_process_describes_its_network(workers: WorkerPools) -> None:
+    (outcome,) = workers(1).run(plan_here)
+    assert "start several (torchrun), or describe the network" in outcome[3]
+
+
+# -- scripts -----------------------------------------------------------------------------------------------------------
+
+
+def run(*arguments: str, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "ddp_hooks", "plan", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=timeout_s,
+        check=False,
+    )
+
+
+def test_a_script_runs_unchanged_and_is_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    argv, path = list(sys.argv), list(sys.path)
+    profile = profile_script(script, ["32", "1000"], 3, 2)
+    assert [tensor.name for tensor in profile.tensors] == ["2.bias", "2.weight", "0.bias", "0.weight"]
+    assert profile.num_bytes == 4 * (8 * 32 + 32 + 32 * 4 + 4)
+    assert profile.optimizer_s > 0 and profile.other_s > profile.forward_s, "the first part of the accumulation, too"
+    assert "the script has ended" not in capsys.readouterr().out
+    assert (sys.argv, sys.path) == (argv, path)
+    assert not nn.modules.module._global_forward_pre_hooks
+
+
+def test_a_script_that_ends_too_soon(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    with pytest.raises(ScriptError, match=r"took 3 optimizer steps, and 5 are needed \(--warmup, --steps\): it ended"):
+        profile_script(script, ["32", "3"], 3, 2)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("import sys; sys.exit(3)", "took 0 optimizer steps, and 5 are needed .*: it called exit.3."),
+        ("x = 1 / 0", "it failed: ZeroDivisionError: division by zero"),
+        ("print(1)", "it ended"),
+    ],
+)
+def test_scripts_that_do_not_train(tmp_path: Path, text: str, message: str) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(text)
+    with pytest.raises(ScriptError, match=message):
+        profile_script(script, [], 3, 2)
+
+
+def test_described_networks_need_one_process(tmp_path: Path) -> None:
+    script, saved = tmp_path / "train.py", tmp_path / "plan.json"
+    script.write_text(SCRIPT)
+    done = run("--workers", "64", "--rate", "10gbit", "--save", str(saved), str(script), "64", "1000")
+    assert done.returncode == 0, done.stderr
+    assert "Predicted seconds per step, 64 workers" in done.stdout and "(described)" in done.stdout
+    assert json.loads(saved.read_text())["network"]["workers"] == 64
+
+
+@pytest.mark.slow
+def test_torchrun_measures(tmp_path: Path) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(
+        SCRIPT.replace("from torch import nn\n", "from torch import nn\ntorch.distributed.init_process_group('gloo')\n")
+        .replace("optimizer = ", "model = nn.parallel.DistributedDataParallel(model)\noptimizer = ")
+    )
+    launch = "-m torch.distributed.run --nproc-per-node 2 -m ddp_hooks plan"
+    done = subprocess.run(
+        [sys.executable, *launch.split(), str(script), "64", "99"],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("Predicted seconds per step, 2 workers") == 1
+    assert "microseconds per message" in done.stdout
+
+
+# -- models, and wrong commands ----------------------------------------------------------------------------------------
+
+
+def test_models_by_name(capsys: pytest.CaptureFixture[str]) -> None:
+    network = ["--workers", "8", "--rate", "1gbit", "--node-size", "1"]
+    command_line.main(["plan", "--model", "resnet18", "--batch", "1", "--steps", "1", *network])
+    printed = capsys.readouterr().out
+    assert "46.8 MB of gradients in 62 tensors" in printed and "DeAR, sharded" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "give a training script, or --model NAME"),
+        (["--model", "resnet18", "train.py"], "give a training script, or --model NAME"),
+        (["--workers", "8", "train.py"], "a described network has --workers and --rate"),
+        (["--workers", "8", "--rate", "fast", "train.py"], "--rate must look like 500mbit or 10gbit, got 'fast'"),
+        (["--workers", "8", "--rate", "1gbit", "--latency", "5", "t.py"], "--latency must look like 50us or 1ms"),
+        (["--workers", "8", "--rate", "1gbit", "--node-size", "3", "t.py"], "node_size must divide 8 workers, got 3"),
+    ],
+)
+def test_wrong_commands(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        command_line.main(["plan", *arguments])
+    assert ended.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["missing.py"], "error: there is no script missing.py"),
+        (["--model", "resnet5000", "--workers", "2", "--rate", "1gbit"], "there is no model 'resnet5000'"),
+    ],
+)
+def test_what_does_not_exist(arguments: list[str], message: str) -> None:
+    with pytest.raises(SystemExit, match=message):
+        command_line.main(["plan", *arguments])
+    assert not dist.is_initialized()

@@ -1,0 +1,60 @@
+"""Simulated tables: as many bytes as the exchange has, and each part of the scheduling hides what it is to hide."""
+
+from __future__ import annotations
+
+import pytest
+
+from ddp_hooks.comm import AlphaBeta
+from ddp_hooks.planning import EmbRace, Network, SparseDdp, StepProfile, TableTraffic, profile_of_layers, simulate
+from ddp_hooks.planning.tables import Scheduling
+
+NETWORK = Network(4, AlphaBeta(0.0, 0.01))
+TRAFFIC = TableTraffic(("table",), ids=2.0, lookup=80.0, rows=80.0, raw_rows=100.0, prior=0.25)
+
+
+def step_of(forward_s: float = 1.0) -> StepProfile:
+    """A table of which little is used, and three dense layers."""
+    layers = [(0.0, 0.0, [0]), *((forward_s, 2 * forward_s, [i]) for i in (1, 2, 3))]
+    return profile_of_layers(layers, ["table", "a", "b", "c"], [100_000, 40, 40, 40])
+
+
+@pytest.mark.parametrize("scheduling", ["none", "horizontal", "2d"])
+def test_bytes_of_a_step(scheduling: Scheduling) -> None:
+    found = simulate(EmbRace(TRAFFIC, scheduling), step_of(), NETWORK)
+    assert found.sent_bytes == pytest.approx(3 * 2.0 + 0.75 * (80 + 80) + 2 * 0.75 * 120)
+
+
+def test_bytes_of_sparse_ddp() -> None:
+    found = simulate(SparseDdp(TRAFFIC), step_of(), NETWORK)
+    assert found.sent_bytes == pytest.approx(3 * 100.0 + 2 * 0.75 * 120)
+    alone = TableTraffic(("table",), 0.0, 0.0, 0.0, 200.0)
+    assert simulate(SparseDdp(alone), step_of(0.0), NETWORK).step_s == pytest.approx((600 + 180) * 0.01)
+
+
+def test_every_part_of_the_scheduling_hides_something() -> None:
+    """Without computing there is nothing to hide behind; with it, each part helps."""
+    traffic = TableTraffic(("table",), ids=2e4, lookup=4e6, rows=4e6, raw_rows=5e6, prior=0.25)
+    layers = [(0.0, 0.0, [0]), *((0.1, 0.2, [i]) for i in range(1, 6))]
+    step = profile_of_layers(layers, ["table", *"abcde"], [10**9, *[4_000_000] * 5])
+    network = Network(4, AlphaBeta(0.0, 4e-8))
+    schedulings: tuple[Scheduling, ...] = ("none", "horizontal", "2d")
+    times = {each: simulate(EmbRace(traffic, each), step, network).step_s for each in schedulings}
+    assert times["2d"] < times["horizontal"] < times["none"]
+    assert times["2d"] >= 1.5, "no less than computing"
+    bare = simulate(EmbRace(TRAFFIC, "2d"), step_of(0.0), NETWORK)
+    assert bare.step_s == pytest.approx(bare.sent_bytes * 0.01)
+
+
+def test_everything_prior_is_horizontal() -> None:
+    whole = TableTraffic(("table",), 2.0, 80.0, 80.0, 100.0, prior=1.0)
+    both = [simulate(EmbRace(whole, scheduling), step_of(), NETWORK).step_s for scheduling in ("horizontal", "2d")]
+    assert both[0] == both[1]
+
+
+def test_wrong_tables_are_refused() -> None:
+    with pytest.raises(ValueError, match="the step has no tensor tabel"):
+        simulate(EmbRace(TableTraffic(("tabel",), 1, 1, 1, 1)), step_of(), NETWORK)
+    with pytest.raises(ValueError, match="at least one tensor"):
+        TableTraffic((), 1, 1, 1, 1)
+    with pytest.raises(ValueError, match="from 0 to 1, got 2"):
+        TableTraffic(("table",), 1, 1, 1, 1, prior=2)
