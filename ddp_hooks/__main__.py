@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import sys
@@ -31,6 +32,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if (options.script is None) == (options.model is None):
         parser.error("give a training script, or --model NAME")
+    missing = [name for name in ("rich", "tqdm") if importlib.util.find_spec(name) is None]
+    if missing:
+        _fail(f"this command needs {' and '.join(missing)}: pip install 'ddp-hooks[plan]'")
     try:
         network = _network(options)
     except ValueError as error:
@@ -115,6 +119,8 @@ def _device() -> torch.device:
 def _join() -> None:
     """Meet the other processes, if torchrun has started several."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if torch.cuda.is_available():
+            torch.cuda.set_device(_device())
         dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
 
 

@@ -1,6 +1,8 @@
 """What a step would take with another way to communicate: a cost model, bounds, and a simulator."""
 
-from ddp_hooks.planning.dense import ByteScheduler, Ddp, Dear, Horovod, MgWfbp
+from ddp_hooks.planning.all_reduce import ByteScheduler, Ddp, MgWfbp
+from ddp_hooks.planning.dear import Dear
+from ddp_hooks.planning.horovod import Horovod
 from ddp_hooks.planning.measure import LinkFit, Measured, fit_link, measure
 from ddp_hooks.planning.network import Network, link_of
 from ddp_hooks.planning.profiling import profile_step, slowest_of

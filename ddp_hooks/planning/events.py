@@ -86,14 +86,14 @@ class Wire:
         self._free_s = 0.0
         self.sent_bytes = 0.0
 
-    def send(self, now_s: float, num_bytes: float, times: int = 1) -> float:
+    def send(self, now_s: float, num_bytes: float, times: int = 1, slowdown: float = 1.0) -> float:
         """When it has arrived, sent ``times`` times in a row, each after the arrival of the one before.
 
         While it waits for arrivals others may use the wire.
         """
         if not num_bytes:
             return now_s
-        carrying_s = num_bytes * self._cost.beta_s_per_byte
+        carrying_s = num_bytes * self._cost.beta_s_per_byte * slowdown
         begin_s = max(now_s, self._free_s)
         self._free_s = begin_s + times * carrying_s
         self.sent_bytes += num_bytes * times
@@ -135,13 +135,13 @@ class Host:
         self._message_s = message_s
         self._byte_s = byte_s
 
-    def send(self, now_s: float, hop: Hop, times: int) -> float:
-        """When these rounds are complete."""
+    def send(self, now_s: float, hop: Hop, times: int, slowdown: float = 1.0) -> float:
+        """When these rounds are complete, whose bytes take ``slowdown`` times as long as the link needs."""
         worked_s = self.processor.work(
             now_s, times * (self._message_s + self._byte_s * (hop.between_bytes + hop.inside_bytes))
         )
-        between_s = self.between.send(now_s, hop.between_bytes, times)
-        return max(worked_s, between_s, self.inside.send(now_s, hop.inside_bytes, times))
+        between_s = self.between.send(now_s, hop.between_bytes, times, slowdown)
+        return max(worked_s, between_s, self.inside.send(now_s, hop.inside_bytes, times, slowdown))
 
 
 @dataclass
@@ -151,10 +151,12 @@ class Slice:
     Args:
         pattern: its rounds.
         work_s: seconds in which its lane computes before it begins, such as selecting.
+        slowdown: how many times as long as the link alone its bytes take.
     """
 
     pattern: Pattern
     work_s: float = 0.0
+    slowdown: float = 1.0
 
 
 @dataclass
@@ -226,14 +228,14 @@ class SimulatedLane:
             if len(under_way) == self._window:
                 yield under_way.popleft()
             yield self._host.processor.work(self._engine.now_s, piece.work_s) - self._engine.now_s
-            under_way.append(self._engine.start(self._rounds(piece.pattern)))
+            under_way.append(self._engine.start(self._rounds(piece)))
         yield from under_way
 
-    def _rounds(self, pattern: Pattern) -> Process:
-        share = max(1, -(-sum(hop.times for hop in pattern) // self._most_events))
-        for hop in pattern:
+    def _rounds(self, piece: Slice) -> Process:
+        share = max(1, -(-sum(hop.times for hop in piece.pattern) // self._most_events))
+        for hop in piece.pattern:
             left = hop.times
             while left:
                 times = min(left, share)
                 left -= times
-                yield self._host.send(self._engine.now_s, hop, times) - self._engine.now_s
+                yield self._host.send(self._engine.now_s, hop, times, piece.slowdown) - self._engine.now_s

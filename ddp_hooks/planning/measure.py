@@ -26,6 +26,7 @@ SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 _TRAIN_BYTES = 8 << 20  # sent one after the other: links that save up let the first ones through unshaped
 _FEWEST, _MOST = 4, 64  # messages of a train
 _REPEATS = 3
+_ALL_REDUCE_BYTES = 16 << 20
 _COPY_BYTES = 32 << 20
 _SELECT_NUMEL = 1 << 20
 
@@ -111,9 +112,12 @@ def measure(
     try:
         costs: dict[str, float] = {}
         fit: LinkFit | None = None
-        for part in progress(("link", "messages", "copies", "selection")):
+        for part in progress(("link", "all-reduce", "messages", "copies", "selection")):
             if part == "link":
                 fit = fit_link({size: _message_s(lanes, size, device) for size in SIZES})
+            elif part == "all-reduce":
+                assert fit is not None
+                costs["all_reduce"] = _all_reduce_factor(lanes, fit.link, device)
             elif part == "messages" and device.type == "cpu":
                 costs |= _message_costs(lanes, device)
             elif part == "copies" and device.type == "cpu":
@@ -156,6 +160,26 @@ def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
     if num_bytes == SIZES[0]:
         run()  # connects
     return statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS)) / rounds
+
+
+def _all_reduce_factor(lanes: Lanes, link: AlphaBeta, device: torch.device) -> float:
+    """How many times as long as two rings on this link two all-reduces of the backend take, both under way at once."""
+    gradients = [torch.zeros(_ALL_REDUCE_BYTES // 4, device=device) for _ in range(2)]
+
+    def run() -> None:
+        for work in [dist.all_reduce(gradient, group=lanes.group, async_op=True) for gradient in gradients]:
+            assert work is not None  # None is for ranks outside the group
+            work.wait()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    run()
+    workers = lanes.world_size
+    rounds = 2 * (workers - 1)
+    carried_s = 2 * rounds * _ALL_REDUCE_BYTES / workers * link.beta_s_per_byte
+    expected_s = max(carried_s, rounds * link.alpha_s)
+    found_s = statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS))
+    return max(1.0, found_s / expected_s) if expected_s else 1.0
 
 
 def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:

@@ -20,6 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from ddp_hooks.comm import compat
 from ddp_hooks.planning.step import StepProfile, TensorUse
 
 
@@ -39,8 +40,9 @@ def profile_step(
         progress: wraps the numbers of the steps, as ``tqdm`` does.
 
     Raises:
-        ValueError: ``step`` trains nothing of the model.
+        ValueError: ``step`` trains nothing of the model, or the model has a communication hook.
     """
+    refuse_hooks(model)
     silent = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
     with _restored(unwrapped(model)), StepWatch(model) as watch:
         for number in progress(range(warmup + steps)):
@@ -49,6 +51,15 @@ def profile_step(
                 step()
             watch.end(counts=number >= warmup)
         return watch.profile()
+
+
+def refuse_hooks(model: nn.Module) -> None:
+    """Raise ValueError if DDP has a communication hook: its communication cannot be left out."""
+    if isinstance(model, DistributedDataParallel) and compat.comm_hook_registered(model):
+        raise ValueError(
+            "this model has a communication hook, and steps are profiled without communication: plan with plain "
+            "DistributedDataParallel, before register_comm_hook()"
+        )
 
 
 class _Stopwatch:

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ddp_hooks.planning.profiling import StepWatch
+from ddp_hooks.planning.profiling import StepWatch, refuse_hooks
 from ddp_hooks.planning.step import StepProfile
 
 
@@ -44,6 +44,8 @@ def profile_script(script: Path, arguments: Sequence[str], steps: int, warmup: i
             runpy.run_path(str(script), run_name="__main__")
         except _Enough:
             return session.profile()
+        except ScriptError:
+            raise
         except SystemExit as error:
             reason = f"it called exit({error.code})"
         except Exception as error:
@@ -97,6 +99,10 @@ class _Session:
     def _begin(self, model: nn.Module) -> None:
         """Watch from here on; within the optimizer's hooks none may be added."""
         self._finding.remove()
+        try:
+            refuse_hooks(model)
+        except ValueError as error:
+            raise ScriptError(str(error)) from None
         if isinstance(model, DistributedDataParallel):
             model.require_backward_grad_sync = False  # as within no_sync()
         self._watch = self._stack.enter_context(StepWatch(model))

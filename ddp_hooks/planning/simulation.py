@@ -27,6 +27,7 @@ class Costs:
     Args:
         message_s: per message, sent and received.
         byte_s: per byte of a message, sent and received.
+        all_reduce: how many times as long as a ring of ours the backend's own all-reduce takes; it is not our code.
         copy_s_per_byte: of a gradient, into DDP's bucket.
         select_s_per_byte: of a gradient, for all that a sparse all-reduce computes.
         python: how many times as long as with a core to itself Python takes, for the hooks of strategies; 0: it runs
@@ -37,6 +38,7 @@ class Costs:
 
     message_s: float = 0.0
     byte_s: float = 0.0
+    all_reduce: float = 1.0
     copy_s_per_byte: float = 0.0
     select_s_per_byte: float = 0.0
     python: float = 0.0
@@ -197,9 +199,10 @@ class Run:
         return sum(self.step.tensors[index].num_bytes for index in tensors)
 
     def all_reduce(self, num_bytes: float, schedule: Schedule = "ring") -> list[Slice]:
-        """An all-reduce in one piece."""
+        """An all-reduce of the backend's, in one piece."""
         network = self.network
-        return [Slice(all_reduce(schedule, network.workers, network.node_size, num_bytes))]
+        pattern = all_reduce(schedule, network.workers, network.node_size, num_bytes)
+        return [Slice(pattern, slowdown=self.costs.all_reduce)]
 
     def collective(self, phase: Phase, num_bytes: float, schedule: Schedule, slice_bytes: float) -> list[Slice]:
         """A half of it, in slices whose messages, in a ring, are no longer than ``slice_bytes``."""
@@ -207,22 +210,3 @@ class Run:
         count = max(1, -(-num_bytes // network.workers // slice_bytes))
         pattern = pattern_of(phase, schedule, network.workers, network.node_size, num_bytes / count)
         return [Slice(pattern)] * int(count)
-
-
-class Launcher:
-    """Hears of gradients, and launches a group when it has all of its own; others are not its concern."""
-
-    def __init__(self, groups: Sequence[Sequence[int]], launch: Callable[[int], None]) -> None:
-        self._group_of = {tensor: number for number, group in enumerate(groups) for tensor in group}
-        self._missing = [len(group) for group in groups]
-        self._launch = launch
-
-    def ready(self, tensor: int) -> None:
-        """A gradient lies in its bucket."""
-        number = self._group_of.get(tensor)
-        if number is None:
-            return
-        self._missing[number] -= 1
-        if not self._missing[number]:
-            self._launch(number)
-

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from ddp_hooks.comm import mebibytes
 from ddp_hooks.comm.bags import reduce_scatter_steps
 from ddp_hooks.comm.bruck import all_gather_steps
-from ddp_hooks.planning.dense import fuse
 from ddp_hooks.planning.events import Process, Signal, Slice
+from ddp_hooks.planning.groups import Launcher, fuse
 from ddp_hooks.planning.patterns import Hop, Pattern
-from ddp_hooks.planning.simulation import Launcher, Run
+from ddp_hooks.planning.simulation import Run
 
-_HOOK_S = 15e-6  # as in ddp_hooks.planning.dense
+_HOOK_S = 15e-6  # as in ddp_hooks.planning.all_reduce
 
 
 @dataclass(frozen=True)

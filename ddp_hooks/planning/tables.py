@@ -6,15 +6,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ddp_hooks.planning.dense import all_reduced_in_backward, ddp_buckets
-from ddp_hooks.planning.events import Process, Signal, Slice
+from ddp_hooks.planning.all_reduce import all_reduced_in_backward
+from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
+from ddp_hooks.planning.groups import Launcher, ddp_buckets
 from ddp_hooks.planning.patterns import Hop
-from ddp_hooks.planning.simulation import Launcher, Run
+from ddp_hooks.planning.simulation import Run
 
 Scheduling = Literal["none", "horizontal", "2d"]
 
-# The static order of section IV of the EmbRace paper; reduce-scatters come up when all of it is under way.
-_PRIOR, _LOOKUP, _GATHER, _DELAYED, _SCATTER = 0.0, 1.0, 2.0, 1e6, 1e9
 
 
 @dataclass(frozen=True)
@@ -122,11 +121,11 @@ class EmbRace:
             run.end_step()
 
     def _scheduled(self, run: Run, tables: Sequence[int], dense: Sequence[int]) -> Process:
+        """Prior rows, then lookups, then dense groups in the order of the forward, then delayed rows (section IV)."""
         traffic, message_bytes = self.traffic, self.slice_mb * (1 << 20)
         groups = ddp_buckets(run, self.bucket_mb, dense)
         forward_groups = groups[::-1]
-        lanes = run.lanes(self.lanes, by_priority=True)
-        (table_lane,) = run.lanes(1, by_priority=True)
+        lanes, (table_lane,) = run.lanes(self.lanes), run.lanes(1)
         prior = traffic.prior if self.scheduling == "2d" else 1.0
         arrived: dict[int, Signal] = {}
         delayed: list[Signal] = []
@@ -137,26 +136,34 @@ class EmbRace:
             def launch(number: int, scattered: list[Signal] = scattered) -> None:
                 slices = run.collective("reduce-scatter", run.num_bytes(groups[number]), "ring", message_bytes)
                 lane = lanes[number % self.lanes]
-                scattered.append(lane.submit(slices, f"reduce-scatter of group {number}", _SCATTER))
+                scattered.append(lane.submit(slices, f"reduce-scatter of group {number}"))
 
             yield from run.backward(Launcher(groups, launch).ready)
-            first = table_lane.submit(_alltoall(run, traffic.rows * prior), "prior rows", _PRIOR)
+            first = table_lane.submit(_alltoall(run, traffic.rows * prior), "prior rows")
             for signal in (*scattered, *delayed, first):
                 yield from run.wait(signal, "gradients")
             yield from run.optimizer(1 / run.network.workers)
             looked_up = table_lane.submit(
-                [*_all_gather(run, traffic.ids), *_alltoall(run, traffic.lookup)], "lookup", _LOOKUP
+                [*_all_gather(run, traffic.ids), *_alltoall(run, traffic.lookup)], "lookup"
             )
             arrived = dict.fromkeys(tables, looked_up)
+            gathers: list[Signal] = []
             for number, group in enumerate(forward_groups):
                 slices = run.collective("all-gather", run.num_bytes(group), "ring", message_bytes)
                 name = f"all-gather of group {number}"
-                gathered = lanes[number % self.lanes].submit(slices, name, _GATHER + number)
+                gathered = lanes[number % self.lanes].submit(slices, name)
+                gathers.append(gathered)
                 arrived.update(dict.fromkeys(group, gathered))
-            delayed = []
             if prior < 1:
-                delayed.append(lanes[0].submit(_alltoall(run, traffic.rows * (1 - prior)), "delayed rows", _DELAYED))
+                rest = _alltoall(run, traffic.rows * (1 - prior))
+                delayed = [run.engine.start(_after(gathers, table_lane, rest, "delayed rows"))]
             run.end_step()
+
+
+def _after(others: Sequence[Signal], lane: SimulatedLane, slices: list[Slice], label: str) -> Process:
+    """Send, when others have arrived; ends when it has arrived, too."""
+    yield from others
+    yield lane.submit(slices, label)
 
 
 @dataclass(frozen=True)

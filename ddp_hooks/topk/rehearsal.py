@@ -29,8 +29,12 @@ def compute_s(gradient: Tensor, density: float, workers: int) -> float:
     residuals = [torch.zeros_like(gradient) for _ in range(workers)]
     sums = [SparseSum(sparsity, numel, rank, workers) for rank in range(workers)]
     dense = torch.empty_like(gradient)
+    if gradient.is_cuda:
+        torch.cuda.synchronize(gradient.device)
     start_s = time.perf_counter()
     run_on_fabric([_written(sums[r].run(residuals[r], gradients[r]), dense) for r in range(workers)])
+    if gradient.is_cuda:
+        torch.cuda.synchronize(gradient.device)
     return (time.perf_counter() - start_s) / workers
 
 

@@ -148,11 +148,11 @@ def measure_all(rank: int, world_size: int) -> tuple[Any, StepProfile, bool]:
 def test_real_processes_agree(workers: WorkerPools) -> None:
     outcomes = workers(2).run(measure_all)
     (found, seen), profile, _ = outcomes[0]
-    assert seen == ["link", "messages", "copies", "selection"]
+    assert seen == ["link", "all-reduce", "messages", "copies", "selection"]
     assert found.fit.link.beta_s_per_byte > 0 and len(found.fit.seconds) == 6
     costs = found.costs
     assert min(costs.message_s, costs.copy_s_per_byte, costs.select_s_per_byte) > 0
-    assert costs.cores >= 1 and costs.crowd >= 1 and costs.python == costs.crowd
+    assert costs.all_reduce >= 1 and costs.cores >= 1 and costs.crowd >= 1 and costs.python == costs.crowd
     for (other, _), other_profile, same in outcomes:
         assert other == found, "every rank has the same"
         assert other_profile == profile and same

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
+from ddp_hooks import DearState, dear_hook
 from ddp_hooks import __main__ as command_line
 from ddp_hooks.planner import Plan, plan, predict
 from ddp_hooks.planning import Costs, Network, link_of, profile_of_layers
@@ -132,6 +133,25 @@ def test_one_process_describes_its_network(workers: WorkerPools) -> None:
     assert "start several (torchrun), or describe the network" in outcome[3]
 
 
+def plan_with_hook(rank: int, world_size: int) -> str:
+    ddp = DistributedDataParallel(nn.Linear(8, 8), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    state = DearState(ddp, optimizer)
+    ddp.register_comm_hook(state, dear_hook)
+    try:
+        plan(ddp, lambda: None, Network(4, link_of(1.0)))
+    except ValueError as error:
+        return str(error)
+    finally:
+        state.close()
+    return ""
+
+
+def test_models_with_hooks_are_refused(workers: WorkerPools) -> None:
+    for message in workers(2).run(plan_with_hook):
+        assert "plan with plain DistributedDataParallel, before register_comm_hook()" in message
+
+
 # -- scripts -----------------------------------------------------------------------------------------------------------
 
 
@@ -163,6 +183,14 @@ def test_a_script_that_ends_too_soon(tmp_path: Path) -> None:
     script.write_text(SCRIPT)
     with pytest.raises(ScriptError, match=r"took 3 optimizer steps, and 5 are needed \(--warmup, --steps\): it ended"):
         profile_script(script, ["32", "3"], 3, 2)
+
+
+def test_options_of_the_script_are_the_scripts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    script = tmp_path / "train.py"
+    script.write_text("import sys; print(sys.argv[1:])")
+    with pytest.raises(SystemExit, match="took 0 optimizer steps"):
+        command_line.main(["plan", "--steps", "1", str(script), "--steps", "7", "--lr=0.1", "x"])
+    assert "['--steps', '7', '--lr=0.1', 'x']" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,12 @@ def test_lanes_and_the_training_thread_take_turns() -> None:
     assert many.step_s == pytest.approx(2 + 1 + 1 + 0.5)
 
 
+def test_the_backends_all_reduce_may_be_slower() -> None:
+    network, costs = Network(4, AlphaBeta(0.25, 0.01)), Costs(all_reduce=1.5)
+    assert simulate(Ddp(), one_tensor(), network, costs).step_s == pytest.approx(3.5 + 6 * (0.25 + 0.375))
+    assert simulate(Dear(), one_tensor(), network, costs) == simulate(Dear(), one_tensor(), network)
+
+
 def test_hooks_take_their_time() -> None:
     step = one_tensor()
     for strategy in (Ddp(), Dear(), Dear("replicated"), SparDL()):
