@@ -151,9 +151,8 @@ class EmbRace:
             for number, group in enumerate(forward_groups):
                 slices = run.collective("all-gather", run.num_bytes(group), "ring", message_bytes)
                 name = f"all-gather of group {number}"
-                gathered = lanes[number % self.lanes].submit(slices, name)
-                gathers.append(gathered)
-                arrived.update(dict.fromkeys(group, gathered))
+                gathers.append(run.engine.start(_after([looked_up], lanes[number % self.lanes], slices, name)))
+                arrived.update(dict.fromkeys(group, gathers[-1]))
             if prior < 1:
                 rest = _alltoall(run, traffic.rows * (1 - prior))
                 delayed = [run.engine.start(_after(gathers, table_lane, rest, "delayed rows"))]

@@ -34,11 +34,11 @@ def test_bytes_of_sparse_ddp() -> None:
 def test_every_part_of_the_scheduling_hides_something() -> None:
     """Without computing there is nothing to hide behind; with it, each part helps."""
     traffic = TableTraffic(("table",), ids=2e4, lookup=4e6, rows=4e6, raw_rows=5e6, prior=0.25)
-    layers = [(0.0, 0.0, [0]), *((0.1, 0.2, [i]) for i in range(1, 6))]
-    step = profile_of_layers(layers, ["table", *"abcde"], [10**9, *[4_000_000] * 5])
+    layers = [(0.0, 0.0, [0]), *((0.025, 0.05, [i]) for i in range(1, 21))]
+    step = profile_of_layers(layers, ["table", *"abcdefghijklmnopqrst"], [10**9, *[1_000_000] * 20])
     network = Network(4, AlphaBeta(0.0, 4e-8))
     schedulings: tuple[Scheduling, ...] = ("none", "horizontal", "2d")
-    times = {each: simulate(EmbRace(traffic, each), step, network).step_s for each in schedulings}
+    times = {each: simulate(EmbRace(traffic, each, bucket_mb=1.0), step, network).step_s for each in schedulings}
     assert times["2d"] < times["horizontal"] < times["none"]
     assert times["2d"] >= 1.5, "no less than computing"
     bare = simulate(EmbRace(TRAFFIC, "2d"), step_of(0.0), NETWORK)
