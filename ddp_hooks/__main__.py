@@ -21,6 +21,7 @@ from ddp_hooks.planning import Network, link_of
 from ddp_hooks.planning.models import profile_model
 from ddp_hooks.planning.scripts import ScriptError, profile_script
 
+_NEEDED = ("rich", "tqdm", "matplotlib")
 _TCP = 0.949  # of a link's rate, in frames of 1,500 bytes
 _BITS = {"kbit": 1e-6, "mbit": 1e-3, "gbit": 1.0}
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -32,7 +33,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if (options.script is None) == (options.model is None):
         parser.error("give a training script, or --model NAME")
-    missing = [name for name in ("rich", "tqdm") if importlib.util.find_spec(name) is None]
+    for name in ("steps", "batch", "length"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name} must be >= 1, got {getattr(options, name)}")
+    for path in (options.save, options.trace, options.draw):
+        if path is not None and not path.resolve().parent.is_dir():
+            parser.error(f"there is no folder {path.resolve().parent} for {path.name}")
+    if options.draw is not None and options.draw.suffix not in (".png", ".svg", ".pdf"):
+        parser.error(f"--draw takes a .png, .svg or .pdf, got {options.draw}")
+    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         _fail(f"this command needs {' and '.join(missing)}: pip install 'ddp-hooks[plan]'")
     try:
@@ -42,10 +51,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         if options.model is not None:
             _join()
-            profile = profile_model(options.model, options.batch, options.length, _device(), options.steps, _bar)
+            profile, model = profile_model(
+                options.model, options.batch, options.length, _device(), options.steps, _bar
+            )
         else:
-            profile = profile_script(options.script, options.arguments, options.steps, options.warmup)
-        found = plan_profiled(profile, _device(), network, _bar)
+            profile, model = profile_script(options.script, options.arguments, options.steps, options.warmup)
+        if network is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            _fail(f"{options.script} has not initialised torch.distributed, so there is no network to measure")
+        found = plan_profiled(profile, model, network, _bar)
     except (ScriptError, ValueError) as error:
         _fail(str(error))
     finally:
@@ -95,8 +108,7 @@ def _network(options: argparse.Namespace) -> Network | None:
     latency_s = _number(options.latency, _SECONDS, "--latency must look like 50us or 1ms")
     link = _link(options.rate, latency_s, "--rate")
     inside = _link(options.inside_rate, latency_s / 10, "--inside-rate") if options.node_size > 1 else None
-    native = _device().type == "cuda"
-    return Network(options.workers, link, options.node_size, inside, native)
+    return Network(options.workers, link, options.node_size, inside)
 
 
 def _link(rate: str, latency_s: float, option: str) -> AlphaBeta:
@@ -161,11 +173,16 @@ def show(plan: Plan) -> None:
         f"{profile.optimizer_s:.3f} s, other {profile.other_s:.3f} s; {profile.num_bytes / 1e6:.1f} MB of gradients "
         f"in {len(profile.tensors)} tensors"
     )
+    if plan.fit is None:
+        say("Assumed: messages cost this processor nothing; copies and selections are measured in this process alone.")
+    if network.node_size > 1:
+        say("SparDL is not among them: it is simulated with one worker per link only.")
     say(f"What limits it: {plan.limit}.")
     if plan.recommended is plan.present:
         say("Stay with plain DDP: nothing here would be faster by more than predictions are wrong by.")
         return
-    say(f"Recommended (*): {plan.recommended.strategy}. Write\n    {plan.recommended_line}")
+    lines = plan.recommended_line.replace("\n", "\n    ")
+    say(f"Recommended (*): {plan.recommended.strategy}. Write\n    {lines}")
     if plan.recommended.strategy.startswith("SparDL"):
         say("It leaves gradients for later steps: check that your model learns as well (docs/sparse.md).")
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ddp_hooks.comm import agree
 from ddp_hooks.planning import (
     Costs,
     Ddp,
@@ -23,6 +25,7 @@ from ddp_hooks.planning import (
     StepProfile,
     Strategy,
     measure,
+    measure_alone,
     profile_step,
     simulate,
     slowest_of,
@@ -36,6 +39,7 @@ DENSITY = 0.01
 _WORTH_WHILE = 1.03  # less is within what the simulator is wrong by
 _WORTH_LOSING = 1.2  # what leaves something out has to be faster by this
 _HIDDEN = 0.05  # part of a step
+_REHEARSED = 16  # workers whose selections are rehearsed, at most
 
 
 @dataclass(frozen=True)
@@ -87,9 +91,13 @@ class Plan:
         busy = best.sent_bytes * self.network.link.beta_s_per_byte / best.step_s
         if busy > 1 - 2 * _HIDDEN:
             return f"the link, which is busy for {busy:.0%} of a step"
+        working_s = self.costs.byte_s * best.sent_bytes
+        if best.strategy.startswith("SparDL"):
+            working_s += self.costs.select_s_per_byte * self.profile.num_bytes
         return (
-            f"dependencies and latency: the link is busy for {busy:.0%} of a step, computing takes "
-            f"{self.profile.compute_s / best.step_s:.0%}"
+            f"dependencies, latency or the processor: computing takes {self.profile.compute_s / best.step_s:.0%} of a "
+            f"step, the link is busy for {busy:.0%} of it, the processor with communication for at least "
+            f"{working_s / best.step_s:.0%}"
         )
 
     def save(self, path: str | Path) -> None:
@@ -128,9 +136,10 @@ class Plan:
         ]
 
 
-def strategies(bucket_mb: float = 25.0) -> tuple[Strategy, ...]:
-    """What a plan compares; plain DDP first, with this bucket size."""
-    return Ddp(bucket_mb), Dear(), Dear("replicated"), SparDL(DENSITY)
+def strategies(bucket_mb: float = 25.0, node_size: int = 1) -> tuple[Strategy, ...]:
+    """What a plan compares; plain DDP first, with this bucket size. SparDL is simulated on one level only."""
+    exact: tuple[Strategy, ...] = (Ddp(bucket_mb), Dear(), Dear("replicated"))
+    return (*exact, SparDL(DENSITY)) if node_size == 1 else exact
 
 
 def predict(
@@ -149,7 +158,7 @@ def predict(
         fit: how the network was measured, if it was.
         compared: the present strategy first; None: :func:`strategies`.
     """
-    chosen = tuple(compared or strategies())
+    chosen = tuple(compared or strategies(node_size=network.node_size))
     predictions = tuple(simulate(strategy, profile, network, costs) for strategy in chosen)
     return Plan(profile, network, costs, fit, predictions, tuple(strategy.line for strategy in chosen))
 
@@ -163,48 +172,72 @@ def plan(
 ) -> Plan:
     """Predict a training step with plain DDP, DeAR and SparDL; collective where there are several ranks.
 
-    Model and optimizers end as they began.
+    Model and optimizers end as they began; see :func:`~ddp_hooks.planning.profile_step`.
 
     Args:
         model: what is trained, in DistributedDataParallel or not.
         step: does one whole step: forward, backward, ``optimizer.step()``.
-        network: to predict for; None: that between the ranks of this process group, which is measured.
+        network: to predict for; None: that between the ranks of the model's process group, which is measured.
         steps: that are timed.
         progress: wraps what takes long, as ``tqdm`` does.
 
     Raises:
-        ValueError: ``step`` does not train the model, or there is no network to measure.
+        ValueError: ``step`` does not train the model, or there is no network to measure; with several ranks, on all of
+            them, also if it fails on one.
     """
-    _require_network(network)
-    profile = profile_step(model, step, steps, progress=progress)
-    return plan_profiled(profile, next(model.parameters()).device, network, progress)
+    group = _group_of(model)
+    _require_network(network, group)
+    profile, failure = None, None
+    try:
+        profile = profile_step(model, step, steps, progress=progress)
+    except Exception as error:
+        if group is None:
+            raise
+        failure = error
+    if group is not None:
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            agree({}, problem, group, "the profile")
+        except ValueError as error:
+            raise error from failure
+    assert profile is not None
+    return plan_profiled(profile, model, network, progress)
 
 
 def plan_profiled(
-    profile: StepProfile, device: Any, network: Network | None = None, progress: Progress[Any] = iter
+    profile: StepProfile, model: nn.Module, network: Network | None = None, progress: Progress[Any] = iter
 ) -> Plan:
     """The same from a profile; collective where there are several ranks."""
-    _require_network(network)
-    if _num_ranks() == 1:
-        assert network is not None
-        return predict(profile, network, Costs())
-    group = dist.group.WORLD
-    assert group is not None
-    profile = slowest_of(profile, group)
+    group, device = _group_of(model), next(model.parameters()).device
+    _require_network(network, group)
+    bucket_mb = model.bucket_bytes_cap / (1 << 20) if isinstance(model, DistributedDataParallel) else 25.0
+    if group is not None:
+        profile = slowest_of(profile, group)
     if network is not None:
-        return predict(profile, network, Costs())
-    workers = dist.get_world_size()
-    found = measure(group, device, partial(compute_s, density=DENSITY, workers=workers), progress)
-    described = Network(workers, found.fit.link, native=device.type == "cuda")
-    return predict(profile, described, found.costs, found.fit)
+        network = replace(network, native=device.type == "cuda")
+        select_s = partial(compute_s, density=DENSITY, workers=min(network.workers, _REHEARSED))
+        costs = [measure_alone(device, select_s)]
+        if group is not None:
+            dist.broadcast_object_list(costs, group=group, group_src=0)
+        return predict(profile, network, costs[0], None, strategies(bucket_mb, network.node_size))
+    assert group is not None
+    workers = dist.get_world_size(group)
+    select_s = partial(compute_s, density=DENSITY, workers=min(workers, _REHEARSED))
+    found = measure(group, device, select_s, progress)
+    measured = Network(workers, found.fit.link, native=device.type == "cuda")
+    return predict(profile, measured, found.costs, found.fit, strategies(bucket_mb))
 
 
-def _num_ranks() -> int:
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Where the model's ranks meet; None if there is only this one."""
+    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return group if group is not None and dist.get_world_size(group) > 1 else None
 
 
-def _require_network(network: Network | None) -> None:
-    if network is None and _num_ranks() == 1:
+def _require_network(network: Network | None, group: dist.ProcessGroup | None) -> None:
+    if network is None and group is None:
         raise ValueError(
             "there is one process, and so no network to measure: start several (torchrun), or describe the network, "
             "as network=Network(workers=8, link=link_of(gbit_s=10, latency_s=50e-6)) (--workers 8 --rate 10gbit "

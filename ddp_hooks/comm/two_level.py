@@ -2,9 +2,9 @@
 
 Ranks ``n * node_size`` to ``(n + 1) * node_size - 1`` share node n. A reduce-scatter is a ring within every node, by
 which each of its workers comes to hold the node's sum of what the workers at its place own, and a ring between the
-workers at the same place of all nodes; an all-gather goes the other way. A node sends as many bytes to others as in one
-ring around all workers, in ``P / node_size - 1`` rounds instead of ``P - 1``. DeAR (sections III-A and VII-A) allows
-any all-reduce that splits in two.
+workers at the same place of all nodes; an all-gather goes the other way. Of n bytes a node of N sends (N - 1) / N n to
+others in N - 1 rounds; in one ring around all P workers (P - 1) / P n in P - 1 rounds. DeAR (sections III-A and VII-A)
+allows any all-reduce that splits in two.
 """
 
 from __future__ import annotations

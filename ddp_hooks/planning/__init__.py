@@ -3,7 +3,7 @@
 from ddp_hooks.planning.all_reduce import ByteScheduler, Ddp, MgWfbp
 from ddp_hooks.planning.dear import Dear
 from ddp_hooks.planning.horovod import Horovod
-from ddp_hooks.planning.measure import LinkFit, Measured, fit_link, measure
+from ddp_hooks.planning.measure import LinkFit, Measured, fit_link, measure, measure_alone
 from ddp_hooks.planning.network import Network, link_of
 from ddp_hooks.planning.profiling import profile_step, slowest_of
 from ddp_hooks.planning.simulation import Costs, Prediction, Strategy, simulate
@@ -32,6 +32,7 @@ __all__ = [
     "fit_link",
     "link_of",
     "measure",
+    "measure_alone",
     "profile_of_layers",
     "profile_step",
     "simulate",

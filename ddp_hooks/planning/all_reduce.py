@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -146,9 +145,8 @@ class ByteScheduler:
 
     def train(self, run: Run) -> Process:
         """See :class:`~ddp_hooks.planning.simulation.Strategy`."""
-        lanes = run.lanes(self.credit, window=1, by_priority=True)
+        lane, *_ = run.lanes(self.credit, window=1, by_priority=True)  # whichever is free takes a part
         rank_of = {tensor: rank for rank, tensor in enumerate(run.step.forward_order)}
-        turns = itertools.cycle(lanes)
         arrived: dict[int, Signal] = {}
         while not run.is_over:
             yield from run.forward(arrived, lambda tensor: run.step.optimizer_s * part_of(run, tensor))
@@ -156,11 +154,15 @@ class ByteScheduler:
 
             def launch(tensor: int, arrived: dict[int, Signal] = arrived) -> None:
                 num_bytes = run.step.tensors[tensor].num_bytes
-                parts = max(1, -(-num_bytes // mebibytes(self.part_mb)))
-                for _ in range(parts):  # of one priority, so the last one is the last
-                    slices = run.all_reduce(num_bytes / parts, self.schedule)
-                    name = f"all-reduce of {run.step.tensors[tensor].name}"
-                    arrived[tensor] = next(turns).submit(slices, name, priority=rank_of[tensor])
+                count = max(1, -(-num_bytes // mebibytes(self.part_mb)))
+                part = run.all_reduce(num_bytes / count, self.schedule)
+                label = f"all-reduce of {run.step.tensors[tensor].name}"
+                parts = [lane.submit(part, label, rank_of[tensor]) for _ in range(count)]
+                arrived[tensor] = run.engine.start(_all(parts))
 
             yield from run.backward(launch)
             run.end_step()
+
+
+def _all(signals: Sequence[Signal]) -> Process:
+    yield from signals

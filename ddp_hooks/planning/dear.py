@@ -21,7 +21,8 @@ class Dear:
 
     Args:
         update: ``"sharded"``: parameters are gathered, and a worker updates its share; ``"replicated"``: gradients are,
-            and every worker updates all of them, each before it is read.
+            and every worker updates all of them, each before it is read; the hook begins some of these gathers in
+            the backward already, which is left out here.
         bucket_mb: of DDP; a gradient counts as ready with its bucket, but for the last one's.
         fusion_mb: largest group, in MiB (section IV-B).
         lanes: streams of communication.
@@ -49,7 +50,10 @@ class Dear:
     def line(self) -> str:
         """What a user writes."""
         config = "" if self.update == "sharded" else ', DearConfig(update="replicated")'
-        return f"ddp.register_comm_hook(DearState(ddp, optimizer{config}), dear_hook)"
+        return (
+            f"ddp = DistributedDataParallel(model, bucket_cap_mb={self.bucket_mb:g}, gradient_as_bucket_view=True)\n"
+            f"ddp.register_comm_hook(DearState(ddp, optimizer{config}), dear_hook)"
+        )
 
     def train(self, run: Run) -> Process:
         """See :class:`~ddp_hooks.planning.simulation.Strategy`."""
@@ -66,25 +70,25 @@ class Dear:
         arrived: dict[int, Signal] = {}
         while not run.is_over:
             yield from run.forward(arrived, update_s)
-            scattered: list[Signal] = []
+            scattered: dict[int, Signal] = {}  # by tensor
 
-            def launch(number: int, scattered: list[Signal] = scattered) -> None:
+            def launch(number: int, scattered: dict[int, Signal] = scattered) -> None:
                 if self.scatters:
                     num_bytes = run.num_bytes(backward_groups[number])
                     slices = run.collective("reduce-scatter", num_bytes, self.schedule, sizes.message_bytes)
-                    scattered.append(
-                        lanes[number % sizes.lanes].submit(slices, f"reduce-scatter of group {number}")
-                    )
+                    signal = lanes[number % sizes.lanes].submit(slices, f"reduce-scatter of group {number}")
+                    scattered.update(dict.fromkeys(backward_groups[number], signal))
 
             yield from run.backward(Launcher(backward_groups, launch).ready)
-            for signal in scattered:
-                yield from run.wait(signal, "reduce-scatters")
             if not replicates:
+                for signal in scattered.values():
+                    yield from run.wait(signal, "reduce-scatters")
                 yield from run.optimizer(1 / run.network.workers)
-            arrived = dict.fromkeys(run.step.forward_order, _HAPPENED)
+            arrived = dict.fromkeys(run.step.forward_order, _HAPPENED) | scattered
             for number, group in enumerate(forward_groups if self.gathers else []):
+                after = [scattered[tensor] for tensor in group if tensor in scattered]
                 slices = run.collective("all-gather", run.num_bytes(group), self.schedule, sizes.message_bytes)
-                signal = lanes[number % sizes.lanes].submit(slices, f"all-gather of group {number}")
+                signal = lanes[number % sizes.lanes].submit(slices, f"all-gather of group {number}", after=after)
                 arrived.update(dict.fromkeys(group, signal))
             run.end_step()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TypeAlias
@@ -104,19 +104,25 @@ class Processor:
     """What a worker's lanes compute with: so many pieces of work at a time, first come, first served."""
 
     def __init__(self, cores: int = 1) -> None:
-        self._free_s = [0.0] * cores
+        self._booked: list[list[tuple[float, float]]] = [[] for _ in range(cores)]  # of each core, in order
 
     def work(self, now_s: float, seconds: float) -> float:
         """When work that begins now, or when a core is free, has ended."""
         if not seconds:
             return now_s
-        core = min(range(len(self._free_s)), key=self._free_s.__getitem__)
-        self._free_s[core] = max(now_s, self._free_s[core]) + seconds
-        return self._free_s[core]
+        core = min(self._booked, key=lambda booked: booked[-1][1] if booked else 0.0)
+        begin_s = max(now_s, core[-1][1]) if core else now_s
+        core.append((begin_s, begin_s + seconds))
+        return begin_s + seconds
 
     def busy_s(self, start_s: float, end_s: float) -> float:
-        """Of this time, how much no core was free; ``start_s`` is now."""
-        return max(0.0, min(end_s, *self._free_s) - start_s)
+        """Of this time, how much the core that is booked least is booked; times before it are forgotten."""
+        return min(self._booked_s(core, start_s, end_s) for core in self._booked)
+
+    def _booked_s(self, core: list[tuple[float, float]], start_s: float, end_s: float) -> float:
+        past = next((i for i, (_, until_s) in enumerate(core) if until_s > start_s), max(0, len(core) - 1))
+        del core[:past]
+        return sum(max(0.0, min(end_s, until_s) - max(start_s, since_s)) for since_s, until_s in core)
 
 
 class Host:
@@ -132,14 +138,14 @@ class Host:
         self.between = Wire(network.link)
         self.inside = Wire(network.inside or network.link)
         self.processor = Processor(cores)
+        self._node_size = network.node_size
         self._message_s = message_s
         self._byte_s = byte_s
 
     def send(self, now_s: float, hop: Hop, times: int, slowdown: float = 1.0) -> float:
         """When these rounds are complete, whose bytes take ``slowdown`` times as long as the link needs."""
-        worked_s = self.processor.work(
-            now_s, times * (self._message_s + self._byte_s * (hop.between_bytes + hop.inside_bytes))
-        )
+        own_bytes = hop.between_bytes / self._node_size + hop.inside_bytes
+        worked_s = self.processor.work(now_s, times * (self._message_s + self._byte_s * own_bytes))
         between_s = self.between.send(now_s, hop.between_bytes, times, slowdown)
         return max(worked_s, between_s, self.inside.send(now_s, hop.inside_bytes, times, slowdown))
 
@@ -164,7 +170,17 @@ class _Submission:
     slices: list[Slice]
     label: str
     priority: float
+    after: Sequence[Signal]
     done: Signal
+
+
+@dataclass
+class Waiting:
+    """What lanes are still to send."""
+
+    submissions: list[_Submission] = field(default_factory=list)
+    news: Signal = field(default_factory=Signal)
+    closed: bool = False
 
 
 class SimulatedLane:
@@ -174,53 +190,64 @@ class SimulatedLane:
         engine, host: shared by all lanes.
         name: of its track.
         window: slices under way.
-        by_priority: take the submission with the lowest ``priority`` first, not the first one.
+        waiting: shared with other lanes that take the submission with the lowest ``priority`` first, whichever of them
+            is free; None: this one takes its own, in their order.
         most_events: rounds of a slice that are simulated one by one; of more, neighbours count as one.
     """
 
     def __init__(
-        self, engine: Engine, host: Host, name: str, window: int = 4, by_priority: bool = False, most_events: int = 64
+        self,
+        engine: Engine,
+        host: Host,
+        name: str,
+        window: int = 4,
+        waiting: Waiting | None = None,
+        most_events: int = 64,
     ) -> None:
         self._engine = engine
         self._host = host
         self._name = name
         self._window = window
-        self._by_priority = by_priority
+        self._by_priority = waiting is not None
+        self._waiting = waiting or Waiting()
         self._most_events = most_events
-        self._queue: list[_Submission] = []
-        self._work = Signal()
-        self._closed = False
         engine.start(self._serve())
 
-    def submit(self, slices: list[Slice], label: str, priority: float = 0.0) -> Signal:
-        """Send them when their turn comes; returns what tells that all have arrived."""
+    def submit(
+        self, slices: list[Slice], label: str, priority: float = 0.0, after: Sequence[Signal] = ()
+    ) -> Signal:
+        """Send them when their turn has come, and ``after`` has happened; returns what tells that all have arrived."""
         done = Signal()
-        self._queue.append(_Submission(slices, label, priority, done))
-        self._engine.fire(self._work)
+        self._waiting.submissions.append(_Submission(slices, label, priority, after, done))
+        self._tell()
         return done
 
     def close(self) -> None:
         """Take nothing more."""
-        self._closed = True
-        self._engine.fire(self._work)
+        self._waiting.closed = True
+        self._tell()
+
+    def _tell(self) -> None:
+        news, self._waiting.news = self._waiting.news, Signal()
+        self._engine.fire(news)
 
     def _serve(self) -> Process:
         while True:
-            while not self._queue:
-                if self._closed:
+            while not self._waiting.submissions:
+                if self._waiting.closed:
                     return
-                self._work = Signal()
-                yield self._work
+                yield self._waiting.news
             submission = self._next()
+            yield from submission.after
             with self._engine.span(self._name, submission.label):
                 yield from self._send(submission.slices)
             self._engine.fire(submission.done)
 
     def _next(self) -> _Submission:
+        waiting = self._waiting.submissions
         if not self._by_priority:
-            return self._queue.pop(0)
-        first = min(range(len(self._queue)), key=lambda i: (self._queue[i].priority, i))
-        return self._queue.pop(first)
+            return waiting.pop(0)
+        return waiting.pop(min(range(len(waiting)), key=lambda i: (waiting[i].priority, i)))
 
     def _send(self, slices: list[Slice]) -> Process:
         under_way: deque[Signal] = deque()
@@ -239,3 +266,15 @@ class SimulatedLane:
                 times = min(left, share)
                 left -= times
                 yield self._host.send(self._engine.now_s, hop, times, piece.slowdown) - self._engine.now_s
+
+
+def clock_of(slices: list[Slice], network: Network, lanes: int = 1) -> float:
+    """Seconds until slices have arrived, the same ones on each of so many lanes."""
+    engine = Engine()
+    host = Host(network)
+    opened = [SimulatedLane(engine, host, f"lane {i}") for i in range(lanes)]
+    for lane in opened:
+        lane.submit(slices, "slices")
+        lane.close()
+    engine.run()
+    return engine.now_s

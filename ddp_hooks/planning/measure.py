@@ -18,6 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Recorder, Recv, Send
+from ddp_hooks.planning.events import Slice, clock_of
+from ddp_hooks.planning.network import Network
+from ddp_hooks.planning.patterns import all_reduce
 from ddp_hooks.planning.simulation import Costs
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
@@ -134,6 +137,23 @@ def measure(
     return Measured(fit, Costs(**costs, cores=cores, crowd=crowd))
 
 
+def measure_alone(device: torch.device, select_s: Callable[[Tensor], float] | None = None) -> Costs:
+    """What one process can measure of a processor that it does not share: copies and selection.
+
+    What messages cost it is not among them.
+
+    Args:
+        device: where gradients are.
+        select_s: as of :func:`measure`.
+    """
+    on_cpu = device.type == "cpu"
+    return Costs(
+        copy_s_per_byte=_copy_s_per_byte(None) if on_cpu else 0.0,
+        select_s_per_byte=_select_s_per_byte(None, device, select_s) if select_s is not None else 0.0,
+        python=1.0 if on_cpu else 0.0,
+    )
+
+
 _CPU_SECONDS = ("message_s", "byte_s")  # measured in seconds of a processor, the others by the clock
 
 
@@ -174,10 +194,9 @@ def _all_reduce_factor(lanes: Lanes, link: AlphaBeta, device: torch.device) -> f
             torch.cuda.synchronize(device)
 
     run()
-    workers = lanes.world_size
-    rounds = 2 * (workers - 1)
-    carried_s = 2 * rounds * _ALL_REDUCE_BYTES / workers * link.beta_s_per_byte
-    expected_s = max(carried_s, rounds * link.alpha_s)
+    pattern = all_reduce("ring", lanes.world_size, 1, _ALL_REDUCE_BYTES)
+    streams = 1 if lanes.native else 2
+    expected_s = clock_of([Slice(pattern)] * (2 // streams), Network(lanes.world_size, link), streams)
     found_s = statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS))
     return max(1.0, found_s / expected_s) if expected_s else 1.0
 
@@ -195,22 +214,29 @@ def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
     }
 
 
-def _copy_s_per_byte(group: dist.ProcessGroup) -> float:
+def _copy_s_per_byte(group: dist.ProcessGroup | None) -> float:
     source, target = torch.ones(_COPY_BYTES // 4), torch.ones(_COPY_BYTES // 4)
     return statistics.median(_slowest_s(group, lambda: target.copy_(source)) for _ in range(_REPEATS)) / _COPY_BYTES
 
 
-def _select_s_per_byte(group: dist.ProcessGroup, device: torch.device, select_s: Callable[[Tensor], float]) -> float:
+def _select_s_per_byte(
+    group: dist.ProcessGroup | None, device: torch.device, select_s: Callable[[Tensor], float]
+) -> float:
     gradient = torch.randn(_SELECT_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     seconds = []
     for _ in range(1 + _REPEATS):
-        dist.barrier(group)
+        _meet(group)
         seconds.append(_over_ranks(group, select_s(gradient), max))
     return statistics.median(seconds[1:]) / (4 * _SELECT_NUMEL)
 
 
-def _slowest_s(group: dist.ProcessGroup, action: Callable[[], object]) -> float:
-    dist.barrier(group)
+def _meet(group: dist.ProcessGroup | None) -> None:
+    if group is not None:
+        dist.barrier(group)
+
+
+def _slowest_s(group: dist.ProcessGroup | None, action: Callable[[], object]) -> float:
+    _meet(group)
     start_s = time.perf_counter()
     action()
     return _over_ranks(group, time.perf_counter() - start_s, max)
@@ -224,7 +250,9 @@ def _cpu_s(group: dist.ProcessGroup, action: Callable[[], object]) -> float:
     return _over_ranks(group, time.process_time() - start_s, statistics.mean)
 
 
-def _over_ranks(group: dist.ProcessGroup, value: float, combine: Callable[[list[float]], float]) -> float:
+def _over_ranks(group: dist.ProcessGroup | None, value: float, combine: Callable[[list[float]], float]) -> float:
+    if group is None:
+        return value
     gathered: list[float] = [0.0] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return combine(gathered)

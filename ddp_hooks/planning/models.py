@@ -19,7 +19,7 @@ def profile_model(
     device: torch.device,
     steps: int,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
-) -> StepProfile:
+) -> tuple[StepProfile, nn.Module]:
     """Profile a model's step with SGD and momentum on this machine.
 
     Args:
@@ -31,7 +31,7 @@ def profile_model(
         progress: wraps the numbers of the steps.
 
     Raises:
-        ValueError: there is no such model.
+        ValueError: there is no such model, or it cannot be trained on noise.
     """
     model, loss = _image_model(name, batch, device) or _language_model(name, batch, length, device) or (None, None)
     if model is None or loss is None:
@@ -46,7 +46,12 @@ def profile_model(
         loss().backward()
         optimizer.step()
 
-    return profile_step(model, step, steps, progress=progress)
+    try:
+        return profile_step(model, step, steps, progress=progress), model
+    except Exception as error:
+        raise ValueError(
+            f"{name} cannot be trained on noise ({type(error).__name__}: {error}): give a script that trains it"
+        ) from error
 
 
 _Made = tuple[nn.Module, Callable[[], Tensor]]
@@ -81,11 +86,14 @@ def _language_model(name: str, batch: int, length: int, device: torch.device) ->
         return None
     config: Any = getattr(made, "config_class")()  # noqa: B009
     model: nn.Module = made(config).to(device)
+    if not hasattr(config, "vocab_size"):
+        raise ValueError(f"{made.__name__} does not read tokens: give a script that trains it")
     ids = torch.randint(0, config.vocab_size, (batch, length), device=device)
 
     def loss() -> Tensor:
-        output = model(input_ids=ids, labels=ids)
-        result: Tensor = output.loss
+        result = getattr(model(input_ids=ids, labels=ids), "loss", None)
+        if not isinstance(result, Tensor):
+            raise ValueError("it returns no loss for labels= alone")
         return result
 
     return model, loss

@@ -23,6 +23,8 @@ from torch.optim.optimizer import (
 from ddp_hooks.comm import compat
 from ddp_hooks.planning.step import StepProfile, TensorUse
 
+_TOO_LONG = 1.2  # parts of a step that make up more than this of it overlap, and were taken apart wrongly
+
 
 def profile_step(
     model: nn.Module,
@@ -31,7 +33,10 @@ def profile_step(
     warmup: int = 2,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> StepProfile:
-    """Time the layers of real training steps without communication; the model and its optimizers end as they began.
+    """Time the layers of real training steps without communication.
+
+    Parameters, buffers, gradients, optimizers and torch's random numbers end as they began; schedulers and gradient
+    scalers that ``step`` uses do not, nor does the data that it takes.
 
     Args:
         model: what is trained; of :class:`~torch.nn.parallel.DistributedDataParallel` its communication is left out.
@@ -40,25 +45,37 @@ def profile_step(
         progress: wraps the numbers of the steps, as ``tqdm`` does.
 
     Raises:
-        ValueError: ``step`` trains nothing of the model, or the model has a communication hook.
+        ValueError: ``step`` trains nothing of the model, or in a way that cannot be profiled without communication.
     """
-    refuse_hooks(model)
-    silent = model.no_sync if isinstance(model, DistributedDataParallel) else contextlib.nullcontext
+    if steps < 1:
+        raise ValueError(f"steps must be >= 1, got {steps}")
+    refuse(model)
     with _restored(unwrapped(model)), StepWatch(model) as watch:
         for number in progress(range(warmup + steps)):
             watch.begin()
-            with silent():
-                step()
+            step()
             watch.end(counts=number >= warmup)
         return watch.profile()
 
 
-def refuse_hooks(model: nn.Module) -> None:
-    """Raise ValueError if DDP has a communication hook: its communication cannot be left out."""
-    if isinstance(model, DistributedDataParallel) and compat.comm_hook_registered(model):
+def refuse(model: nn.Module) -> None:
+    """Raise ValueError if the communication of a model cannot be left out."""
+    if not isinstance(model, DistributedDataParallel):
+        inner = [name for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
+        if inner:
+            raise ValueError(
+                f"DistributedDataParallel is inside of the model, as {inner[0] or 'its root'}: give that module itself"
+            )
+        return
+    if compat.comm_hook_registered(model):
         raise ValueError(
             "this model has a communication hook, and steps are profiled without communication: plan with plain "
             "DistributedDataParallel, before register_comm_hook()"
+        )
+    if getattr(model, "static_graph", False):
+        raise ValueError(
+            "DistributedDataParallel(static_graph=True) communicates also where it is told not to: plan with "
+            "static_graph=False"
         )
 
 
@@ -66,20 +83,21 @@ class _Stopwatch:
     """Moments of the device: of its own clock on CUDA, where the host runs ahead."""
 
     def __init__(self, device: torch.device) -> None:
-        self._cuda = device.type == "cuda"
+        self._device = device
 
     def now(self) -> Any:
         """A moment; :meth:`seconds` makes numbers of it."""
-        if not self._cuda:
+        if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(torch.cuda.current_stream(self._device))
         return event
 
     def seconds(self, start: Any, end: Any) -> float:
-        """From one moment to another."""
-        if not self._cuda:
+        """From one moment to another; less than 0 if the other one was before."""
+        if self._device.type != "cuda":
             return float(end - start)
+        start.synchronize()
         end.synchronize()
         return float(start.elapsed_time(end)) * 1e-3
 
@@ -91,10 +109,9 @@ class _Seen:
     start: Any
     forward: Any = None  # begins
     backward: Any = None  # begins
-    optimizer: Any = None  # begins
-    optimized: Any = None
     end: Any = None
     cpu_s: float = 0.0
+    updates: list[tuple[Any, Any]] = field(default_factory=list)  # of optimizers, from where to where
     read: dict[str, Any] = field(default_factory=dict)  # for the first time
     ready: dict[str, Any] = field(default_factory=dict)
 
@@ -103,7 +120,7 @@ class StepWatch:
     """Notes when steps of a model read its parameters, and when they have their gradients.
 
     Args:
-        model: what is trained, wrapped or not.
+        model: what is trained. DistributedDataParallel does not communicate meanwhile, whatever the loop says.
 
     Use it as a context around steps, each between :meth:`begin` and :meth:`end`.
     """
@@ -114,7 +131,9 @@ class StepWatch:
         self._stopwatch = _Stopwatch(next(self._inner.parameters()).device)
         self._seen = _Seen(None)
         self._steps: list[_Seen] = []
-        self._handles: list[Any] = []
+        self._sparse: set[str] = set()
+        self._updating: Any = None  # since when
+        self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
         """A step begins."""
@@ -133,24 +152,32 @@ class StepWatch:
 
     def __enter__(self) -> StepWatch:
         name_of = {parameter: name for name, parameter in self._inner.named_parameters() if parameter.requires_grad}
-        keep = self._handles.append
-        keep(self._model.register_forward_pre_hook(lambda *_: self._forward_begins()))
+        handles = [self._model.register_forward_pre_hook(lambda *_: self._forward_begins())]
         for module in self._inner.modules():
             names = [name_of[p] for p in module.parameters(recurse=False) if p in name_of]
             if names:
-                keep(module.register_forward_pre_hook(lambda *_, names=names: self._reads(names)))
+                handles.append(module.register_forward_pre_hook(lambda *_, names=names: self._reads(names)))
         for parameter, name in name_of.items():
-            keep(parameter.register_post_accumulate_grad_hook(lambda _, name=name: self._completes(name)))
-        keep(self._model.register_forward_hook(lambda module, args, output: self._watch_outputs(output)))
-        keep(register_optimizer_step_pre_hook(lambda *_: self._optimizer_begins()))
-        keep(register_optimizer_step_post_hook(lambda *_: self._optimizer_ends()))
+            handles.append(
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._completes(name, p))
+            )
+        handles.append(self._model.register_forward_hook(lambda module, args, output: self._watch_outputs(output)))
+        handles.append(register_optimizer_step_pre_hook(lambda *_: self._update_begins()))
+        handles.append(register_optimizer_step_post_hook(lambda *_: self._update_ends()))
+        for handle in handles:
+            self._undo.callback(handle.remove)
+        if isinstance(self._model, DistributedDataParallel):
+            before = self._model.require_backward_grad_sync
+            self._undo.callback(setattr, self._model, "require_backward_grad_sync", before)
         return self
 
     def __exit__(self, *exception: object) -> None:
-        while self._handles:
-            self._handles.pop().remove()
+        self._undo.close()
 
     def _forward_begins(self) -> None:
+        if isinstance(self._model, DistributedDataParallel):
+            # At every forward, and not once by no_sync(): a loop that accumulates sets it back.
+            self._model.require_backward_grad_sync = False
         if torch.is_grad_enabled() and (self._seen.forward is None or self._seen.backward is not None):
             self._seen.forward, self._seen.backward = self._stopwatch.now(), None
             self._seen.read.clear()
@@ -170,55 +197,86 @@ class StepWatch:
         for name in names:
             self._seen.read.setdefault(name, moment)
 
-    def _completes(self, name: str) -> None:
+    def _completes(self, name: str, parameter: Tensor) -> None:
         self._seen.ready[name] = self._stopwatch.now()
+        if parameter.grad is not None and parameter.grad.is_sparse:
+            self._sparse.add(name)
 
-    def _optimizer_begins(self) -> None:
-        self._seen.optimizer = self._seen.optimizer or self._stopwatch.now()
+    def _update_begins(self) -> None:
+        self._updating = self._stopwatch.now()
 
-    def _optimizer_ends(self) -> None:
-        self._seen.optimized = self._stopwatch.now()
+    def _update_ends(self) -> None:
+        if self._updating is not None:
+            self._seen.updates.append((self._updating, self._stopwatch.now()))
+            self._updating = None
 
     def profile(self) -> StepProfile:
         """What the steps had in common, medians.
 
         Raises:
-            ValueError: they have not trained this model.
+            ValueError: they have not trained this model, or with sparse gradients.
         """
-        seen, seconds = self._steps, self._stopwatch.seconds
-        names = [name for name in seen[0].ready if all(name in each.ready for each in seen)] if seen else []
-        if not names or any(each.backward is None or each.forward is None for each in seen):
+        seen = self._steps
+        if not seen or any(each.backward is None or each.forward is None or not each.ready for each in seen):
             raise ValueError(
                 "the steps train nothing of this model: they must call the model that was given, backward() of what "
                 "it returns, and optimizer.step()"
             )
-
-        def median(moments: Callable[[_Seen], tuple[Any, Any]]) -> float:
-            return statistics.median(max(0.0, seconds(*moments(each))) for each in seen)
-
-        def last_ready(each: _Seen) -> Any:
-            return max(each.ready.values(), key=lambda moment: seconds(each.backward, moment))
-
-        forward_s = median(lambda each: (each.forward, each.backward))
-        backward_s = median(lambda each: (each.backward, last_ready(each)))
-        optimizer_s = 0.0
-        if all(each.optimizer is not None and each.optimized is not None for each in seen):
-            optimizer_s = median(lambda each: (each.optimizer, each.optimized))
-        whole_s = median(lambda each: (each.start, each.end))
-        parameters = dict(self._inner.named_parameters())
-        tensors = []
-        for name in names:
-            needed_s = median(lambda each: (each.forward, each.read.get(name, each.forward)))  # noqa: B023
-            ready_s = median(lambda each: (each.backward, each.ready[name]))  # noqa: B023
-            tensors.append(
-                TensorUse(name, parameters[name].nbytes, min(forward_s, needed_s), min(backward_s, ready_s))
+        if self._sparse:
+            raise ValueError(
+                f"gradients of {', '.join(sorted(self._sparse))} are sparse, which no prediction here knows: see "
+                f"docs/tables.md, or ddp_hooks.planning.EmbRace and SparseDdp"
             )
-        other_s = max(0.0, whole_s - forward_s - backward_s - optimizer_s)
-        first = parameters[names[0]]
-        cpu_s = statistics.median(each.cpu_s for each in seen) if first.device.type == "cpu" else 0.0
+        forward_s = self._median(lambda each: self._between(each.forward, each.backward))
+        backward_s = self._median(lambda each: self._between(each.backward, self._last_ready(each)))
+        optimizer_s = self._median(lambda each: sum(self._update_s(each, *update) for update in each.updates))
+        whole_s = self._median(lambda each: self._between(each.start, each.end))
+        if forward_s + backward_s + optimizer_s > whole_s * _TOO_LONG:
+            raise ValueError(
+                f"a step of {whole_s:.3f} s has a forward of {forward_s:.3f} s, a backward of {backward_s:.3f} s and "
+                f"updates of {optimizer_s:.3f} s: they overlap, so nothing can be said about it"
+            )
+        cpu_s = self._median(lambda each: each.cpu_s)
+        tensors = self._uses(forward_s, backward_s)
+        first = next(parameter for parameter in self._inner.parameters() if parameter.requires_grad)
         return StepProfile(
-            tuple(tensors), forward_s, backward_s, optimizer_s, other_s, cpu_s, element_bytes=first.element_size()
+            tensors,
+            forward_s,
+            backward_s,
+            optimizer_s,
+            other_s=max(0.0, whole_s - forward_s - backward_s - optimizer_s),
+            cpu_s=cpu_s if first.device.type == "cpu" else 0.0,
+            element_bytes=first.element_size(),
         )
+
+    def _uses(self, forward_s: float, backward_s: float) -> tuple[TensorUse, ...]:
+        """Every parameter that is trained; without a gradient in some step, DDP sends it at the end."""
+        uses = []
+        for name, parameter in self._inner.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            needed_s = self._median(lambda each: self._between(each.forward, each.read.get(name, each.forward)))  # noqa: B023
+            ready_s = backward_s
+            if all(name in each.ready for each in self._steps):
+                ready_s = self._median(lambda each: self._between(each.backward, each.ready[name]))  # noqa: B023
+            uses.append(TensorUse(name, parameter.nbytes, min(forward_s, needed_s), min(backward_s, ready_s)))
+        return tuple(uses)
+
+    def _median(self, seconds: Callable[[_Seen], float]) -> float:
+        return statistics.median(seconds(each) for each in self._steps)
+
+    def _between(self, start: Any, end: Any) -> float:
+        return max(0.0, self._stopwatch.seconds(start, end))
+
+    def _last_ready(self, each: _Seen) -> Any:
+        return max(each.ready.values(), key=lambda moment: self._stopwatch.seconds(each.backward, moment))
+
+    def _update_s(self, each: _Seen, start: Any, end: Any) -> float:
+        """An update; of ``step(closure)`` what comes behind its backward."""
+        last = self._last_ready(each)
+        seconds = self._stopwatch.seconds
+        behind = seconds(start, last) > 0 and seconds(last, end) > 0
+        return self._between(last if behind else start, end)
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
@@ -241,29 +299,44 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Give model and optimizers back what they have now; without communication ranks would part."""
-    saved = [(tensor, tensor.detach().clone()) for tensor in (*model.parameters(), *model.buffers())]
-    gradients = [(parameter, parameter.grad) for parameter in model.parameters()]
-    optimizers: dict[Optimizer, Any] = {}
+    """Give back what a model and the optimizers that step have now: without communication ranks would part."""
+    values: dict[Tensor, Tensor] = {}
+    gradients: dict[Tensor, Tensor | None] = {}
+    optimizers: dict[Optimizer, tuple[list[dict[str, Any]], dict[Any, Any]]] = {}
+
+    def save(tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if tensor not in values:
+                values[tensor] = tensor.detach().clone()
+                gradients[tensor] = tensor.grad
 
     def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in optimizers:
-            optimizers[optimizer] = copy.deepcopy(optimizer.state_dict())
+            save(parameter for group in optimizer.param_groups for parameter in group["params"])
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
+            optimizers[optimizer] = copy.deepcopy(groups), {p: copy.deepcopy(s) for p, s in optimizer.state.items()}
 
     handle = register_optimizer_step_pre_hook(note)
-    for parameter, _ in gradients:
+    save((*model.parameters(), *model.buffers()))
+    for parameter in model.parameters():
         parameter.grad = None
+    devices = sorted({tensor.device.index for tensor in values if tensor.is_cuda})
     try:
-        yield
+        with torch.random.fork_rng(devices):
+            yield
     finally:
         handle.remove()
         with torch.no_grad():
-            for tensor, value in saved:
+            for tensor, value in values.items():
                 tensor.copy_(value)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        for optimizer, state in optimizers.items():
-            optimizer.load_state_dict(state)
+        for tensor, gradient in gradients.items():
+            if tensor.is_leaf and tensor.requires_grad:
+                tensor.grad = gradient
+        for optimizer, (groups, state) in optimizers.items():
+            for group, saved in zip(optimizer.param_groups, groups, strict=True):
+                group.update(saved)
+            optimizer.state.clear()
+            optimizer.state.update(state)
 
 
 def slowest_of(profile: StepProfile, group: dist.ProcessGroup | None) -> StepProfile:

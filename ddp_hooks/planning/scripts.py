@@ -9,14 +9,16 @@ import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ddp_hooks.planning.profiling import StepWatch, refuse_hooks
+from ddp_hooks.planning.profiling import StepWatch, refuse
 from ddp_hooks.planning.step import StepProfile
 
 
@@ -28,13 +30,22 @@ class _Enough(BaseException):
     """Ends a script from within; no ``except Exception`` of its own stops it."""
 
 
-def profile_script(script: Path, arguments: Sequence[str], steps: int, warmup: int) -> StepProfile:
+class _Refused(BaseException):
+    """Ends it because its steps cannot be profiled."""
+
+
+def profile_script(
+    script: Path, arguments: Sequence[str], steps: int, warmup: int
+) -> tuple[StepProfile, nn.Module]:
     """Run a script as ``python script arguments`` does, until ``warmup + steps`` optimizer steps were seen.
 
     From the end of the warm-up on, DistributedDataParallel does not communicate: what the script trains is of no use.
 
+    Returns:
+        The profile, and what is trained.
+
     Raises:
-        ScriptError: it ends or fails before.
+        ScriptError: it ends or fails before, or its steps cannot be profiled.
     """
     if not script.is_file():
         raise ScriptError(f"there is no script {script}")
@@ -44,14 +55,14 @@ def profile_script(script: Path, arguments: Sequence[str], steps: int, warmup: i
             runpy.run_path(str(script), run_name="__main__")
         except _Enough:
             return session.profile()
-        except ScriptError:
-            raise
+        except _Refused as error:
+            raise ScriptError(f"{script}: {error}") from None
         except SystemExit as error:
             reason = f"it called exit({error.code})"
         except Exception as error:
             reason = f"it failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
         else:
-            reason = "it ended"
+            reason = "it ended (processes that it starts by itself are not seen: use torchrun)"
     raise ScriptError(
         f"{script} took {session.seen} optimizer steps, and {session.needed} are needed (--warmup, --steps): {reason}"
     )
@@ -65,7 +76,7 @@ class _Session:
         self._steps = steps
         self._warmup = max(2, warmup)  # one to see what is trained, and one that is seen in part
         self._called: dict[int, nn.Module] = {}  # modules that were called with gradients on, the outer ones first
-        self._optimizer: Optimizer | None = None
+        self._optimizers: dict[Optimizer, None] = {}
         self._model: nn.Module | None = None
         self._watch: StepWatch | None = None
         self._stack = contextlib.ExitStack()
@@ -85,10 +96,13 @@ class _Session:
         self._counting.remove()
         self._stack.close()
 
-    def profile(self) -> StepProfile:
+    def profile(self) -> tuple[StepProfile, nn.Module]:
         """What was seen."""
-        assert self._watch is not None
-        return self._watch.profile()
+        assert self._watch is not None and self._model is not None
+        try:
+            return self._watch.profile(), self._model
+        except ValueError as error:
+            raise ScriptError(str(error)) from None
 
     def _called_with(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and module.training:
@@ -100,18 +114,17 @@ class _Session:
         """Watch from here on; within the optimizer's hooks none may be added."""
         self._finding.remove()
         try:
-            refuse_hooks(model)
+            refuse(model)
         except ValueError as error:
-            raise ScriptError(str(error)) from None
-        if isinstance(model, DistributedDataParallel):
-            model.require_backward_grad_sync = False  # as within no_sync()
+            raise _Refused(str(error)) from None
         self._watch = self._stack.enter_context(StepWatch(model))
         self._watch.begin()
         self._counting.remove()
         self._counting = register_optimizer_step_post_hook(self._stepped)  # after the watch has seen a step's end
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        if self._optimizer not in (None, optimizer):
+        self._optimizers.setdefault(optimizer)
+        if optimizer is not next(iter(self._optimizers)):
             return
         self.seen += 1
         if self._watch is not None:
@@ -120,26 +133,36 @@ class _Session:
                 raise _Enough
             self._watch.begin()
         elif self.seen >= self._warmup - 1:
-            self._optimizer, self._model = optimizer, self._trained_by(optimizer)
+            self._model = self._trained()
 
-    def _trained_by(self, optimizer: Optimizer) -> nn.Module:
-        """The first module that was called of those which hold the optimizer's parameters; DDP before what it holds."""
-        own = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        holding = [
-            module for module in self._called.values() if own & {id(parameter) for parameter in module.parameters()}
-        ]
-        if not holding:
-            raise ScriptError("its optimizer has no parameter of any module that was called in training mode")
-        return next((module for module in holding if isinstance(module, DistributedDataParallel)), holding[0])
+    def _trained(self) -> nn.Module:
+        """The module that was called and holds what the optimizers train: DDP, or the outermost one."""
+        own = {
+            id(parameter)
+            for optimizer in self._optimizers
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.requires_grad
+        }
+        wrapped = [module for module in self._called.values() if isinstance(module, DistributedDataParallel)]
+        for module in wrapped or self._called.values():
+            if own <= {id(parameter) for parameter in module.parameters()}:
+                return module
+        kind = "DistributedDataParallel" if wrapped else "module"
+        raise _Refused(
+            f"no single {kind} that was called in training mode holds all parameters of the optimizers; several "
+            f"models, and losses with parameters of their own, cannot be profiled"
+        )
 
 
 @contextlib.contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """What a script finds in ``sys``."""
+    """What a script finds in ``sys``; and the process group outlives it, for what is measured next."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
     try:
-        yield
+        with mock.patch.object(dist, "destroy_process_group", lambda group=None: None):
+            yield
     finally:
         sys.argv, sys.path[:] = argv, path

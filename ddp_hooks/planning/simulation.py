@@ -12,11 +12,12 @@ from typing import Protocol
 
 from ddp_hooks.comm import Span
 from ddp_hooks.planning import bounds
-from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice
+from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, Waiting
 from ddp_hooks.planning.network import Network
 from ddp_hooks.planning.patterns import Phase, Schedule, all_reduce, pattern_of
 from ddp_hooks.planning.step import StepProfile
 
+_INSTANT_S = 1e-9
 _STEPS = 4  # simulated; what is under way at the end of the first ones shapes the later ones
 
 
@@ -67,7 +68,7 @@ class Prediction:
 
     Args:
         strategy: its name.
-        step_s: seconds from the end of a step to the end of the next one.
+        step_s: seconds from the end of a step to the end of the next one, on average.
         exposed_s: of those, neither forward nor backward nor other work of the loop.
         sent_bytes: through a link, per step.
         bound_s: seconds that no schedule can stay below whose collectives send as much as a ring does.
@@ -103,12 +104,12 @@ def simulate(
     run.engine.run()
     if len(run.step_ends_s) < steps:
         raise RuntimeError(f"{strategy.name}: the simulated training waits for something that never happens")
-    step_s = run.step_ends_s[-1] - run.step_ends_s[-2]
+    step_s = (run.step_ends_s[-1] - run.step_ends_s[0]) / (steps - 1)  # steps may differ, in turns
     return Prediction(
         strategy.name,
         step_s,
         step_s - step.compute_s - step.other_s,
-        run.sent_bytes[-1] - run.sent_bytes[-2],
+        run.sent_bytes / steps,
         bounds.dependency_bound_s(step, network.workers, network.bytes_per_s),
         tuple(sorted(run.engine.spans, key=lambda span: span.start_s)),
         tuple(run.step_ends_s),
@@ -131,9 +132,13 @@ class Run:
         self.engine = Engine()
         self.opened: list[SimulatedLane] = []
         self.step_ends_s: list[float] = []
-        self.sent_bytes: list[float] = []
         self._host = Host(network, costs.message_s, costs.byte_s, costs.cores)
         self._steps = steps
+
+    @property
+    def sent_bytes(self) -> float:
+        """Through a link, so far."""
+        return self._host.between.sent_bytes
 
     @property
     def is_over(self) -> bool:
@@ -141,8 +146,9 @@ class Run:
         return len(self.step_ends_s) >= self._steps
 
     def lanes(self, count: int, window: int = 4, by_priority: bool = False) -> list[SimulatedLane]:
-        """Streams of communication."""
-        made = [SimulatedLane(self.engine, self._host, f"lane {i}", window, by_priority) for i in range(count)]
+        """Streams of communication; by priority all of them take from one queue."""
+        waiting = Waiting() if by_priority else None
+        made = [SimulatedLane(self.engine, self._host, f"lane {i}", window, waiting) for i in range(count)]
         self.opened += made
         return made
 
@@ -176,12 +182,17 @@ class Run:
         yield from self.compute("optimizer", self.step.optimizer_s * part)
 
     def compute(self, track: str, seconds: float) -> Process:
-        """The training thread is busy; as far as it needs a core, and lanes have them all, it takes turns with them."""
+        """The training thread is busy; as far as it needs a core, and lanes have them all, it takes turns with them.
+
+        Lanes are not slowed by it.
+        """
+        share = min(1.0, self.step.cpu_share * self.costs.crowd)
         with self.engine.span(track, track):
-            yield 0.0  # lanes that have got work are at it
-            start_s = self.engine.now_s
-            beside_s = self._host.processor.busy_s(start_s, start_s + seconds)
-            yield seconds + beside_s * min(1.0, self.step.cpu_share * self.costs.crowd)
+            while seconds > 0:
+                start_s = self.engine.now_s
+                yield seconds
+                seconds = self._host.processor.busy_s(start_s, self.engine.now_s) * share if share else 0.0
+                seconds = seconds if seconds > _INSTANT_S else 0.0
 
     def wait(self, signal: Signal, name: str) -> Process:
         """The training thread waits."""
@@ -192,7 +203,6 @@ class Run:
     def end_step(self) -> None:
         """The training thread begins the next step."""
         self.step_ends_s.append(self.engine.now_s)
-        self.sent_bytes.append(self._host.between.sent_bytes)
 
     def num_bytes(self, tensors: Sequence[int]) -> int:
         """Of some tensors."""
@@ -205,8 +215,8 @@ class Run:
         return [Slice(pattern, slowdown=self.costs.all_reduce)]
 
     def collective(self, phase: Phase, num_bytes: float, schedule: Schedule, slice_bytes: float) -> list[Slice]:
-        """A half of it, in slices whose messages, in a ring, are no longer than ``slice_bytes``."""
+        """A half of it, on CPUs in slices whose messages, in a ring, are no longer than ``slice_bytes``."""
         network = self.network
-        count = max(1, -(-num_bytes // network.workers // slice_bytes))
+        count = 1 if network.native else max(1, -(-num_bytes // network.workers // slice_bytes))
         pattern = pattern_of(phase, schedule, network.workers, network.node_size, num_bytes / count)
         return [Slice(pattern)] * int(count)

@@ -39,7 +39,10 @@ class SparDL:
     @property
     def line(self) -> str:
         """What a user writes."""
-        return f"ddp.register_comm_hook(TopKState(ddp, TopKConfig(density={self.density:g})), topk_hook)"
+        return (
+            f"ddp = DistributedDataParallel(model, bucket_cap_mb=5, gradient_as_bucket_view=True)\n"
+            f"ddp.register_comm_hook(TopKState(ddp, TopKConfig(density={self.density:g})), topk_hook)"
+        )
 
     def pattern(self, workers: int, num_elements: float) -> Pattern:
         """The rounds for a group: no more than each block's share of the entries is sent of it."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ddp_hooks.planning.all_reduce import all_reduced_in_backward
-from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
+from ddp_hooks.planning.events import Process, Signal, Slice
 from ddp_hooks.planning.groups import Launcher, ddp_buckets
 from ddp_hooks.planning.patterns import Hop
 from ddp_hooks.planning.simulation import Run
@@ -44,6 +44,8 @@ class TableTraffic:
 
     def split(self, run: Run) -> tuple[list[int], list[int]]:
         """The tensors that are tables, and the others, in the order of the backward."""
+        if run.network.node_size > 1:
+            raise ValueError("tables are simulated on one level only: give a network with node_size=1")
         names = [tensor.name for tensor in run.step.tensors]
         missing = set(self.tables) - set(names)
         if missing:
@@ -151,18 +153,12 @@ class EmbRace:
             for number, group in enumerate(forward_groups):
                 slices = run.collective("all-gather", run.num_bytes(group), "ring", message_bytes)
                 name = f"all-gather of group {number}"
-                gathers.append(run.engine.start(_after([looked_up], lanes[number % self.lanes], slices, name)))
+                gathers.append(lanes[number % self.lanes].submit(slices, name, after=[looked_up]))
                 arrived.update(dict.fromkeys(group, gathers[-1]))
             if prior < 1:
                 rest = _alltoall(run, traffic.rows * (1 - prior))
-                delayed = [run.engine.start(_after(gathers, table_lane, rest, "delayed rows"))]
+                delayed = [table_lane.submit(rest, "delayed rows", after=gathers)]
             run.end_step()
-
-
-def _after(others: Sequence[Signal], lane: SimulatedLane, slices: list[Slice], label: str) -> Process:
-    """Send, when others have arrived; ends when it has arrived, too."""
-    yield from others
-    yield lane.submit(slices, label)
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from ddp_hooks.planning import StepProfile
-from ddp_hooks.planning.bounds import collective_s, compute_from_max_speedup
+from ddp_hooks.planning.bounds import compute_from_max_speedup
 from recipes.benchmarks import workloads
 from recipes.benchmarks.workloads import ELEMENTWISE_FLOPS, LayerSpec, ParameterSpec, Workload
 
@@ -36,11 +36,6 @@ def load(name: str) -> Workload:
 def step_of(name: str, factor: float = 1.0) -> StepProfile:
     """The model's step, computing ``factor`` times as long."""
     return load(name).step_profile(factor)
-
-
-def least_half_s(name: str, bytes_per_s: float) -> float:
-    """Seconds of a reduce-scatter of everything, without latency."""
-    return collective_s(step_of(name).num_bytes, WORKERS, bytes_per_s)
 
 
 def _inception_v4() -> tuple[LayerSpec, ...]:

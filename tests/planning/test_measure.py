@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.planning import StepProfile, fit_link, measure, profile_step, slowest_of
+from ddp_hooks.planning.profiling import StepWatch
 from ddp_hooks.topk.rehearsal import compute_s
 from tests.workers import WorkerPools
 
@@ -115,6 +116,69 @@ def test_a_profile_is_of_the_step_and_changes_nothing() -> None:
     assert not model._forward_pre_hooks and not model.first._forward_pre_hooks
 
 
+def test_closures_and_several_optimizers_update_only_once() -> None:
+    """Forward and backward within ``step(closure)`` are no update, and other optimizers' updates are added."""
+    model = Two()
+    optimizer = torch.optim.SGD([model.first.weight, model.second.weight], lr=0.1)
+    other = torch.optim.SGD(model.norm.parameters(), lr=0.1)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = model(torch.randn(3, 4))["logits"].sum()
+        loss.backward()
+        return float(loss.detach())
+
+    def step() -> None:
+        optimizer.step(closure)
+        other.step()
+
+    profile = profile_step(model, step)
+    assert profile.forward_s >= 0.03 and profile.backward_s >= 0.07
+    assert profile.optimizer_s < profile.forward_s, "the closure takes at least 0.1 s"
+
+
+def test_everything_that_steps_is_given_back() -> None:
+    model, loss = Two(), nn.Linear(4, 1)
+    optimizer = torch.optim.AdamW([*model.parameters(), *loss.parameters()])
+    state = {"exp_avg": torch.ones(4, dtype=torch.float64), "exp_avg_sq": torch.ones(4), "step": torch.tensor(3.0)}
+    optimizer.state[model.frozen] = dict(state)  # gets no gradient
+    before, random = copy.deepcopy(loss.state_dict()), torch.get_rng_state()
+
+    def step() -> None:
+        loss(model(torch.randn(3, 4))["logits"]).sum().backward()
+        optimizer.step()
+
+    profile_step(model, step, steps=1)
+    torch.testing.assert_close(loss.state_dict(), before, rtol=0, atol=0)
+    assert set(optimizer.state) == {model.frozen}
+    assert optimizer.state[model.frozen]["exp_avg"].dtype == torch.float64
+    torch.testing.assert_close(optimizer.state[model.frozen], state, rtol=0, atol=0)
+    assert torch.equal(torch.get_rng_state(), random)
+
+
+def test_unused_parameters_come_last_and_sparse_ones_are_refused() -> None:
+    model = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    model.forward = lambda x: model["a"](x)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        model(torch.ones(1, 4)).sum().backward()
+        optimizer.step()
+
+    profile = profile_step(model, step)
+    use = {tensor.name: tensor for tensor in profile.tensors}
+    assert use["b.weight"].ready_s == profile.backward_s and use["b.weight"].num_bytes == 64
+    table = nn.Embedding(8, 4, sparse=True)
+    sgd = torch.optim.SGD(table.parameters(), lr=0.1)
+
+    def look_up() -> None:
+        table(torch.tensor([1])).sum().backward()
+        sgd.step()
+
+    with pytest.raises(ValueError, match="gradients of weight are sparse"):
+        profile_step(table, look_up)
+
+
 def test_another_model_is_noticed() -> None:
     model, other = Two(), Two()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -157,6 +221,41 @@ def test_real_processes_agree(workers: WorkerPools) -> None:
         assert other == found, "every rank has the same"
         assert other_profile == profile and same
     assert {tensor.name for tensor in profile.tensors} == {"first.weight", "norm.bias", "norm.weight", "second.weight"}
+
+
+def count_reductions(rank: int, world_size: int) -> list[int]:
+    """All-reduces of a loop that accumulates, watched and not."""
+    ddp = DistributedDataParallel(Two())
+    counted = [0]
+
+    def hook(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        counted[0] += 1
+        future: torch.futures.Future[Tensor] = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    hook.__annotations__ = {"bucket": dist.GradBucket, "return": torch.futures.Future[Tensor]}
+    ddp.register_comm_hook(None, hook)
+
+    def accumulate() -> None:
+        with ddp.no_sync():
+            ddp(torch.randn(3, 4))["logits"].sum().backward()
+        ddp.require_backward_grad_sync = True  # as some loops have it
+        ddp(torch.randn(3, 4))["logits"].sum().backward()
+
+    found = []
+    with StepWatch(ddp) as watch:
+        watch.begin()
+        accumulate()
+        watch.end()
+        found.append(counted[0])
+    accumulate()
+    return [*found, counted[0]]
+
+
+def test_nothing_is_sent_while_a_step_is_watched(workers: WorkerPools) -> None:
+    for watched, afterwards in workers(2).run(count_reductions):
+        assert watched == 0 and afterwards > 0
 
 
 def alone(rank: int, world_size: int) -> str:

@@ -39,4 +39,13 @@ def test_the_page_has_every_model_and_explains_what_differs(tmp_path: Path) -> N
     ]
     dear_table2.write_page(tmp_path / "page.md", rows)
     text = (tmp_path / "page.md").read_text()
-    assert text.count("| resnet50 |") == 3 and "<!-- table -->" not in text
+    assert text.count("| resnet50 |") == len(rows) == 6 and "<!--" not in text
+    explained = text[text.index("## What differs") :]
+    assert all(name in explained for name in ("ResNet-50", "DenseNet-201", "Inception-v4", "BERT-Base", "BERT-Large"))
+
+
+def test_what_stands_out_is_what_is_explained() -> None:
+    row = dear_table2.simulate_row("10GbE", "bert", dear_table2.ALPHA_S)
+    assert row.points < -5 and row.any_schedule < row.paper[1] < row.max_speedup
+    dense = [dear_table2.simulate_row(network, "densenet201", dear_table2.ALPHA_S) for network in ("10GbE", "100GbIB")]
+    assert all(each.points > 5 for each in dense)

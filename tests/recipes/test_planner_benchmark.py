@@ -12,12 +12,13 @@ from recipes.benchmarks.planner import Compared, is_ordered
 
 
 def test_times_that_are_too_close_have_no_order() -> None:
-    def compared(*times: tuple[float, float]) -> list[Compared]:
-        return [Compared("", "", measured, measured, measured, predicted) for measured, predicted in times]
+    def compared(*times: tuple[float, float], name: str = "topk") -> list[Compared]:
+        return [Compared(name, "", measured, measured, measured, predicted) for measured, predicted in times]
 
     assert is_ordered(compared((1.0, 1.1), (2.0, 1.2)))
     assert not is_ordered(compared((1.0, 1.2), (2.0, 1.1)))
     assert is_ordered(compared((1.0, 1.2), (1.02, 1.1)))
+    assert is_ordered(compared((1.0, 1.2), (2.0, 1.1), name="dear")), "modes of one strategy"
 
 
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -31,3 +32,4 @@ def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = page.read_text()
     assert text.count("| tiny | 2 | loopback |") == 2 and "of 2 combinations" in text
     assert "python -m recipes.benchmarks.planner --quick" in text
+    assert (tmp_path / "planner.png").stat().st_size > 10_000
