@@ -1,0 +1,189 @@
+"""A page per reproduction: what a paper says, what we found, and how they differ; as tables, pictures and Markdown."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, TypeAlias
+
+from rich.console import Console
+from rich.table import Table
+
+from recipes.benchmarks.dear_table2 import environment, now
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Origin: TypeAlias = Literal["simulated", "measured", "counted"]
+"""Where our numbers come from: the simulator; a clock or a training run; bytes and messages of real collectives."""
+
+CLAIM_COLUMNS = ("what", "ours", "paper", "difference")
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A number that the paper gives in words or in a table, beside ours.
+
+    Args:
+        what: which number.
+        ours: what we found.
+        low, high: what the paper says; the same for a single number, infinite where it gives one end only.
+        unit: ``"×"``, ``"%"`` or a unit; behind both numbers.
+    """
+
+    what: str
+    ours: float
+    low: float
+    high: float
+    unit: str = "×"
+
+    @staticmethod
+    def number(what: str, ours: float, paper: float, unit: str = "×") -> Claim:
+        """The paper gives one number."""
+        return Claim(what, ours, paper, paper, unit)
+
+    @staticmethod
+    def at_least(what: str, ours: float, paper: float, unit: str = "×") -> Claim:
+        """The paper gives a lower end."""
+        return Claim(what, ours, paper, float("inf"), unit)
+
+    @staticmethod
+    def at_most(what: str, ours: float, paper: float, unit: str = "×") -> Claim:
+        """The paper gives an upper end."""
+        return Claim(what, ours, float("-inf"), paper, unit)
+
+    @property
+    def distance(self) -> float:
+        """How far ours is from what the paper says, in the claim's unit; 0 within its range."""
+        return min(0.0, self.ours - self.low) + max(0.0, self.ours - self.high)
+
+    def cells(self) -> tuple[str, ...]:
+        """A line of the table."""
+        if self.low == self.high:
+            paper = self._text(self.low)
+        elif self.high == float("inf"):
+            paper = f"≥ {self._text(self.low)}"
+        elif self.low == float("-inf"):
+            paper = f"≤ {self._text(self.high)}"
+        else:
+            paper = f"{self.low:.3g} to {self._text(self.high)}"
+        difference = "none" if not self.distance else self._difference()
+        return self.what, self._text(self.ours), paper, difference
+
+    def _difference(self) -> str:
+        if self.unit == "%":
+            return f"{self.distance:+.1f} points"
+        nearest = self.low if self.distance < 0 else self.high
+        return f"{100 * self.distance / nearest:+.1f} %"
+
+    def _text(self, value: float) -> str:
+        return f"{value:.3g}{'' if self.unit == '×' else ' '}{self.unit}"
+
+
+@dataclass(frozen=True)
+class Section:
+    """One figure or table of a paper.
+
+    Args:
+        title: which, and what it shows.
+        origin: where our numbers come from.
+        text: how they were made, and why they differ, in Markdown.
+        claims: the paper's numbers, beside ours.
+        columns, rows: all of ours; may be empty.
+        draw: the picture, into an empty figure of matplotlib's; None: there is none.
+    """
+
+    title: str
+    origin: Origin
+    text: str
+    claims: Sequence[Claim] = ()
+    columns: Sequence[str] = ()
+    rows: Sequence[Sequence[str]] = ()
+    draw: Callable[[Figure], None] | None = None
+
+    @property
+    def slug(self) -> str:
+        """Of its picture's name."""
+        return re.sub(r"[^a-z0-9]+", "_", self.title.partition(":")[0].lower()).strip("_")
+
+    def tables(self) -> Iterable[tuple[Sequence[str], Sequence[Sequence[str]]]]:
+        """Columns and rows of its tables."""
+        if self.claims:
+            columns = (CLAIM_COLUMNS[0], f"ours, {self.origin}", *CLAIM_COLUMNS[2:])
+            yield columns, [claim.cells() for claim in self.claims]
+        if self.rows:
+            yield self.columns, self.rows
+
+
+@dataclass(frozen=True)
+class Page:
+    """All sections of one command.
+
+    Args:
+        title: of the page.
+        introduction: in Markdown.
+        sections: figures and tables of the paper.
+        module: whose ``python -m`` makes it.
+    """
+
+    title: str
+    introduction: str
+    sections: Sequence[Section]
+    module: str
+
+    def show(self, console: Console | None = None) -> None:
+        """Print the tables."""
+        console = console or Console()
+        for section in self.sections:
+            for columns, rows in section.tables():
+                table = Table(title=f"{section.title} ({section.origin})")
+                for index, column in enumerate(columns):
+                    table.add_column(column, justify="right" if index else "left")
+                for row in rows:
+                    table.add_row(*row)
+                console.print(table)
+
+    def write(self, path: Path) -> None:
+        """Write a Markdown page, its pictures beside it."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        parts = [f"# {self.title}", self.introduction.strip()]
+        for section in self.sections:
+            parts += [f"## {section.title}", f"*{section.origin.capitalize()}.* {section.text.strip()}"]
+            if section.draw is not None:
+                name = f"{path.stem}_{section.slug}.png"
+                _save(section.draw, path.with_name(name))
+                parts.append(f"![{section.title}]({name})")
+            parts += [_markdown(columns, rows) for columns, rows in section.tables()]
+        versions = ", ".join(f"{name} {value}" for name, value in environment().items())
+        parts += ["## Repeating it", f"```\npython -m {self.module} --markdown docs/results/{path.name}\n```"]
+        path.write_text("\n\n".join([*parts, f"{now()}; {versions}."]) + "\n")
+
+
+def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    head = [f"| {' | '.join(columns)} |", "| :-- |" + " --: |" * (len(columns) - 1)]
+    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
+
+
+def _save(draw: Callable[[Figure], None], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(layout="constrained")
+    draw(figure)
+    figure.savefig(path, dpi=120)
+
+
+def run(
+    module: str, description: str, make: Callable[[argparse.Namespace], Page], arguments: Sequence[str] | None = None
+) -> None:
+    """The command: make a page, show it, and write it where that is asked for."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, pictures beside it")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: fewer models and points")
+    options = parser.parse_args(arguments)
+    page = make(options)
+    page.show()
+    if options.markdown:
+        page.write(options.markdown)
