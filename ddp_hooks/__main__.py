@@ -183,6 +183,9 @@ def show(plan: Plan) -> None:
         return
     lines = plan.recommended_line.replace("\n", "\n    ")
     say(f"Recommended (*): {plan.recommended.strategy}. Write\n    {lines}")
+    if plan.recommended.strategy.startswith("DeAR"):
+        config = f"DearConfig(tuner=BucketTuner(start_mb={plan.tuner().start_mb:.3g}))"
+        say(f"A tuner that begins where the fastest step is predicted: {config}")
     if plan.recommended.strategy.startswith("SparDL"):
         say("It leaves gradients for later steps: check that your model learns as well (docs/sparse.md).")
 

@@ -26,11 +26,13 @@ from ddp_hooks.planning import (
     Strategy,
     measure,
     measure_alone,
+    predicted_start,
     profile_step,
     simulate,
     slowest_of,
 )
 from ddp_hooks.topk.rehearsal import compute_s
+from ddp_hooks.tuning import BucketTuner
 
 T = TypeVar("T")
 Progress = Callable[[Iterable[T]], Iterable[T]]
@@ -99,6 +101,14 @@ class Plan:
             f"step, the link is busy for {busy:.0%} of it, the processor with communication for at least "
             f"{working_s / best.step_s:.0%}"
         )
+
+    def tuner(self, **settings: Any) -> BucketTuner:
+        """A tuner for ``DearConfig`` that begins with the fusion size whose steps are predicted to be fastest.
+
+        Args:
+            settings: of :class:`~ddp_hooks.BucketTuner`, but for ``start_mb``.
+        """
+        return predicted_start(BucketTuner(**settings), self.profile, self.network, self.costs)
 
     def save(self, path: str | Path) -> None:
         """Write everything but the spans as JSON."""

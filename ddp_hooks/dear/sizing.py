@@ -9,12 +9,9 @@ import torch.distributed as dist
 
 from ddp_hooks.comm import Lanes, LaneSettings, LinkProfile, Recorder, mebibytes, profile_link
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.planning.sizes import atom_and_fusion_bytes
+from ddp_hooks.planning.sizes import atom_and_fusion_bytes, tuned_atom_bytes
 
 logger = logging.getLogger("ddp_hooks")
-
-_MOST_ATOMS = 64  # of a model, where a tuner is to have a choice
-_LEAST_MESSAGE_BYTES = 512 << 10  # of theirs: smaller ones cost a processor more than they gain
 
 
 def open_lanes(
@@ -43,6 +40,6 @@ def open_lanes(
     busy = replicates and link is not None and link.outruns_processor
     atom_bytes, fusion_bytes = atom_and_fusion_bytes(settings.slice_bytes, model_bytes, busy, lanes.native)
     if config.tuner is not None:
-        least = max(mebibytes(config.tuner.low_mb), _LEAST_MESSAGE_BYTES * lanes.world_size)
-        atom_bytes = min(atom_bytes, max(least, model_bytes // _MOST_ATOMS))
+        low_bytes = mebibytes(config.tuner.low_mb)
+        atom_bytes = tuned_atom_bytes(atom_bytes, model_bytes, lanes.world_size, low_bytes)
     return lanes, atom_bytes, fusion_bytes, link

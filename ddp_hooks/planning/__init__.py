@@ -5,6 +5,7 @@ from ddp_hooks.planning.dear import Dear
 from ddp_hooks.planning.horovod import Horovod
 from ddp_hooks.planning.measure import LinkFit, Measured, fit_link, measure, measure_alone
 from ddp_hooks.planning.network import Network, link_of
+from ddp_hooks.planning.prior import predicted_start
 from ddp_hooks.planning.profiling import profile_step, slowest_of
 from ddp_hooks.planning.simulation import Costs, Prediction, Strategy, simulate
 from ddp_hooks.planning.sparse import SparDL
@@ -33,6 +34,7 @@ __all__ = [
     "link_of",
     "measure",
     "measure_alone",
+    "predicted_start",
     "profile_of_layers",
     "profile_step",
     "simulate",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -10,7 +11,8 @@ from ddp_hooks.planning.events import Process, Signal
 from ddp_hooks.planning.groups import Launcher, ddp_buckets, fuse, part_of
 from ddp_hooks.planning.patterns import Schedule
 from ddp_hooks.planning.simulation import Run
-from ddp_hooks.planning.sizes import TAIL_CUTS, atom_and_fusion_bytes
+from ddp_hooks.planning.sizes import TAIL_CUTS, atom_and_fusion_bytes, tuned_atom_bytes
+from ddp_hooks.tuning.config import BucketTuner
 
 _HOOK_S = {"sharded": 13e-6, "replicated": 19e-6}  # as in ddp_hooks.planning.all_reduce
 
@@ -25,6 +27,7 @@ class Dear:
             the backward already, which is left out here.
         bucket_mb: of DDP; a gradient counts as ready with its bucket, but for the last one's.
         fusion_mb: largest group, in MiB (section IV-B).
+        tuner: the one that may choose another fusion size: it asks for smaller atoms.
         lanes: streams of communication.
         slice_mb: largest message, in MiB. What is None is chosen for the link, as by ``DearConfig``.
         schedule: of its collectives.
@@ -34,6 +37,7 @@ class Dear:
     update: Literal["sharded", "replicated"] = "sharded"
     bucket_mb: float = 5.0
     fusion_mb: float | None = None
+    tuner: BucketTuner | None = None
     lanes: int | None = None
     slice_mb: float | None = None
     schedule: Schedule = "ring"
@@ -58,8 +62,12 @@ class Dear:
     def train(self, run: Run) -> Process:
         """See :class:`~ddp_hooks.planning.simulation.Strategy`."""
         sizes = self._sizes(run)
-        backward_groups = self._scattered_groups(run, sizes)
-        forward_groups = fuse(run, run.step.forward_order, sizes.fusion_bytes)
+        atoms = self._atoms(run, sizes)
+        backward_groups = _fused([atom for atom in atoms if not atom.is_tail], sizes.fusion_bytes)
+        backward_groups += [(atom,) for atom in atoms if atom.is_tail]
+        need_of = {tensor: need for need, tensor in enumerate(run.step.forward_order)}
+        by_need = sorted(atoms, key=lambda atom: min(need_of[tensor] for tensor in atom.tensors))
+        forward_groups = [_tensors(group) for group in _fused(by_need, sizes.fusion_bytes)]
         lanes = run.lanes(sizes.lanes)
         replicates = self.update == "replicated"
 
@@ -74,12 +82,13 @@ class Dear:
 
             def launch(number: int, scattered: dict[int, Signal] = scattered) -> None:
                 if self.scatters:
-                    num_bytes = run.num_bytes(backward_groups[number])
+                    tensors = _tensors(backward_groups[number])
+                    num_bytes = run.num_bytes(tensors)
                     slices = run.collective("reduce-scatter", num_bytes, self.schedule, sizes.message_bytes)
                     signal = lanes[number % sizes.lanes].submit(slices, f"reduce-scatter of group {number}")
-                    scattered.update(dict.fromkeys(backward_groups[number], signal))
+                    scattered.update(dict.fromkeys(tensors, signal))
 
-            yield from run.backward(Launcher(backward_groups, launch).ready)
+            yield from run.backward(_when_complete(atoms, backward_groups, launch))
             if not replicates:
                 for signal in scattered.values():
                     yield from run.wait(signal, "reduce-scatters")
@@ -98,21 +107,24 @@ class Dear:
         message_bytes = link.message_bytes if self.slice_mb is None else mebibytes(self.slice_mb)
         busy = self.update == "replicated" and link.outruns_processor
         atom_bytes, fusion_bytes = atom_and_fusion_bytes(message_bytes, run.step.num_bytes, busy, network.native)
+        if self.tuner is not None:
+            low_bytes = mebibytes(self.tuner.low_mb)
+            atom_bytes = tuned_atom_bytes(atom_bytes, run.step.num_bytes, network.workers, low_bytes)
         if self.fusion_mb is not None:
             fusion_bytes = mebibytes(self.fusion_mb)
         return _Sizes(self.lanes or link.num_lanes, message_bytes, atom_bytes, fusion_bytes)
 
-    def _scattered_groups(self, run: Run, sizes: _Sizes) -> list[list[int]]:
-        """Whole buckets while they fit; the last one, behind which nothing comes, in smaller parts on CPUs."""
+    def _atoms(self, run: Run, sizes: _Sizes) -> list[_Atom]:
+        """Buckets, cut; the last one, behind which nothing comes, in smaller parts on CPUs."""
         *buckets, last = ddp_buckets(run, self.bucket_mb)
-        groups: list[list[int]] = []
-        for bucket in buckets:
-            if groups and run.num_bytes(groups[-1]) + run.num_bytes(bucket) <= sizes.fusion_bytes:
-                groups[-1] += bucket
-            else:
-                groups.append(list(bucket))
-        tail_bytes = sizes.fusion_bytes if run.network.native else sizes.atom_bytes // TAIL_CUTS
-        return [*groups, *fuse(run, last, tail_bytes)]
+        atoms = [
+            _Atom(number, part, run.num_bytes(part))
+            for number, bucket in enumerate(buckets)
+            for part in fuse(run, bucket, sizes.atom_bytes)
+        ]
+        finer = bool(buckets) and not run.network.native
+        parts = fuse(run, last, sizes.atom_bytes // TAIL_CUTS if finer else sizes.atom_bytes)
+        return [*atoms, *(_Atom(len(buckets), part, run.num_bytes(part), finer) for part in parts)]
 
 
 class _Sizes(NamedTuple):
@@ -120,6 +132,48 @@ class _Sizes(NamedTuple):
     message_bytes: int
     atom_bytes: int
     fusion_bytes: int
+
+
+class _Atom(NamedTuple):
+    """Tensors that always travel together. Large ones are not cut here."""
+
+    bucket: int
+    tensors: Sequence[int]
+    num_bytes: int
+    is_tail: bool = False  # its gradients count as ready by themselves, not with their bucket
+
+
+def _fused(atoms: Iterable[_Atom], limit: int) -> list[tuple[_Atom, ...]]:
+    """Neighbours together while their total does not exceed ``limit`` bytes."""
+    groups: list[tuple[_Atom, ...]] = []
+    total = 0
+    for atom in atoms:
+        fits = bool(groups) and total + atom.num_bytes <= limit
+        total = total + atom.num_bytes if fits else atom.num_bytes
+        groups[-1:] = [(*groups[-1], atom)] if fits else [*groups[-1:], (atom,)]
+    return groups
+
+
+def _tensors(group: Iterable[_Atom]) -> list[int]:
+    return [tensor for atom in group for tensor in atom.tensors]
+
+
+def _when_complete(
+    atoms: Sequence[_Atom], groups: Sequence[Sequence[_Atom]], launch: Callable[[int], None]
+) -> Callable[[int], None]:
+    """What hears of gradients, and launches a group when the buckets of all its atoms are complete."""
+    number_of = {id(atom): number for number, atom in enumerate(atoms)}
+    by_atom = Launcher([[number_of[id(atom)] for atom in group] for group in groups], launch)
+    together: dict[tuple[int, int], list[int]] = {}  # by bucket; those of the tail by themselves
+    for number, atom in enumerate(atoms):
+        together.setdefault((atom.bucket, number if atom.is_tail else -1), []).append(number)
+    parts = list(together.values())
+
+    def complete(part: int) -> None:
+        for number in parts[part]:
+            by_atom.ready(number)
+
+    return Launcher([_tensors(atoms[number] for number in part) for part in parts], complete).ready
 
 
 _HAPPENED = Signal(happened=True)

@@ -32,8 +32,15 @@ from recipes.benchmarks.tuner_replay import Curve, trials_needed
 PAPER_ADVICE_S = 0.207  # "the average cost of BO is 0.207 seconds per trial" (section VI-G)
 SEEDS = range(10)
 
-FOUND_COLUMNS = ("model", "found", "s/step", "best of grid", "s/step", "found ÷ best", "without", "s/step", "trials")
-COST_COLUMNS = ("model", "GP", "random", "grid", "decide", "paper", "import", "s per trial", "steps of the search")
+FOUND_COLUMNS = (
+    *("model", "found", "s/step", "best of grid", "s/step", "found ÷ best"),
+    *("predicted", "predicted ÷ best", "without", "s/step", "trials"),
+)
+COST_COLUMNS = (
+    *("model", "GP from the prediction", "GP", "random", "grid"),
+    *("decide", "paper", "import", "s per trial", "steps of the search"),
+)
+FROM_PREDICTION = "gp from the prediction"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -63,6 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sizes_mb,
             options.rounds,
             options.steps,
+            options.start,
         )
         for model, slow in zip(options.models, slows, strict=True)
     ]
@@ -75,6 +83,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         result["replays"] = {
             search: [trials_needed(curve, search, seed) for seed in SEEDS] for search in get_args(SearchName)
         }
+        start_mb = result["predicted_mb"]
+        result["replays"][FROM_PREDICTION] = [trials_needed(curve, "gp", seed, start_mb=start_mb) for seed in SEEDS]
         result |= {"model": job.name, "slow": job.slow}
     measured = {
         "command": command("tuner", arguments),
@@ -106,6 +116,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--bucket-mb", type=float, default=5.0, help="of DDP (default: 5)")
     add("--steps-per-trial", type=int, default=10, help="of the search (default: 10)")
     add("--max-trials", type=int, default=10, help="of the search (default: 10)")
+    add("--start", choices=["predicted", "25mb"], default="predicted", help="first trial of the live search")
     add("--sizes", type=int, default=12, help="of the grid, from 1 to 100 MB (default: 12)")
     add("--rounds", type=int, default=3, help="windows per size of the grid (default: 3)")
     add("--steps", type=int, default=3, help="timed steps per window, after one that is not (default: 3)")
@@ -125,7 +136,7 @@ def medians_of(result: dict[str, Any]) -> dict[float, float]:
 def found_row(result: dict[str, Any], sizes_mb: Sequence[float]) -> list[str]:
     """What was found, the best size of the grid, and the size that is used without a tuner."""
     steps_s = medians_of(result)
-    chosen, default = result["chosen_mb"], result["default_mb"]
+    chosen, default, predicted = result["chosen_mb"], result["default_mb"], result["predicted_mb"]
     best = min(sizes_mb, key=lambda mb: steps_s[mb])
     searched = sum(trial["role"] == "search" for trial in result["trials"])
     return [
@@ -135,6 +146,8 @@ def found_row(result: dict[str, Any], sizes_mb: Sequence[float]) -> list[str]:
         f"{best:.3g} MB",
         f"{steps_s[best]:.3f}",
         f"{steps_s[chosen] / steps_s[best]:.3f}",
+        f"{predicted:.3g} MB",
+        f"{steps_s[predicted] / steps_s[best]:.3f}",
         f"{default:.3g} MB",
         f"{steps_s[default]:.3f}",
         f"{searched} + {len(result['trials']) - searched}",
@@ -149,7 +162,7 @@ def cost_row(result: dict[str, Any]) -> list[str]:
     trials_s = [trial["trial_s"] for trial in result["trials"]]
     return [
         result["model"],
-        *(f"{statistics.median(replays[search]):g}" for search in ("gp", "random", "grid")),
+        *(f"{statistics.median(replays[search]):g}" for search in (FROM_PREDICTION, "gp", "random", "grid")),
         f"{sum(decisions_s) / max(1, searched):.3f}",
         f"{PAPER_ADVICE_S}",
         f"{importing_s:.1f}",
@@ -194,6 +207,7 @@ def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
             trials = [trial for trial in result["trials"] if trial["role"] == role]
             ax.plot([t["mb"] for t in trials], [t["step_s"] for t in trials], marker, label=f"trials, {role}")
         ax.axvline(result["chosen_mb"], color="gray", linestyle=":", label="found")
+        ax.axvline(result["predicted_mb"], color="tab:red", linestyle="--", linewidth=1, label="predicted")
         ax.set_xscale("log")
         ax.set_xlabel("fusion size, MB")
         ax.set_ylabel("seconds per step")
@@ -203,15 +217,18 @@ def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
 
 
 INTRODUCTION = """\
-A live search (`DearConfig(tuner=BucketTuner())`) on each of the DeAR paper's workloads, then in the same run what it
-has found, the size that is used without a tuner, and twelve sizes from 1 to 100 MB, alternating. All of them with the
+A live search (`DearConfig(tuner=…)`) on each of the DeAR paper's workloads, which begins where the cost model predicts
+the fastest step (`ddp_hooks.planning.predicted_start`, from the link and the layers as they are measured before), then
+in the same run what it has found, what was predicted, the size that is used without a tuner, and twelve sizes from 1 to
+100 MB, alternating. All of them with the
 smaller atoms that a tuner asks for. Gradients, communication and optimizer are real; every layer sleeps for its share
 of the computing time. *found ÷ best*: at most 1.03 is within 3 % of the best size of the grid. *trials*: of the search,
 and of the check at its end. Shaded: what repeated windows of one size differ by; where that is as much as sizes differ
 by, any choice is one by chance, and the check leaves things as they were.
 
 *GP*, *random*, *grid*: trials until a size within 3 % of the best was tried, the median of ten seeds, each search
-replayed on the recorded curve, with the noise of its windows; 41 stands for more than forty. *decide*: seconds per
+replayed on the recorded curve, with the noise of its windows; 41 stands for more than forty. All begin with 25 MB, but
+for the one that begins where the cost model says. *decide*: seconds per
 trial that the choice of the next size takes, in a thread beside training, next to the paper's figure for its own;
 *import*: seconds to import what it needs, once, before the first trial; *s per trial*: everything, most of it training
 steps."""

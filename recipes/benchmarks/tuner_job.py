@@ -17,6 +17,7 @@ class TunerJob(WorkloadJob):
         slow: factor on its computing time.
         bucket_mb: of DDP.
         steps_per_trial: of the search.
+        start: its first trial: what the cost model predicts, or the tuner's default.
         sizes_mb: the grid.
         rounds: how often every size of it is measured.
         timed_steps: steps each time, after one that does not count.
@@ -30,5 +31,6 @@ class TunerJob(WorkloadJob):
     sizes_mb: tuple[float, ...]
     rounds: int
     timed_steps: int
+    start: str = "predicted"
     result_path: str = ""  # set by the launcher
     rendezvous: str = "env://"

@@ -6,7 +6,7 @@ import math
 import random
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ddp_hooks import BucketTuner
@@ -54,12 +54,17 @@ class Curve:
         return list(zip(self.sizes_mb, self.steps_s, strict=True))
 
 
-def trials_needed(curve: Curve, search: SearchName, seed: int, max_trials: int = 40) -> int:
+def trials_needed(
+    curve: Curve, search: SearchName, seed: int, max_trials: int = 40, start_mb: float | None = None
+) -> int:
     """Trials until one of a size within 3 % of the best was made; one more than allowed if none was.
 
-    Every search begins with 25 MB, as the tuner does. What it is told is wrong by the recorded spread.
+    Every search begins with ``start_mb``, or with 25 MB, as the tuner does. What it is told is wrong by the recorded
+    spread.
     """
     tuner = BucketTuner(search=search, seed=seed, max_trials=max_trials, min_gain=0.0)
+    if start_mb is not None:
+        tuner = replace(tuner, start_mb=start_mb)
     candidates = candidates_of(tuner)
     best_s = min(curve.step_s(candidate.setting.mb) for candidate in candidates)
     dice = random.Random(seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import sys
 import time
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
+from ddp_hooks.planning import Dear, Network, measure, predicted_start, profile_step, slowest_of
 from recipes.benchmarks.emulation import emulate
 from recipes.benchmarks.tuner_job import TunerJob
 from recipes.benchmarks.variants import Trainee
@@ -28,14 +29,17 @@ def main() -> None:
 def search_and_compare(job: TunerJob) -> dict[str, Any]:
     """A live search, and then its choice beside every size of the grid."""
     goodput = goodput_bytes_per_s()
+    tuner = BucketTuner(steps_per_trial=job.steps_per_trial, max_trials=job.max_trials, profile=None)
     ddp = DistributedDataParallel(
         emulate(job.workload, job.slow), bucket_cap_mb=job.bucket_mb, gradient_as_bucket_view=True, init_sync=False
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
-    tuner = BucketTuner(steps_per_trial=job.steps_per_trial, max_trials=job.max_trials, profile=None)
+    trainee = Trainee(ddp, optimizer)
+    predicted_mb = predict(job, trainee, tuner).start_mb
+    if job.start == "predicted":
+        tuner = replace(tuner, start_mb=predicted_mb)
     state = DearState(ddp, optimizer, DearConfig(tuner=tuner))
     ddp.register_comm_hook(state, dear_hook)
-    trainee = Trainee(ddp, optimizer)
     tuning, start_s, steps = state.tuning, time.perf_counter(), 0
     assert tuning is not None, "one worker has nothing to tune"
     default_mb = tuning.setting.mb
@@ -55,15 +59,26 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
         "advice_s": list(tuning.advice_s),
         "default_mb": default_mb,
         "chosen_mb": chosen_mb,
+        "predicted_mb": predicted_mb,
         "search_steps": steps,
         "search_s": search_s,
-        "grid": measure(job, state, trainee, sorted({*job.sizes_mb, chosen_mb, default_mb})),
+        "grid": measure_sizes(job, state, trainee, sorted({*job.sizes_mb, chosen_mb, default_mb, predicted_mb})),
     }
     state.close()
     return result
 
 
-def measure(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: list[float]) -> list[dict[str, Any]]:
+def predict(job: TunerJob, trainee: Trainee, tuner: BucketTuner) -> BucketTuner:
+    """The same tuner, to begin where the cost model predicts the fastest step."""
+    group = dist.group.WORLD
+    assert group is not None
+    found = measure(group, torch.device("cpu"))
+    profile = slowest_of(profile_step(trainee.model, lambda: train_step(trainee, StepTimes())), group)
+    network = Network(dist.get_world_size(), found.fit.link)
+    return predicted_start(tuner, profile, network, found.costs, Dear(bucket_mb=job.bucket_mb))
+
+
+def measure_sizes(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: list[float]) -> list[dict[str, Any]]:
     """Median seconds per step of the slowest rank for every size, per round."""
     rounds: dict[float, list[float]] = {mb: [] for mb in sizes_mb}
     groups: dict[float, int] = {}

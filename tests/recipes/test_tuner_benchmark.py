@@ -27,6 +27,7 @@ def test_replays_count_trials() -> None:
     assert trials_needed(flat, "gp", 0) == 1, "the size to begin with is as good as any"
     assert 2 <= trials_needed(VALLEY, "gp", 0) <= 10
     assert trials_needed(VALLEY, "grid", 0) > trials_needed(VALLEY, "gp", 0)
+    assert trials_needed(VALLEY, "gp", 0, start_mb=10.0) == 1, "a prediction that is right is the first trial"
     peak = Curve((1.0, 25.0, 99.0, 100.0), (2.0, 2.0, 2.0, 1.0), 0.0)
     assert trials_needed(peak, "grid", 0, max_trials=5) == 6, "one more than allowed: not found"
 
@@ -37,7 +38,9 @@ def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     assert "What was found, 2 workers, loopback" in printed and "Trials to come near" in printed
     path = tmp_path / "tuner.json"
     (found,) = json.loads(path.read_text())["found"]
-    assert found["trials"] and found["chosen_mb"] in [point["mb"] for point in found["grid"]]
+    measured_mb = [point["mb"] for point in found["grid"]]
+    assert found["trials"][0]["mb"] == found["predicted_mb"], "the search begins where the cost model says"
+    assert {found["chosen_mb"], found["predicted_mb"]} <= set(measured_mb)
     assert all(len(point["steps_s"]) == 1 for point in found["grid"])
     page = tmp_path / "tuner.md"
     tuner.main(["--results", str(path), str(path), "--markdown", str(page)])
