@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from ddp_hooks.comm import mebibytes
-from ddp_hooks.planning.events import Process, Signal, SimulatedLane
+from ddp_hooks.comm import mebibytes, num_rounds
+from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
 from ddp_hooks.planning.groups import Launcher, ddp_buckets, part_of
-from ddp_hooks.planning.patterns import Schedule, all_reduce
+from ddp_hooks.planning.patterns import Hop, Schedule, all_reduce
 from ddp_hooks.planning.simulation import Run
 
 _GLOO_THREADS = 2  # of a process group
+_AGREEMENT_BYTES = 8.0  # that say who is ready
 # Seconds per tensor and step that hooks take with a core to themselves, beyond a step without DDP: the slope from 100
 # to 600 small linear layers on two ranks.
 _HOOK_S = 4e-6
@@ -129,11 +130,13 @@ class ByteScheduler:
     Args:
         part_mb: largest part, in MiB.
         credit: parts under way at once.
+        negotiates: before each part workers agree that all of them have it (section II-D), in 2 ceil(log2 P) rounds.
         schedule: of their all-reduces.
     """
 
     part_mb: float = 4.0
     credit: int = 2
+    negotiates: bool = False
     schedule: Schedule = "ring"
 
     @property
@@ -156,6 +159,8 @@ class ByteScheduler:
                 num_bytes = run.step.tensors[tensor].num_bytes
                 count = max(1, -(-num_bytes // mebibytes(self.part_mb)))
                 part = run.all_reduce(num_bytes / count, self.schedule)
+                if self.negotiates:
+                    part = [Slice((Hop(2 * num_rounds(run.network.workers), _AGREEMENT_BYTES),)), *part]
                 label = f"all-reduce of {run.step.tensors[tensor].name}"
                 parts = [lane.submit(part, label, rank_of[tensor]) for _ in range(count)]
                 arrived[tensor] = run.engine.start(_all(parts))

@@ -27,6 +27,7 @@ class Dear:
             the backward already, which is left out here.
         bucket_mb: of DDP; a gradient counts as ready with its bucket, but for the last one's.
         fusion_mb: largest group, in MiB (section IV-B).
+        fusion_layers: groups of so many layers instead (section VI-G); tensors that are read at once are one layer's.
         tuner: the one that may choose another fusion size: it asks for smaller atoms.
         lanes: streams of communication.
         slice_mb: largest message, in MiB. What is None is chosen for the link, as by ``DearConfig``.
@@ -37,6 +38,7 @@ class Dear:
     update: Literal["sharded", "replicated"] = "sharded"
     bucket_mb: float = 5.0
     fusion_mb: float | None = None
+    fusion_layers: int | None = None
     tuner: BucketTuner | None = None
     lanes: int | None = None
     slice_mb: float | None = None
@@ -63,11 +65,11 @@ class Dear:
         """See :class:`~ddp_hooks.planning.simulation.Strategy`."""
         sizes = self._sizes(run)
         atoms = self._atoms(run, sizes)
-        backward_groups = _fused([atom for atom in atoms if not atom.is_tail], sizes.fusion_bytes)
+        backward_groups = self._fused([atom for atom in atoms if not atom.is_tail], sizes.fusion_bytes)
         backward_groups += [(atom,) for atom in atoms if atom.is_tail]
         need_of = {tensor: need for need, tensor in enumerate(run.step.forward_order)}
         by_need = sorted(atoms, key=lambda atom: min(need_of[tensor] for tensor in atom.tensors))
-        forward_groups = [_tensors(group) for group in _fused(by_need, sizes.fusion_bytes)]
+        forward_groups = [_tensors(group) for group in self._fused(by_need, sizes.fusion_bytes)]
         lanes = run.lanes(sizes.lanes)
         replicates = self.update == "replicated"
 
@@ -118,13 +120,28 @@ class Dear:
         """Buckets, cut; the last one, behind which nothing comes, in smaller parts on CPUs."""
         *buckets, last = ddp_buckets(run, self.bucket_mb)
         atoms = [
-            _Atom(number, part, run.num_bytes(part))
+            _atom(run, number, part)
             for number, bucket in enumerate(buckets)
             for part in fuse(run, bucket, sizes.atom_bytes)
         ]
         finer = bool(buckets) and not run.network.native
         parts = fuse(run, last, sizes.atom_bytes // TAIL_CUTS if finer else sizes.atom_bytes)
-        return [*atoms, *(_Atom(len(buckets), part, run.num_bytes(part), finer) for part in parts)]
+        return [*atoms, *(_atom(run, len(buckets), part, finer) for part in parts)]
+
+    def _fused(self, atoms: Iterable[_Atom], limit: int) -> list[tuple[_Atom, ...]]:
+        """Neighbours together while their total does not exceed ``limit`` bytes, or so many layers."""
+        groups: list[tuple[_Atom, ...]] = []
+        for atom in atoms:
+            together = (*groups[-1], atom) if groups else ()
+            if self.fusion_layers is not None:
+                fits = len(frozenset().union(*(each.layers for each in together))) <= self.fusion_layers
+            else:
+                fits = sum(each.num_bytes for each in together) <= limit
+            if together and fits:
+                groups[-1] = together
+            else:
+                groups.append((atom,))
+        return groups
 
 
 class _Sizes(NamedTuple):
@@ -140,18 +157,13 @@ class _Atom(NamedTuple):
     bucket: int
     tensors: Sequence[int]
     num_bytes: int
-    is_tail: bool = False  # its gradients count as ready by themselves, not with their bucket
+    layers: frozenset[float]  # when each is read
+    is_tail: bool  # its gradients count as ready by themselves, not with their bucket
 
 
-def _fused(atoms: Iterable[_Atom], limit: int) -> list[tuple[_Atom, ...]]:
-    """Neighbours together while their total does not exceed ``limit`` bytes."""
-    groups: list[tuple[_Atom, ...]] = []
-    total = 0
-    for atom in atoms:
-        fits = bool(groups) and total + atom.num_bytes <= limit
-        total = total + atom.num_bytes if fits else atom.num_bytes
-        groups[-1:] = [(*groups[-1], atom)] if fits else [*groups[-1:], (atom,)]
-    return groups
+def _atom(run: Run, bucket: int, tensors: Sequence[int], is_tail: bool = False) -> _Atom:
+    layers = frozenset(run.step.tensors[tensor].needed_s for tensor in tensors)
+    return _Atom(bucket, tensors, run.num_bytes(tensors), layers, is_tail)
 
 
 def _tensors(group: Iterable[_Atom]) -> list[int]:

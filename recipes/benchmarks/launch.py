@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from recipes.benchmarks.compiled_job import CompiledJob
 from recipes.benchmarks.embrace_job import EmbraceJob
+from recipes.benchmarks.halves_job import HalvesJob
 from recipes.benchmarks.job import Job
 from recipes.benchmarks.loss_job import LossJob
 from recipes.benchmarks.planner_job import PlannerJob
@@ -21,7 +22,7 @@ from recipes.benchmarks.tuner_job import TunerJob
 from recipes.cluster import Cluster
 from recipes.cluster.launch import run_workers
 
-AnyJob: TypeAlias = Job | CompiledJob | EmbraceJob | SparseJob | LossJob | PlannerJob | TunerJob
+AnyJob: TypeAlias = Job | CompiledJob | EmbraceJob | HalvesJob | SparseJob | LossJob | PlannerJob | TunerJob
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE_S = 5.0  # for the other workers, once one has failed

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Origin: TypeAlias = Literal["simulated", "measured", "counted"]
 """Where our numbers come from: the simulator; a clock or a training run; bytes and messages of real collectives."""
 
+_WIDTH = 150  # of tables on a terminal
 CLAIM_COLUMNS = ("what", "ours", "paper", "difference")
 
 
@@ -136,7 +137,7 @@ class Page:
 
     def show(self, console: Console | None = None) -> None:
         """Print the tables."""
-        console = console or Console()
+        console = console or Console(width=_WIDTH)
         for section in self.sections:
             for columns, rows in section.tables():
                 table = Table(title=f"{section.title} ({section.origin})")
@@ -175,13 +176,26 @@ def _save(draw: Callable[[Figure], None], path: Path) -> None:
     figure.savefig(path, dpi=120)
 
 
+def prose(path: Path) -> dict[str, str]:
+    """What a page says besides its numbers, from a Markdown file: by heading, and before the first one under ``""``."""
+    parts = re.split(r"^## (.+)$", path.read_text(), flags=re.MULTILINE)
+    return {"": parts[0].strip()} | {
+        title.strip(): text.strip() for title, text in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
 def run(
-    module: str, description: str, make: Callable[[argparse.Namespace], Page], arguments: Sequence[str] | None = None
+    module: str,
+    description: str,
+    make: Callable[[argparse.Namespace], Page],
+    arguments: Sequence[str] | None = None,
+    add: Callable[[argparse.ArgumentParser], None] = lambda parser: None,
 ) -> None:
-    """The command: make a page, show it, and write it where that is asked for."""
+    """The command: make a page, show it, and write it where that is asked for; ``add`` adds options of its own."""
     parser = argparse.ArgumentParser(prog=f"python -m {module}", description=description)
     parser.add_argument("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, pictures beside it")
     parser.add_argument("--quick", action="store_true", help="a smoke test: fewer models and points")
+    add(parser)
     options = parser.parse_args(arguments)
     page = make(options)
     page.show()
