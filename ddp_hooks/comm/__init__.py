@@ -3,11 +3,10 @@
 from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
 from ddp_hooks.comm.agreement import agree
 from ddp_hooks.comm.bruck import bruck_all_gather, num_rounds
+from ddp_hooks.comm.choice import Collective, CollectiveRule
 from ddp_hooks.comm.collectives import (
     Partition,
-    Segment,
     aligned_bounds,
-    ordered_reduce_scatter,
     pairwise_exchange,
     ring_all_gather,
     ring_reduce_scatter,
@@ -18,6 +17,7 @@ from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fa
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings, special_tag
 from ddp_hooks.comm.logarithmic import log_all_gather, log_reduce_scatter
+from ddp_hooks.comm.ordered import Segment, merges, ordered_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
@@ -26,6 +26,8 @@ from ddp_hooks.comm.work import ThreadWork, Work
 __all__ = [
     "Algorithm",
     "AlphaBeta",
+    "Collective",
+    "CollectiveRule",
     "FabricError",
     "LaneError",
     "LaneSettings",
@@ -55,6 +57,7 @@ __all__ = [
     "log_all_gather",
     "log_reduce_scatter",
     "mebibytes",
+    "merges",
     "num_rounds",
     "ordered_reduce_scatter",
     "pairwise_exchange",

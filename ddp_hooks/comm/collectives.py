@@ -8,10 +8,9 @@ any size, also empty ones, for any number of ranks including one.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
 
 from ddp_hooks.comm.exchange import Algorithm, Recv, Send, round_of
@@ -68,42 +67,16 @@ def pairwise_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ra
     yield round_of(*receives, *(Send(peer, outgoing[peer]) for peer in others))
 
 
-class Segment(NamedTuple):
-    """Elements ``[start, end)`` of a chunk, to be summed in the order in which a ring sums for ``owner``."""
-
-    start: int
-    end: int
-    owner: int
-
-
-def ordered_reduce_scatter(partition: Partition, rank: int, segments: Sequence[Segment]) -> Algorithm:
-    """The mean of this rank's range over all ranks, in place, each segment summed in an order of its own.
-
-    One round: every rank sends each range straight to its owner, which adds. As many bytes as a ring, P - 1 times the
-    scratch memory.
-
-    Args:
-        partition: of which ``rank`` owns its range; the rest is left as it is.
-        rank: the rank that runs this generator.
-        segments: of this rank's range, covering it.
-    """
-    flat, bounds = partition
-    world_size = len(bounds) - 1
-    chunks = [flat[start:end] for start, end in itertools.pairwise(bounds)]
-    parts = [chunks[rank] if peer == rank else torch.empty_like(chunks[rank]) for peer in range(world_size)]
-    yield from pairwise_exchange(chunks, parts, rank)
-    for start, end, owner in segments:
-        total = parts[(owner + 1) % world_size][start:end]
-        for step in range(2, world_size + 1):
-            total = parts[(owner + step) % world_size][start:end] + total
-        chunks[rank][start:end].copy_(total).div_(world_size)
-
-
 class Partition(NamedTuple):
     """A flat tensor cut into one range per rank: rank r owns ``flat[bounds[r] : bounds[r + 1]]``."""
 
     flat: Tensor  # (numel,), contiguous
     bounds: tuple[int, ...]  # world_size + 1 ascending offsets, in elements, from 0 to numel
+
+    @property
+    def ranges(self) -> list[Tensor]:
+        """Of every rank its own."""
+        return [self.flat[start:end] for start, end in itertools.pairwise(self.bounds)]
 
     @property
     def nbytes(self) -> int:
@@ -118,46 +91,3 @@ def aligned_bounds(numel: int, world_size: int, element_size: int, alignment_byt
     step = max(1, alignment_bytes // element_size)
     share = numel // world_size // step * step
     return (*(rank * share for rank in range(world_size)), numel)
-
-
-class SliceRing(NamedTuple):
-    """One slice of a collective, ready to start: a generator to make, and the scratch memory that it needs."""
-
-    start: Callable[[Tensor], Algorithm]  # scratch -> algorithm
-    scratch_numel: int
-    dtype: torch.dtype
-    tag: int | None = None  # of its messages; None: the next one in order
-
-
-def reduce_scatter_slices(
-    partitions: Sequence[Partition], rank: int, slice_bytes: int, divisor: int = 1
-) -> Iterator[SliceRing]:
-    """The slices of a ring reduce-scatter over ``partitions``, each at most about ``slice_bytes`` per message."""
-    for chunks in _sliced_chunks(partitions, slice_bytes):
-        longest = max(chunk.numel() for chunk in chunks)
-
-        def start(scratch: Tensor, chunks: list[Tensor] = chunks) -> Algorithm:
-            return ring_reduce_scatter(chunks, rank, scratch, divisor)
-
-        yield SliceRing(start, longest, chunks[0].dtype)
-
-
-def all_gather_slices(partitions: Sequence[Partition], rank: int, slice_bytes: int) -> Iterator[SliceRing]:
-    """The slices of a ring all-gather over ``partitions``, each at most about ``slice_bytes`` per message."""
-    for chunks in _sliced_chunks(partitions, slice_bytes):
-
-        def start(scratch: Tensor, chunks: list[Tensor] = chunks) -> Algorithm:
-            return ring_all_gather(chunks, rank)
-
-        yield SliceRing(start, 0, chunks[0].dtype)
-
-
-def _sliced_chunks(partitions: Sequence[Partition], slice_bytes: int) -> Iterator[list[Tensor]]:
-    for flat, bounds in partitions:
-        longest = max(end - start for start, end in itertools.pairwise(bounds))
-        num_slices = -(-longest * flat.element_size() // slice_bytes)
-        for i in range(num_slices):
-            yield [
-                flat[start + (end - start) * i // num_slices : start + (end - start) * (i + 1) // num_slices]
-                for start, end in itertools.pairwise(bounds)
-            ]

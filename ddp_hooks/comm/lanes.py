@@ -1,7 +1,7 @@
 """Lanes: ordered streams of communication beside the training thread, each with its own process group.
 
 Every rank submits the same work to the same lane in the same order; nothing else is needed for agreement. On CPU
-backends a lane is a thread that runs ring collectives over point-to-point messages (gloo's own reduce-scatter moves
+backends a lane is a thread that runs collectives over point-to-point messages (gloo's own reduce-scatter moves
 an all-reduce); on NCCL it is a stream that runs the native ones.
 
 A thread lane takes one piece of work at a time, cut into slices, and keeps a window of slices under way: while one is
@@ -29,15 +29,11 @@ from torch import Tensor
 
 from ddp_hooks.comm import compat
 from ddp_hooks.comm.accounting import Recorder, Traffic
-from ddp_hooks.comm.collectives import (
-    Partition,
-    SliceRing,
-    all_gather_slices,
-    reduce_scatter_slices,
-    ring_all_gather,
-)
+from ddp_hooks.comm.choice import CollectiveRule
+from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm, Recv, Send
 from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness, is_lost_connection
+from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.work import StreamWork, ThreadWork, Work
 
 logger = logging.getLogger("ddp_hooks")
@@ -58,7 +54,7 @@ class LaneSettings:
     """How lanes move data.
 
     Args:
-        slice_bytes: largest message, and size of a slice buffer.
+        slice_bytes: largest message of rings, and size of a slice buffer.
         timeout_s: after this long without progress a wait fails.
         stall_warning_s: after this long a wait is logged, with what it waits for.
     """
@@ -97,6 +93,9 @@ class Lane(Protocol):
         With a ``tag`` of its own (see :func:`special_tag`) it meets no other messages, if ranks should part.
         """
 
+    def choose(self, rule: CollectiveRule) -> None:
+        """Move what is submitted from now on by this rule."""
+
     def dismiss(self, unfinished: bool = False) -> threading.Thread | None:
         """Take nothing more, and end when the rest is done; returns the thread that does so, if there is one.
 
@@ -107,7 +106,7 @@ class Lane(Protocol):
 @dataclass
 class _Submission:
     work: ThreadWork
-    slices: Iterable[SliceRing]
+    slices: Iterable[Slice]
     after: Collection[Work]
 
 
@@ -123,7 +122,7 @@ class _Running:
 
 
 class ThreadLane:
-    """A lane for CPU backends: one thread, one process group, ring collectives over isend and irecv."""
+    """A lane for CPU backends: one thread, one process group, collectives over isend and irecv."""
 
     def __init__(
         self, index: int, group: dist.ProcessGroup, settings: LaneSettings, witness: Witness, recorder: Recorder
@@ -135,6 +134,7 @@ class ThreadLane:
         self._world_size = dist.get_world_size(group)
         self._global_ranks = dist.get_process_group_ranks(group)  # messages speak of these
         self._settings = settings
+        self._rule = CollectiveRule()
         self._witness = witness
         self._recorder = recorder
         self._error: LaneError | None = None
@@ -147,8 +147,8 @@ class ThreadLane:
         self._thread.start()
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
-        """A ring reduce-scatter, slice by slice; see :class:`Lane`."""
-        slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes, divisor)
+        """Reduce-scatters, slice by slice; see :class:`Lane`."""
+        slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes, divisor, self._rule)
         return self._submit("reduce-scatter", slices, label)
 
     def all_gather(
@@ -158,15 +158,19 @@ class ThreadLane:
         after: Collection[Work] = (),
         only_if: Callable[[], bool] | None = None,
     ) -> Work:
-        """A ring all-gather, slice by slice; see :class:`Lane`."""
-        slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes)
+        """All-gathers, slice by slice; see :class:`Lane`."""
+        slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._rule)
         return self._submit("all-gather", slices if only_if is None else _slices_if(only_if, slices), label, after)
 
     def run(
         self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
     ) -> ThreadWork:
         """Run ``algorithm`` as one slice; see :class:`Lane`."""
-        return self._submit("exchange", [SliceRing(lambda scratch: algorithm, 0, torch.uint8, tag)], label, after)
+        return self._submit("exchange", [Slice(lambda scratch: algorithm, 0, torch.uint8, tag)], label, after)
+
+    def choose(self, rule: CollectiveRule) -> None:
+        """See :class:`Lane`."""
+        self._rule = rule
 
     def dismiss(self, unfinished: bool = False) -> threading.Thread:
         """End when the rest is done; see :class:`Lane`."""
@@ -179,7 +183,7 @@ class ThreadLane:
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
     def _submit(
-        self, phase: str, slices: Iterable[SliceRing], label: str, after: Collection[Work] = ()
+        self, phase: str, slices: Iterable[Slice], label: str, after: Collection[Work] = ()
     ) -> ThreadWork:
         settings = self._settings
         name = f"{phase} of {label}"
@@ -241,16 +245,16 @@ class ThreadLane:
                 self._begin_next(slices, window, submission, running.tag % WINDOW)
 
     def _begin_next(
-        self, slices: Iterator[SliceRing], window: deque[_Running], submission: _Submission, slot: int
+        self, slices: Iterator[Slice], window: deque[_Running], submission: _Submission, slot: int
     ) -> None:
         """Start the next slice that has anything to send, in the buffer of ``slot``."""
-        for ring in slices:
+        for piece in slices:
             if self._stopping:
                 raise LaneError(f"{self.describe()} was cut short, because this rank ends")
             # The slot in the tag keeps the buffers apart; the counter keeps slices of one slot apart on the wire.
-            tag = (self._num_slices * WINDOW + slot) % _FIRST_SPECIAL_TAG if ring.tag is None else ring.tag
+            tag = (self._num_slices * WINDOW + slot) % _FIRST_SPECIAL_TAG if piece.tag is None else piece.tag
             self._num_slices += 1
-            running = _Running(ring.start(self._scratch_for(ring, slot)), tag)
+            running = _Running(piece.start(self._scratch_for(piece, slot)), tag)
             if self._advance(running):
                 window.append(running)
                 return
@@ -305,10 +309,10 @@ class ThreadLane:
             return LaneTimeout(f"{self.describe()} timed out waiting for rank {peer}. {hint} ({text})")
         return LaneError(f"{self.describe()} failed: {self._witness.blame(peer)} ({text})")
 
-    def _scratch_for(self, ring: SliceRing, slot: int) -> Tensor:
-        buffers = self._scratch.setdefault(ring.dtype, [torch.empty(0, dtype=ring.dtype)] * WINDOW)
-        if buffers[slot].numel() < ring.scratch_numel:
-            buffers[slot] = torch.empty(ring.scratch_numel, dtype=ring.dtype)
+    def _scratch_for(self, piece: Slice, slot: int) -> Tensor:
+        buffers = self._scratch.setdefault(piece.dtype, [torch.empty(0, dtype=piece.dtype)] * WINDOW)
+        if buffers[slot].numel() < piece.scratch_numel:
+            buffers[slot] = torch.empty(piece.scratch_numel, dtype=piece.dtype)
         return buffers[slot]
 
 
@@ -391,6 +395,9 @@ class StreamLane:
                     request.wait()
         return StreamWork(f"exchange of {label}", order.event, self._device)
 
+    def choose(self, rule: CollectiveRule) -> None:
+        """NCCL chooses by itself; see :class:`Lane`."""
+
     def dismiss(self, unfinished: bool = False) -> None:
         """Wait for the stream: nothing may be under way when the group goes."""
         if self._stream is not None and not unfinished:
@@ -414,7 +421,7 @@ class StreamLane:
         self.traffic.rounds += others
 
 
-def _slices_if(condition: Callable[[], bool], slices: Iterable[SliceRing]) -> Iterator[SliceRing]:
+def _slices_if(condition: Callable[[], bool], slices: Iterable[Slice]) -> Iterator[Slice]:
     if condition():  # evaluated by the lane, when the slices' turn comes
         yield from slices
 
@@ -478,6 +485,8 @@ class Lanes:
         self._groups: list[dist.ProcessGroup] = []
         self._submitted = 0
         self._in_use: int | None = None  # lanes that get work; None: all of them
+        self.rule = CollectiveRule()
+        """Which collective moves what."""
         self._ending: list[threading.Thread] = []
         weakref.finalize(self, _dismiss, self._lanes).atexit = False  # at exit, close() or abandon() come first
         self.grow(num_lanes)
@@ -496,6 +505,7 @@ class Lanes:
                 ranks = dist.get_process_group_ranks(group)
                 self._witness = Witness(compat.default_store(), group.group_name, ranks[self.rank], ranks)
             self._lanes.append(ThreadLane(index, group, self._settings, self._witness, self._recorder))
+            self._lanes[-1].choose(self.rule)
 
     def __len__(self) -> int:
         """Lanes that get work."""
@@ -535,6 +545,12 @@ class Lanes:
         if not 1 <= num_lanes <= len(self._lanes):
             raise ValueError(f"use(...) takes 1 to {len(self._lanes)} lanes, got {num_lanes}")
         self._in_use = num_lanes
+
+    def choose(self, rule: CollectiveRule) -> None:
+        """Move what is submitted from now on by this rule; the same on every rank."""
+        self.rule = rule
+        for lane in self._lanes:
+            lane.choose(rule)
 
     def close(self, farewell_s: float = 10.0) -> None:
         """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``."""

@@ -13,39 +13,38 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_hooks.comm.collectives import Partition
 from ddp_hooks.comm.exchange import Algorithm, Recv, Send, round_of
 
 
 def two_level_reduce_scatter(
-    partition: Partition, rank: int, node_size: int, scratch: Tensor, divisor: int = 1
+    chunks: Sequence[Tensor], rank: int, node_size: int, scratch: Tensor, divisor: int = 1
 ) -> Algorithm:
-    """Sum this rank's range over all ranks, and divide the sum, in place.
+    """Sum ``chunks[rank]`` over all ranks, and divide the sum, in place.
 
     Args:
-        partition: the other ranges end as partial sums and mean nothing.
+        chunks: one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank. The others than
+            ``chunks[rank]`` end as partial sums and mean nothing.
         rank: the rank that runs this generator.
         node_size: workers per node, a divisor of their number.
-        scratch: as long as what the workers at one place of all nodes own, at most ``numel``; overwritten.
+        scratch: as long as what the workers at one place of all nodes own; overwritten.
         divisor: number of ranks for a mean.
     """
-    places = _Places(partition, rank, node_size)
+    places = _Places(chunks, rank, node_size)
     yield from _ring_reduce_scatter(places.within, places.place, places.node_members, scratch)
     yield from _ring_reduce_scatter(places.between, places.node, places.place_members, scratch)
-    mine = partition.flat[partition.bounds[rank] : partition.bounds[rank + 1]]
-    if divisor > 1 and mine.numel():
-        mine.div_(divisor)
+    if divisor > 1 and chunks[rank].numel():
+        chunks[rank].div_(divisor)
 
 
-def two_level_all_gather(partition: Partition, rank: int, node_size: int) -> Algorithm:
-    """Copy every rank's range of ``partition`` to all ranks, in place.
+def two_level_all_gather(chunks: Sequence[Tensor], rank: int, node_size: int) -> Algorithm:
+    """Copy ``chunks[r]`` of every rank r to all ranks, in place.
 
     Args:
-        partition: this rank's range is read, the others are overwritten.
+        chunks: as above; ``chunks[rank]`` is read, the others are overwritten.
         rank: the rank that runs this generator.
         node_size: workers per node, a divisor of their number.
     """
-    places = _Places(partition, rank, node_size)
+    places = _Places(chunks, rank, node_size)
     yield from _ring_all_gather(places.between, places.node, places.place_members)
     yield from _ring_all_gather(places.within, places.place, places.node_members)
 
@@ -53,18 +52,16 @@ def two_level_all_gather(partition: Partition, rank: int, node_size: int) -> Alg
 class _Places:
     """Where a rank stands, and what belongs to whom."""
 
-    def __init__(self, partition: Partition, rank: int, node_size: int) -> None:
-        flat, bounds = partition
-        world_size = len(bounds) - 1
+    def __init__(self, chunks: Sequence[Tensor], rank: int, node_size: int) -> None:
+        world_size = len(chunks)
         if node_size < 1 or world_size % node_size:
             raise ValueError(f"node_size must divide {world_size} ranks, got {node_size}")
         self.node, self.place = divmod(rank, node_size)
         self.node_members = range(self.node * node_size, (self.node + 1) * node_size)
         self.place_members = range(self.place, world_size, node_size)
-        ranges = [flat[bounds[r] : bounds[r + 1]] for r in range(world_size)]
-        self.within = [ranges[place::node_size] for place in range(node_size)]
+        self.within = [chunks[place::node_size] for place in range(node_size)]
         """What the workers at each place own, in all nodes."""
-        self.between = [[ranges[member]] for member in self.place_members]
+        self.between = [[chunks[member]] for member in self.place_members]
         """What the workers at this place own, by node."""
 
 

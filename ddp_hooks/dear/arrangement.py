@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Partition
+from ddp_hooks.comm import CollectiveRule, Partition
 from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.order import SumOrder
@@ -29,6 +29,7 @@ class Arrangement:
         rule: which atoms travel together; may be replaced before :meth:`plan`.
         atom_bytes: size at which buckets and parameters are cut.
         cuts_tail: cut the last bucket finer, because its parts may travel before it is complete.
+        collectives: which of them moves what.
     """
 
     def __init__(
@@ -40,8 +41,10 @@ class Arrangement:
         rule: FusionRule,
         atom_bytes: int,
         cuts_tail: bool,
+        collectives: CollectiveRule,
     ) -> None:
         self.rule = rule
+        self.collectives = collectives
         self.schedule: Schedule | None = None  # None until the first step
         self.flats: list[Tensor] = []  # per atom, (numel,): the memory of its parameters
         self.gather_groups: list[tuple[int, ...]] = []  # of atoms, in the order of the forward
@@ -68,13 +71,15 @@ class Arrangement:
             return self._earlier  # the buckets of a first backward are not yet those that last
         if self.layout is None or self._world_size < 3:
             return None
-        return SumOrder(self._world_size, self._atom_bytes, self._cuts_tail, self.layout.buckets)
+        buckets = self.layout.buckets
+        return SumOrder(self._world_size, self._atom_bytes, self._cuts_tail, buckets, self.collectives)
 
     def resume(self, order: SumOrder) -> None:
-        """Cut as the run did that is being resumed, and let the first backward add as it did."""
+        """Cut and move as the run did that is being resumed, and let the first backward add as it did."""
         if self.layout is None and order.fits(len(self._shapes), self._world_size):
             self._earlier = order
             self._atom_bytes = order.atom_bytes
+            self.collectives = order.rule
 
     def earlier_layout(self) -> Layout | None:
         """That of the run that is being resumed, until this one has its own."""

@@ -11,6 +11,7 @@ from ddp_hooks.tuning import BucketTuner
 
 Fusion: TypeAlias = Literal["size", "layers", "none"]
 Update: TypeAlias = Literal["sharded", "replicated", "auto"]
+CollectiveName: TypeAlias = Literal["ring", "log", "two-level", "auto"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 
@@ -36,7 +37,15 @@ class DearConfig:
             where the processor limits and updates are replicated); with a tuner less, so that it has a choice. A run
             that resumes a checkpoint on three or more ranks keeps the size that is saved there.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
-        slice_mb: largest message in MiB; a lane holds four buffers of this size. None: chosen by the same measurement.
+        collective: what moves on CPUs; NCCL has its own. ``"ring"``: one ring, P - 1 rounds. ``"log"``: ceil(log2 P)
+            rounds of as many bytes, in messages that are not cut, for links on which a message costs more than its
+            bytes. ``"two-level"``: rings within nodes and between them, where links within are faster. ``"auto"``: two
+            levels where several hosts hold as many neighbouring ranks each, and few rounds up to the size to which a
+            measurement of about a second finds them faster. Sums are added in an order of their own with each; a run
+            that resumes a checkpoint goes on with those that are saved there.
+        node_size: ranks per node, for two levels. None: as the names of hosts tell.
+        slice_mb: largest message of rings in MiB; a lane holds four buffers of this size. None: chosen by the same
+            measurement as ``lanes``.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
             for loops that read parameters outside of any forward.
         early_gathers: with replicated updates on CPUs, the part of all bytes, from 0 to 1, whose gathers begin under
@@ -70,6 +79,8 @@ class DearConfig:
     tuner: BucketTuner | None = None
     atom_mb: float | None = None
     lanes: int | None = None
+    collective: CollectiveName = "ring"
+    node_size: int | None = None
     slice_mb: float | None = None
     overlap_forward: bool = True
     early_gathers: float | None = None
@@ -89,6 +100,8 @@ class DearConfig:
             raise ValueError(f"update must be one of {get_args(Update)}, got {self.update!r}")
         if self.fusion not in get_args(Fusion):
             raise ValueError(f"fusion must be one of {get_args(Fusion)}, got {self.fusion!r}")
+        if self.collective not in get_args(CollectiveName):
+            raise ValueError(f"collective must be one of {get_args(CollectiveName)}, got {self.collective!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(
                 f"reduce_dtype must be None, torch.bfloat16, torch.float32 or torch.float64 (sums in float16 would "
@@ -107,6 +120,6 @@ class DearConfig:
             raise ValueError(f'tuner searches for fusion_mb, so it needs fusion="size", got {self.fusion!r}')
         if self.early_gathers is not None and not 0 <= self.early_gathers <= 1:
             raise ValueError(f"early_gathers must be None or from 0 to 1, got {self.early_gathers}")
-        for name in ("fusion_layers", "lanes"):
+        for name in ("fusion_layers", "lanes", "node_size"):
             if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")

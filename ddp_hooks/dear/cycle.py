@@ -105,7 +105,14 @@ class StepCycle:
         rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
         self._watches = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
         self._arrangement = Arrangement(
-            self._parameters, self._names, ddp.module, self._lanes.world_size, rule, atom_bytes, self._watches
+            self._parameters,
+            self._names,
+            ddp.module,
+            self._lanes.world_size,
+            rule,
+            atom_bytes,
+            self._watches,
+            self._lanes.rule,
         )
         self._replicated = self._replicate(optimizer) if replicates else None
         self._sharded = self._replicated or ShardedOptimizer(
@@ -176,6 +183,8 @@ class StepCycle:
     def _begin_backward(self) -> None:
         self._finish_gathers()  # parameters that the forward did not touch may still be in flight
         arranged = self._arrangement
+        if self._lanes.rule != arranged.collectives:  # those of the run that is being resumed
+            self._lanes.choose(arranged.collectives)
         earlier = arranged.earlier_layout() if not self._lanes.native else None
         self._reduction = Reduction(
             self._lanes,

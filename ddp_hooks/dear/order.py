@@ -1,18 +1,19 @@
 """The order in which a run has added gradients, for a run that resumes it.
 
-A ring adds the ranks' gradients of an element in an order that begins behind the element's owner, and floating-point
-sums depend on the order. Who owns what follows DDP's buckets, and those of the first backward after a start are not yet
-those of later ones. So a checkpoint says how its run owned parameters, and the first backward of a resumed run adds in
-that order, by another route: every rank sends its gradients straight to their present owner. Same bytes, same bits.
+A ring adds the ranks' gradients of an element in an order that begins behind the element's owner, other collectives in
+other orders, and floating-point sums depend on them. Who owns what follows DDP's buckets, and those of the first
+backward after a start are not yet those of later ones. So a checkpoint says how its run owned parameters and by which
+collectives it added, and the first backward of a resumed run adds in that order, by another route: every rank sends its
+gradients straight to their present owner. Same bytes, same bits.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
-from ddp_hooks.comm import Lanes, Partition, Segment, Work, ordered_reduce_scatter
+from ddp_hooks.comm import Collective, CollectiveRule, Lanes, Partition, Segment, Work, ordered_reduce_scatter
 from ddp_hooks.comm.exchange import Algorithm
 from ddp_hooks.dear.layout import Atom, Layout, ParameterShape, cut_bucket
 
@@ -28,26 +29,33 @@ class SumOrder:
         atom_bytes: size at which buckets and parameters were cut.
         cuts_tail: whether the last bucket was cut finer.
         buckets: of parameters, by their index.
+        rule: which collective moved what.
     """
 
     world_size: int
     atom_bytes: int
     cuts_tail: bool
     buckets: tuple[tuple[int, ...], ...]
+    rule: CollectiveRule
 
     def packed(self) -> dict[str, Any]:
         """As what ``torch.load(weights_only=True)`` loads."""
-        return {**vars(self), "buckets": [list(bucket) for bucket in self.buckets]}
+        return {**vars(self), "buckets": [list(bucket) for bucket in self.buckets], "rule": asdict(self.rule)}
 
     @staticmethod
     def unpacked(content: Mapping[str, Any]) -> SumOrder:
         """The reverse of :meth:`packed`."""
-        return SumOrder(**{**content, "buckets": tuple(tuple(bucket) for bucket in content["buckets"])})
+        buckets = tuple(tuple(bucket) for bucket in content["buckets"])
+        return SumOrder(**{**content, "buckets": buckets, "rule": CollectiveRule(**content.get("rule", {}))})
 
     def fits(self, num_parameters: int, world_size: int) -> bool:
         """Whether it is one of these parameters and ranks."""
         indices = sorted(index for bucket in self.buckets for index in bucket)
-        return self.world_size == world_size and indices == list(range(num_parameters))
+        return (
+            self.world_size == world_size
+            and world_size % self.rule.node_size == 0
+            and indices == list(range(num_parameters))
+        )
 
     def layout(self, shapes: Sequence[ParameterShape]) -> Layout:
         """The layout that this amounts to, for parameters of these shapes."""
@@ -63,14 +71,15 @@ class SumOrder:
 
 
 class OrderedSums:
-    """Reduce-scatters that add in the order of an earlier layout."""
+    """Reduce-scatters that add in the order of an earlier layout, and of the collectives by which ``lanes`` move."""
 
     def __init__(self, earlier: Layout, lanes: Lanes) -> None:
         self._lanes = lanes
-        self._owners: dict[int, list[tuple[int, int, int]]] = {}  # parameter -> (start, end, rank), ascending
+        self._owners: dict[int, list[tuple[int, int, int, Collective]]] = {}  # (start, end, rank, ...) by parameter
         for rank in range(lanes.world_size):
-            for parameter, start, end in earlier.intervals(rank):
-                self._owners.setdefault(parameter, []).append((start, end, rank))
+            for index, (parameter, start, end, _) in earlier.owned(rank):
+                collective = lanes.rule.collective_of(earlier.atoms[index].numel)
+                self._owners.setdefault(parameter, []).append((start, end, rank, collective))
 
     def reduce_scatter(self, atoms: Sequence[Atom], partitions: Sequence[Partition], label: str) -> Work:
         """As :meth:`Lanes.reduce_scatter` of the atoms' memory, divided by the number of ranks."""
@@ -78,16 +87,17 @@ class OrderedSums:
 
     def _run(self, atoms: Sequence[Atom], partitions: Sequence[Partition]) -> Algorithm:
         for atom, partition in zip(atoms, partitions, strict=True):
-            yield from ordered_reduce_scatter(partition, self._lanes.rank, self._segments(atom))
+            segments = self._segments(atom)
+            yield from ordered_reduce_scatter(partition, self._lanes.rank, segments, self._lanes.rule.node_size)
 
     def _segments(self, atom: Atom) -> list[Segment]:
         """This rank's range of the atom, cut where the owner changed."""
         low = atom.bounds[self._lanes.rank]
         segments = []
         for parameter, start, end, offset in atom.owned(self._lanes.rank):
-            for first, last, owner in self._owners[parameter]:
+            for first, last, owner, collective in self._owners[parameter]:
                 begin, stop = max(first, start), min(last, end)
                 if begin < stop:
                     position = offset - low + begin - start
-                    segments.append(Segment(position, position + stop - begin, owner))
+                    segments.append(Segment(position, position + stop - begin, owner, collective))
         return segments

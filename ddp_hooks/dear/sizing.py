@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import Lanes, LaneSettings, LinkProfile, Recorder, mebibytes, profile_link
+from ddp_hooks.dear.collective import choose_collectives
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.planning.sizes import atom_and_fusion_bytes, tuned_atom_bytes
 
@@ -35,6 +36,11 @@ def open_lanes(
         if config.slice_mb is None:
             settings.slice_bytes = link.message_bytes
         logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
+    try:
+        lanes.choose(choose_collectives(config, lanes))
+    except ValueError:  # on every rank
+        lanes.close()
+        raise
     if config.atom_mb is not None:
         return lanes, mebibytes(config.atom_mb), mebibytes(config.atom_mb), link
     busy = replicates and link is not None and link.outruns_processor

@@ -21,13 +21,17 @@ from ddp_hooks.comm import (
     Send,
     log_all_gather,
     log_reduce_scatter,
+    pairwise_exchange,
     ring_all_gather,
     ring_reduce_scatter,
     two_level_all_gather,
     two_level_reduce_scatter,
 )
 
-Schedule: TypeAlias = Literal["ring", "log", "two-level"]
+Schedule: TypeAlias = Literal["ring", "log", "two-level", "two-level-log"]
+"""In one ring; in ceil(log2 P) rounds; in rings on two levels; in rings within nodes and ceil(log2 N) rounds between
+nodes, which is as many bytes through a node's link, in few rounds, as in NCCL's trees."""
+
 Phase: TypeAlias = Literal["reduce-scatter", "all-gather"]
 
 
@@ -51,7 +55,18 @@ Pattern: TypeAlias = tuple[Hop, ...]
 
 def pattern_of(phase: Phase, schedule: Schedule, workers: int, node_size: int, num_bytes: float) -> Pattern:
     """The rounds in which ``num_bytes`` are scattered or gathered."""
+    if schedule == "two-level-log":
+        return _few_rounds_between_nodes(phase, workers, node_size, num_bytes)
     return scaled(_unit_pattern(phase, schedule, workers, node_size), num_bytes / workers)
+
+
+def _few_rounds_between_nodes(phase: Phase, workers: int, node_size: int, num_bytes: float) -> Pattern:
+    """A ring within every node; what a worker then holds it sums, or gathers, with those at its place elsewhere."""
+    ring = pattern_of(phase, "ring", node_size, 1, num_bytes)
+    rounds = pattern_of(phase, "log", workers // node_size, 1, num_bytes / node_size)
+    inside = tuple(Hop(hop.times, 0.0, hop.between_bytes) for hop in ring)
+    between = tuple(Hop(hop.times, hop.between_bytes * node_size) for hop in rounds)
+    return (*inside, *between) if phase == "reduce-scatter" else (*between, *inside)
 
 
 def all_reduce(schedule: Schedule, workers: int, node_size: int, num_bytes: float) -> Pattern:
@@ -60,6 +75,16 @@ def all_reduce(schedule: Schedule, workers: int, node_size: int, num_bytes: floa
         *pattern_of("reduce-scatter", schedule, workers, node_size, num_bytes),
         *pattern_of("all-gather", schedule, workers, node_size, num_bytes),
     )
+
+
+def gathered(workers: int, node_size: int, num_bytes: float) -> Pattern:
+    """The rounds in which ``num_bytes`` of every worker reach all others, in a ring."""
+    return pattern_of("all-gather", "ring", workers, node_size, num_bytes * workers)
+
+
+def all_to_all(workers: int, node_size: int, num_bytes: float) -> Pattern:
+    """The round in which every worker cuts ``num_bytes`` into equal shares, keeps one, and sends each other one its."""
+    return scaled(_unit_exchange(workers, node_size), num_bytes / workers)
 
 
 def scaled(pattern: Pattern, factor: float) -> Pattern:
@@ -81,6 +106,13 @@ def _unit_pattern(phase: Phase, schedule: Schedule, workers: int, node_size: int
     return read_off([make(rank) for rank in range(node_size)])
 
 
+@lru_cache
+def _unit_exchange(workers: int, node_size: int) -> Pattern:
+    """The round for shares of one byte."""
+    shares = [torch.empty(1, dtype=torch.int8, device="meta")] * workers
+    return read_off([pairwise_exchange(shares, shares, rank) for rank in range(node_size)])
+
+
 def _generators(
     phase: Phase, schedule: Schedule, partition: Partition, node_size: int
 ) -> Callable[[int], Algorithm]:
@@ -97,8 +129,8 @@ def _generators(
             return lambda rank: log_reduce_scatter(partition, rank, scratch)
         return lambda rank: log_all_gather(partition, rank)
     if scatters:
-        return lambda rank: two_level_reduce_scatter(partition, rank, node_size, scratch)
-    return lambda rank: two_level_all_gather(partition, rank, node_size)
+        return lambda rank: two_level_reduce_scatter(partition.ranges, rank, node_size, scratch)
+    return lambda rank: two_level_all_gather(partition.ranges, rank, node_size)
 
 
 def read_off(algorithms: Sequence[Algorithm]) -> Pattern:

@@ -14,19 +14,27 @@ from torch import Tensor
 
 from ddp_hooks.comm import (
     AlphaBeta,
+    CollectiveRule,
     FabricError,
     Partition,
     Recv,
     Segment,
     Send,
     aligned_bounds,
+    log_reduce_scatter,
     ordered_reduce_scatter,
     pairwise_exchange,
     ring_all_gather,
     ring_reduce_scatter,
     run_on_fabric,
+    two_level_reduce_scatter,
 )
-from ddp_hooks.comm.collectives import all_gather_slices, reduce_scatter_slices
+from ddp_hooks.comm.slices import all_gather_slices, reduce_scatter_slices
+
+
+def divisors_of(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
 
 sizes_of_chunks = st.integers(1, 17).flatmap(lambda p: st.lists(st.integers(0, 9), min_size=p, max_size=p))
 
@@ -85,38 +93,53 @@ def test_pairwise_exchange(world_size: int, random: object) -> None:
 
 
 @given(
-    st.integers(1, 9), st.lists(st.integers(0, 300), min_size=1, max_size=4), st.integers(1, 200), st.booleans()
+    st.integers(1, 9).flatmap(lambda p: st.tuples(st.just(p), st.sampled_from(divisors_of(p)))),
+    st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    st.integers(1, 200),
+    st.integers(0, 300),
 )
-@settings(max_examples=80)
-def test_slices_cover_everything_once(world_size: int, numels: list[int], slice_bytes: int, gather: bool) -> None:
+@settings(max_examples=120)
+def test_slices_cover_everything_once(
+    ranks: tuple[int, int], numels: list[int], slice_bytes: int, log_numel: int
+) -> None:
     """Slicing changes messages, not results: a gather after a scatter of the same partitions is an all-reduce."""
+    world_size, node_size = ranks
+    rule = CollectiveRule(log_numel, node_size)
     partitions = [
         [Partition(whole(r, numel), aligned_bounds(numel, world_size, 4, 16)) for numel in numels]
         for r in range(world_size)
     ]
     expected = [torch.stack([partitions[r][i].flat for r in range(world_size)]).sum(0) for i in range(len(numels))]
     for make in (reduce_scatter_slices, all_gather_slices):
-        rings = [list(make(partitions[r], r, slice_bytes)) for r in range(world_size)]
+        rings = [list(make(partitions[r], r, slice_bytes, rule=rule)) for r in range(world_size)]
         assert len({len(ring) for ring in rings}) == 1
         for i in range(len(rings[0])):
-            assert all(rings[r][i].scratch_numel * 4 <= slice_bytes + 4 for r in range(world_size))
+            if not log_numel and node_size == 1:
+                assert all(rings[r][i].scratch_numel * 4 <= slice_bytes + 4 for r in range(world_size))
             run_on_fabric([rings[r][i].start(torch.empty(rings[r][i].scratch_numel)) for r in range(world_size)])
     for r in range(world_size):
         assert all(torch.equal(partitions[r][i].flat, expected[i]) for i in range(len(numels)))
 
 
-@given(sizes_of_chunks, st.randoms(use_true_random=False))
-@settings(max_examples=100)
-def test_sums_in_the_order_of_other_owners(sizes: list[int], random: Any) -> None:
-    """Whoever owns an element now, it is summed as a ring did when somebody else owned it: the same bits."""
+@given(sizes_of_chunks, st.sampled_from(["ring", "log", "two-level"]), st.randoms(use_true_random=False))
+@settings(max_examples=200)
+def test_sums_in_the_order_of_other_owners(sizes: list[int], collective: Any, random: Any) -> None:
+    """Whoever owns an element now, it is summed as a collective did when somebody else owned it: the same bits."""
     world_size, numel = len(sizes), sum(sizes)
+    node_size = random.choice(divisors_of(world_size))
     values = [torch.randn(numel, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
-    earlier = list(itertools.accumulate(sizes, initial=0))
-    by_ring = [value.clone() for value in values]
-    chunks = [[flat[a:b] for a, b in itertools.pairwise(earlier)] for flat in by_ring]
-    scratch = torch.empty(max(sizes))
-    run_on_fabric([ring_reduce_scatter(chunks[r], r, scratch.clone(), world_size) for r in range(world_size)])
-    expected = torch.cat([chunks[rank][rank] for rank in range(world_size)])
+    earlier = tuple(itertools.accumulate(sizes, initial=0))
+    partitions = [Partition(value.clone(), earlier) for value in values]
+    scratches = [torch.empty(numel) for _ in range(world_size)]
+    makers: dict[str, Any] = {
+        "ring": lambda r: ring_reduce_scatter(partitions[r].ranges, r, scratches[r], world_size),
+        "log": lambda r: log_reduce_scatter(partitions[r], r, scratches[r], world_size),
+        "two-level": lambda r: two_level_reduce_scatter(
+            partitions[r].ranges, r, node_size, scratches[r], world_size
+        ),
+    }
+    run_on_fabric([makers[collective](r) for r in range(world_size)])
+    expected = torch.cat([partitions[rank].ranges[rank] for rank in range(world_size)])
 
     bounds = (0, *sorted(random.randint(0, numel) for _ in range(world_size - 1)), numel)
     flats = [value.clone() for value in values]
@@ -124,8 +147,8 @@ def test_sums_in_the_order_of_other_owners(sizes: list[int], random: Any) -> Non
     for rank in range(world_size):
         low, high = bounds[rank], bounds[rank + 1]
         cuts = [(max(a, low), min(b, high), owner) for owner, (a, b) in enumerate(itertools.pairwise(earlier))]
-        segments = [Segment(a - low, b - low, owner) for a, b, owner in cuts if a < b]
-        algorithms.append(ordered_reduce_scatter(Partition(flats[rank], bounds), rank, segments))
+        segments = [Segment(a - low, b - low, owner, collective) for a, b, owner in cuts if a < b]
+        algorithms.append(ordered_reduce_scatter(Partition(flats[rank], bounds), rank, segments, node_size))
     run_on_fabric(algorithms)
     for rank in range(world_size):
         own = slice(bounds[rank], bounds[rank + 1])

@@ -90,13 +90,13 @@ def test_two_levels(layout: tuple[Sizes, int], divisor: int) -> None:
 
     def scatter(partition: Partition, rank: int) -> Algorithm:
         scratch = torch.full((partition.flat.numel(),), float("nan"))
-        return two_level_reduce_scatter(partition, rank, node_size, scratch, divisor)
+        return two_level_reduce_scatter(partition.ranges, rank, node_size, scratch, divisor)
 
     check_scatter(sizes, divisor, scatter, rounds)
-    check_gather(sizes, lambda partition, rank: two_level_all_gather(partition, rank, node_size), rounds)
+    check_gather(sizes, lambda partition, rank: two_level_all_gather(partition.ranges, rank, node_size), rounds)
 
 
 def test_nodes_must_be_equal() -> None:
     partition = Partition(torch.zeros(6), tuple(range(7)))
     with pytest.raises(ValueError, match="node_size must divide 6 ranks, got 4"):
-        next(two_level_all_gather(partition, 0, 4))
+        next(two_level_all_gather(partition.ranges, 0, 4))

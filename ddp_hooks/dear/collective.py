@@ -1,0 +1,111 @@
+"""Which collectives move what: as configured, or as ranks, hosts and a measurement suggest; the same on every rank.
+
+DeAR allows any all-reduce that splits in two (zhang2023dear, sections III-A and VII-A).
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+from ddp_hooks.comm import CollectiveRule, Lanes, Partition, aligned_bounds
+from ddp_hooks.dear.config import DearConfig
+
+logger = logging.getLogger("ddp_hooks")
+
+_SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)  # bytes of what is moved in the measurement
+_REPEATS = 3
+_GAIN = 1.05  # how much faster few rounds must be
+_ALIKE = 2  # ranks for which all collectives are the same
+
+T = TypeVar("T")
+_RING = CollectiveRule()
+_LOG = CollectiveRule(log_numel=sys.maxsize)
+
+
+def choose_collectives(config: DearConfig, lanes: Lanes) -> CollectiveRule:
+    """The rule for these lanes; collective.
+
+    Raises:
+        ValueError: on every rank: nodes are not as collectives on two levels need them.
+    """
+    if lanes.native or lanes.world_size <= _ALIKE or config.collective == "ring":
+        return _RING
+    if config.collective == "log":
+        return _LOG
+    node_size = config.node_size
+    if node_size is None:
+        node_size = ranks_per_node(_gathered(socket.gethostname(), lanes.group))
+    elif lanes.world_size % node_size:
+        raise ValueError(f"node_size must divide {lanes.world_size} ranks, got {node_size}")
+    two_level = CollectiveRule(node_size=node_size) if node_size and 1 < node_size < lanes.world_size else None
+    if config.collective == "two-level":
+        if two_level is None:
+            raise ValueError(
+                'collective="two-level" needs several nodes with equal numbers of neighbouring ranks, more than one in '
+                'each; found no such nodes by the names of hosts: give node_size, or take collective="auto"'
+            )
+        return two_level
+    rule = two_level or _RING
+    rule = CollectiveRule(_log_numel(lanes, rule), rule.node_size)
+    if lanes.rank == 0:
+        logger.info("collectives: %s", rule)
+    return rule
+
+
+def ranks_per_node(hosts: Sequence[str]) -> int | None:
+    """How many neighbouring ranks share each host; None if hosts have different numbers, or ranks are mixed.
+
+    >>> ranks_per_node(["a", "a", "b", "b"])
+    2
+    """
+    size = hosts.count(hosts[0])
+    nodes = [hosts[first : first + size] for first in range(0, len(hosts), size)]
+    equal = all(len(node) == size and len(set(node)) == 1 for node in nodes)
+    return size if equal and len({node[0] for node in nodes}) == len(nodes) else None
+
+
+def _log_numel(lanes: Lanes, other: CollectiveRule) -> int:
+    """Up to how many elements of float32 ceil(log2 P) rounds are faster than what is used otherwise."""
+    largest = 0
+    for size in _SIZES:
+        numel = size // 4
+        partition = Partition(torch.zeros(numel), aligned_bounds(numel, lanes.world_size, 4))
+        few_s, many_s = (_seconds(lanes, partition, rule) for rule in (_LOG, other))
+        if few_s * _GAIN > many_s:
+            break
+        largest = numel
+    return largest
+
+
+def _seconds(lanes: Lanes, partition: Partition, rule: CollectiveRule) -> float:
+    """Of a reduce-scatter and the all-gather behind it, of the slowest rank."""
+    lanes.choose(rule)
+
+    def move() -> None:
+        lanes.reduce_scatter([partition], "a measurement").wait()
+        lanes.all_gather([partition], "a measurement").wait()
+
+    move()  # connects
+    mine = statistics.median(_timed(move) for _ in range(_REPEATS))
+    return max(_gathered(mine, lanes.group))
+
+
+def _timed(action: Callable[[], None]) -> float:
+    start_s = time.perf_counter()
+    action()
+    return time.perf_counter() - start_s
+
+
+def _gathered(item: T, group: dist.ProcessGroup) -> list[T]:
+    gathered: list[T] = [item] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, item, group=group)
+    return gathered

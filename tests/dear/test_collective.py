@@ -1,0 +1,259 @@
+"""Other collectives than one ring: the same bits as plain DDP where sums are exact, and after resuming where not.
+
+Prevents: ranks that choose differently and wait for each other; sums that a resumed run adds in another order.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import DearConfig, DearState, dear_hook
+from ddp_hooks.comm import CollectiveRule
+from ddp_hooks.dear import collective
+from ddp_hooks.dear.collective import ranks_per_node
+from ddp_hooks.dear.order import SumOrder
+from tests.dear import twins
+from tests.dear.test_exact import adamw_two_groups, momentum_sgd
+from tests.dear.twins import CONFIG, WholeNumbers, whole_batches
+from tests.workers import WorkerPools
+
+LOG = replace(CONFIG, collective="log")
+NODES = replace(CONFIG, collective="two-level", node_size=2)
+MIXED = CollectiveRule(log_numel=3000)  # some atoms of the models below are larger
+
+
+def choosing(rule: CollectiveRule) -> Any:
+    """As if a measurement had found this; ranks of one host are as many nodes as the rule says."""
+    return mock.patch.multiple(
+        collective, _log_numel=lambda *_: rule.log_numel, ranks_per_node=lambda hosts: rule.node_size
+    )
+
+
+def compare(rank: int, world_size: int, config: DearConfig, rule: CollectiveRule, loop: Any, steps: int) -> Any:
+    optimizer = adamw_two_groups if world_size != 7 else momentum_sgd  # Adam makes much of DDP's errors with sevenths
+    with choosing(rule):
+        return twins.compare(rank, world_size, WholeNumbers, whole_batches, optimizer, loop, steps, config)
+
+
+@pytest.mark.parametrize(("world_size", "config"), [(3, LOG), (4, LOG), (4, NODES)])
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_steps_are_those_of_plain_ddp(workers: WorkerPools, world_size: int, config: Any, update: Any) -> None:
+    config = replace(config, update=update)
+    for outcome in workers(world_size).run(compare, config, CollectiveRule(), twins.plain, 8):
+        assert outcome.bitwise, outcome
+        assert outcome.num_atoms > outcome.num_buckets > 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [5, 6, 7, 8])
+@pytest.mark.parametrize("kind", ["log", "two-level", "mixed"])
+def test_any_number_of_ranks(workers: WorkerPools, world_size: int, kind: str) -> None:
+    if kind == "two-level" and world_size % 2:
+        pytest.skip("nodes of two hold an even number of ranks")
+    config = {"log": LOG, "two-level": NODES, "mixed": replace(CONFIG, collective="auto")}[kind]
+    for outcome in workers(world_size).run(compare, config, MIXED, twins.plain, 6):
+        assert outcome.bitwise if world_size != 7 else outcome.parameter_gap < 1e-4, outcome
+
+
+@pytest.mark.parametrize("rule", [MIXED, CollectiveRule(3000, 2)], ids=str)
+@pytest.mark.parametrize("loop", [twins.accumulate, twins.change_fusion], ids=lambda loop: loop.__name__)
+def test_the_choice_goes_by_size(workers: WorkerPools, rule: CollectiveRule, loop: Any) -> None:
+    for outcome in workers(4).run(compare, replace(CONFIG, collective="auto"), rule, loop, 6):
+        assert outcome.bitwise, outcome
+
+
+def rounds_of(rank: int, world_size: int, config: DearConfig, rule: CollectiveRule) -> tuple[CollectiveRule, int, int]:
+    """The rule in force, rounds of a step, and atoms."""
+    with choosing(rule):
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(WholeNumbers(world_size), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
+        state = DearState(ddp, optimizer, replace(config, slice_mb=1))
+        ddp.register_comm_hook(state, dear_hook)
+        for step in range(4):
+            before = state._lanes.traffic.rounds
+            optimizer.zero_grad()
+            ddp(*whole_batches(rank, world_size, step)).backward()
+            optimizer.step()
+            state.synchronize()
+        rounds = state._lanes.traffic.rounds - before
+        layout = state._arrangement.layout
+        assert layout is not None
+        found = state._lanes.rule, rounds, len(layout.atoms)
+        state.close()
+        return found
+
+
+def test_what_is_chosen_is_what_runs(workers: WorkerPools) -> None:
+    rounds = {}
+    for name, config in (("ring", CONFIG), ("log", LOG), ("two-level", NODES)):
+        (rule, rounds[name], atoms), *others = workers(4).run(rounds_of, config, CollectiveRule())
+        assert {(other[0], other[2]) for other in others} == {(rule, atoms)}
+        assert atoms > 5
+    assert rounds["ring"] == 2 * 3 * atoms and rounds["log"] == rounds["two-level"] == 2 * 2 * atoms
+    mixed, *_ = workers(4).run(rounds_of, replace(CONFIG, collective="auto"), MIXED)
+    assert mixed[0] == MIXED and rounds["log"] < mixed[1] < rounds["ring"]
+
+
+# -- resuming ---------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """Sums of its gradients are not exact."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(24, 90), nn.Tanh(), nn.Linear(90, 70), nn.Tanh(), nn.Linear(70, 5))
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.layers(values)
+        return output.square().mean()
+
+
+def resume(
+    rank: int, world_size: int, config: DearConfig, rules: Sequence[CollectiveRule], folder: str, whole: bool
+) -> tuple[bool, bool, CollectiveRule]:
+    """Whether six steps are three, a checkpoint and three; also with the order that plain rings would add in."""
+
+    def train(first: int, last: int, rule: CollectiveRule, save: bool, load: bool) -> tuple[list[Tensor], Any]:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Wide(), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.3, momentum=0.9)
+        with choosing(rule):
+            state = DearState(ddp, optimizer, config)
+        ddp.register_comm_hook(state, dear_hook)
+        if load and whole:
+            model, saved = torch.load(f"{folder}-{rank}", weights_only=True)
+            ddp.module.load_state_dict(model)
+            optimizer.load_state_dict(saved)
+        elif load:
+            content = {"model": ddp.module.state_dict()}
+            dcp.load(content, checkpoint_id=folder)
+            ddp.module.load_state_dict(content["model"])
+            state.load_sharded_optimizer(folder)
+        for step in range(first, last):
+            optimizer.zero_grad()
+            batch = torch.randn(7, 24, generator=torch.Generator().manual_seed(100 * step + rank))
+            ddp(batch).backward()
+            optimizer.step()
+        if save and whole:
+            torch.save((ddp.module.state_dict(), state.full_optimizer_state_dict()), f"{folder}-{rank}")
+        elif save:
+            content = {"model": ddp.module.state_dict(), "optimizer": state.sharded_optimizer_state_dict()}
+            dcp.save(content, checkpoint_id=folder)
+        state.synchronize()
+        parameters = [copy.deepcopy(p.detach()) for p in ddp.parameters()]
+        used = state._lanes.rule
+        state.close()
+        return parameters, used
+
+    first, second = rules
+    at_a_stretch, _ = train(0, 6, first, False, False)
+    train(0, 3, first, True, False)
+    resumed, used = train(3, 6, second, False, True)
+    with mock.patch.object(SumOrder, "fits", lambda *_: False):  # as if nothing were known of the earlier run
+        forgetful, _ = train(3, 6, first, False, True)
+    return _equal(at_a_stretch, resumed), _equal(at_a_stretch, forgetful), used
+
+
+def _equal(these: list[Tensor], others: list[Tensor]) -> bool:
+    return all(torch.equal(one, other) for one, other in zip(these, others, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("world_size", "config", "rules"),
+    [
+        (3, LOG, (CollectiveRule(), CollectiveRule())),
+        (6, NODES, (CollectiveRule(), CollectiveRule())),  # of four ranks every owner's sum is one of the same pairs
+        (3, replace(CONFIG, collective="auto"), (CollectiveRule(2500), CollectiveRule())),
+        (6, replace(CONFIG, collective="auto"), (CollectiveRule(2500, 2), CollectiveRule(100, 1))),
+    ],
+    ids=["log", "two-level", "measured otherwise", "other nodes"],
+)
+@pytest.mark.parametrize("whole", [True, False], ids=["state_dict", "pieces"])
+def test_resumed_sums_are_added_in_the_same_order(
+    workers: WorkerPools, tmp_path: Any, world_size: int, config: Any, rules: Any, whole: bool
+) -> None:
+    for equal, forgetful, used in workers(world_size).run(resume, config, rules, str(tmp_path / "saved"), whole):
+        assert equal
+        assert not forgetful, "the first backward adds alike in any order: this test tests nothing"
+        if config.collective == "auto":
+            assert used == rules[0], "the run goes on with what is saved, whatever is measured now"
+
+
+def test_orders_of_earlier_versions_are_those_of_rings() -> None:
+    order = SumOrder(2, 100, False, ((0, 1),), CollectiveRule(5, 2))
+    packed = order.packed()
+    assert SumOrder.unpacked(packed) == order
+    del packed["rule"]
+    assert SumOrder.unpacked(packed).rule == CollectiveRule()
+    assert not replace(order, world_size=3).fits(2, 3), "nodes of two do not hold three ranks"
+
+
+# -- choosing ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("hosts", "size"),
+    [("aabb", 2), ("aaaa", 4), ("abcd", 1), ("abab", None), ("aab", None), ("abbb", None), ("aba", None)],
+)
+def test_nodes_are_equal_and_of_neighbours(hosts: str, size: int | None) -> None:
+    assert ranks_per_node(hosts) == size
+
+
+def refuse(rank: int, world_size: int, config: DearConfig) -> str:
+    ddp = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    with pytest.raises(ValueError) as refused:
+        DearState(ddp, optimizer, config)
+    return str(refused.value)
+
+
+def test_refusals_are_the_same_everywhere(workers: WorkerPools) -> None:
+    for text in workers(3).run(refuse, NODES):
+        assert text == "node_size must divide 3 ranks, got 2"
+    for text in workers(3).run(refuse, replace(CONFIG, collective="two-level")):
+        assert text.startswith('collective="two-level" needs several nodes'), "all ranks are of one host here"
+    with pytest.raises(ValueError, match=r"collective must be one of .*'two-level', 'auto'\), got 'tree'"):
+        DearConfig(collective="tree")  # type: ignore[arg-type]
+
+
+def measured(rank: int, world_size: int, factor: float) -> CollectiveRule:
+    """The rule that follows if few rounds take ``factor`` times as long."""
+    ddp = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def seconds(lanes: Any, partition: Any, rule: CollectiveRule) -> float:
+        return factor if rule.log_numel > 10**9 else float(partition.flat.nbytes < 1 << 20) + 0.1
+
+    with mock.patch.object(collective, "_seconds", seconds):
+        state = DearState(ddp, optimizer, replace(CONFIG, collective="auto"))
+    rule = state._lanes.rule
+    state.close()
+    return rule
+
+
+@pytest.mark.parametrize(("factor", "log_numel"), [(2.0, 0), (0.5, 65536), (0.01, 1 << 20)])
+def test_auto_takes_few_rounds_as_far_as_they_are_faster(workers: WorkerPools, factor: float, log_numel: int) -> None:
+    rules = workers(3).run(measured, factor)
+    assert rules == [CollectiveRule(log_numel)] * 3
+
+
+def compare_as_measured(rank: int, world_size: int) -> bool:
+    config = replace(CONFIG, collective="auto")
+    outcome = twins.compare(rank, world_size, WholeNumbers, whole_batches, adamw_two_groups, twins.plain, 3, config)
+    return outcome.bitwise
+
+
+def test_auto_measures_for_itself(workers: WorkerPools) -> None:
+    assert workers(3).run(compare_as_measured) == [True] * 3
