@@ -9,11 +9,10 @@ from typing import Literal
 from ddp_hooks.planning.all_reduce import all_reduced_in_backward
 from ddp_hooks.planning.events import Process, Signal, Slice
 from ddp_hooks.planning.groups import Launcher, ddp_buckets
-from ddp_hooks.planning.patterns import Hop
+from ddp_hooks.planning.patterns import all_to_all, gathered
 from ddp_hooks.planning.simulation import Run
 
 Scheduling = Literal["none", "horizontal", "2d"]
-
 
 
 @dataclass(frozen=True)
@@ -44,8 +43,6 @@ class TableTraffic:
 
     def split(self, run: Run) -> tuple[list[int], list[int]]:
         """The tensors that are tables, and the others, in the order of the backward."""
-        if run.network.node_size > 1:
-            raise ValueError("tables are simulated on one level only: give a network with node_size=1")
         names = [tensor.name for tensor in run.step.tensors]
         missing = set(self.tables) - set(names)
         if missing:
@@ -56,13 +53,12 @@ class TableTraffic:
 
 def _alltoall(run: Run, num_bytes: float) -> list[Slice]:
     """Each worker keeps its own share of the columns, and sends every other one theirs."""
-    workers = run.network.workers
-    return [Slice((Hop(1, num_bytes * (workers - 1) / workers),))]
+    return [Slice(all_to_all(run.network.workers, run.network.node_size, num_bytes))]
 
 
 def _all_gather(run: Run, num_bytes: float) -> list[Slice]:
     """Everything of everyone, in a ring."""
-    return [Slice((Hop(run.network.workers - 1, num_bytes),))]
+    return [Slice(gathered(run.network.workers, run.network.node_size, num_bytes))]
 
 
 @dataclass(frozen=True)

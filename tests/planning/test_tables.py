@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-import pytest
+import itertools
 
-from ddp_hooks.comm import AlphaBeta
+import pytest
+import torch
+
+from ddp_hooks.comm import Algorithm, AlphaBeta, Send, pairwise_exchange, ring_all_gather
 from ddp_hooks.planning import EmbRace, Network, SparseDdp, StepProfile, TableTraffic, profile_of_layers, simulate
+from ddp_hooks.planning.patterns import Hop, all_to_all, gathered
 from ddp_hooks.planning.tables import Scheduling
 
 NETWORK = Network(4, AlphaBeta(0.0, 0.01))
@@ -58,3 +62,42 @@ def test_wrong_tables_are_refused() -> None:
         TableTraffic((), 1, 1, 1, 1)
     with pytest.raises(ValueError, match="from 0 to 1, got 2"):
         TableTraffic(("table",), 1, 1, 1, 1, prior=2)
+
+
+# -- two levels --------------------------------------------------------------------------------------------------------
+
+
+def by_level(algorithms: list[Algorithm], node_size: int) -> tuple[int, int]:
+    """Bytes that the first node sends to others, and the most that one of its workers sends within it, as counted."""
+    between, inside = 0, [0] * node_size
+    for rank, algorithm in enumerate(algorithms[:node_size]):
+        for exchange in itertools.chain.from_iterable(algorithm):
+            if isinstance(exchange, Send):
+                stays = exchange.peer < node_size
+                inside[rank] += exchange.tensor.nbytes * stays
+                between += exchange.tensor.nbytes * (not stays)
+    return between, max(inside)
+
+
+@pytest.mark.parametrize(("workers", "node_size"), [(4, 1), (4, 4), (8, 4), (16, 4), (6, 3)])
+def test_exchanges_on_two_levels_send_what_is_counted(workers: int, node_size: int) -> None:
+    shares = [torch.ones(10, dtype=torch.uint8)] * workers
+    exchanges = [pairwise_exchange(shares, [torch.empty_like(share) for share in shares], r) for r in range(workers)]
+    between, inside = by_level(exchanges, node_size)
+    assert all_to_all(workers, node_size, 10 * workers) == (Hop(1, between, inside),)
+    assert between == 10 * node_size * (workers - node_size)
+    rings = [ring_all_gather([torch.empty(10, dtype=torch.uint8) for _ in range(workers)], r) for r in range(workers)]
+    between, inside = by_level(rings, node_size)
+    (hop,) = gathered(workers, node_size, 10)
+    assert (hop.times * hop.between_bytes, hop.times * hop.inside_bytes) == (between, inside)
+
+
+def test_a_nodes_workers_share_its_link() -> None:
+    """Of four workers, two per node: each has two shares for the other node, and one for its neighbour."""
+    network = Network(4, AlphaBeta(0.0, 0.01), 2, AlphaBeta(0.0, 0.001))
+    alone = TableTraffic(("table",), 0.0, 0.0, 80.0, 80.0)
+    step = profile_of_layers([(0.0, 0.0, [0])], ["table"], [100_000])
+    assert simulate(EmbRace(alone, "none"), step, network).step_s == pytest.approx(2 * 2 * 20 * 0.01)
+    assert simulate(SparseDdp(alone), step, network).step_s == pytest.approx(3 * 80 * 0.01)
+    slow_inside = Network(4, AlphaBeta(0.0, 0.01), 2, AlphaBeta(0.0, 0.1))
+    assert simulate(EmbRace(alone, "none"), step, slow_inside).step_s == pytest.approx(20 * 0.1)
