@@ -162,6 +162,7 @@ class TopKState:
             "order": self._grouping.order(),
             "chosen": [list(variant) for variant in chosen] if chosen is not None else None,
             "group_mb": self._grouping.mb,
+            "lanes": len(self._lanes),
             "tuned": self.tuning is not None and self.tuning.finished,
             "memories": [group.memory() for group in self._grouping.groups],
             **kept,
@@ -185,7 +186,7 @@ class TopKState:
         dense = {self._names[index] for group in self._grouping.groups for index in group.members.dense}
         problem = checkpoint.find_problem(saved, rank if own else None, world_size, shapes, dense)
         entries = {} if problem is not None else {key: saved[0][key] for key in ("step", "order", "chosen")}
-        entries |= {key: saved[0].get(key) for key in ("group_mb", "tuned")} if problem is None else {}
+        entries |= {key: saved[0].get(key) for key in ("group_mb", "lanes", "tuned")} if problem is None else {}
         entries |= {"what is loaded": "this rank's own state" if own else "a list of states"} if problem is None else {}
         agree(entries, problem, self._lanes.group, "the state of TopKState")
         first = saved[0]
@@ -193,7 +194,8 @@ class TopKState:
         tuned = self.config.tuner is not None and "group_mb" in first
         self._grouping.restore(first["order"], first["group_mb"] if tuned else self.config.group_mb)
         if self.tuning is not None and tuned:
-            self.tuning.resume(self._grouping.mb, first["tuned"] and first["world_size"] == world_size)
+            finished = first["tuned"] and first["world_size"] == world_size
+            self.tuning.resume(self._grouping.mb, first.get("lanes", len(self._lanes)), finished)
         mine = saved if own else [state for state in saved if state["rank"] % world_size == rank]
         checkpoint.restore(self._grouping.groups, self._parameters, self._names, mine, saved)
         same_groups = own and len(first["memories"]) == len(self._grouping.groups)

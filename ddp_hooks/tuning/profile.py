@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+import filelock
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes
@@ -22,6 +23,7 @@ logger = logging.getLogger("ddp_hooks")
 Role: TypeAlias = Literal["search", "check"]
 
 _VERSION = 1
+_LOCK_S = 10.0  # other jobs need milliseconds
 _SAME_LINK = 2.0  # a few messages may find the same link faster or slower by this factor
 
 
@@ -132,16 +134,23 @@ class Profile:
         return None
 
     def store(self, entry: Entry) -> None:
-        """Write the entry in the place of what was known of its job; other runs see the old file or the new one."""
-        others = [other for other in self._read(quietly=True) if other.job.difference(entry.job) is not None]
-        packed = {"version": _VERSION, "entries": [other.packed() for other in [*others, entry]]}
+        """Write the entry in the place of what was known of its job.
+
+        Other runs see the old file or the new one, and wait for their turn to write theirs.
+        """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-                json.dump(packed, file, indent=1)
-            os.replace(file.name, self.path)
-        except OSError as error:
+            with filelock.FileLock(f"{self.path}.lock", timeout=_LOCK_S):
+                self._replace(entry)
+        except (OSError, filelock.Timeout) as error:
             logger.warning("the tuner's profile %s was not written, so the next run begins anew: %s", self.path, error)
+
+    def _replace(self, entry: Entry) -> None:
+        others = [other for other in self._read(quietly=True) if other.job.difference(entry.job) is not None]
+        packed = {"version": _VERSION, "entries": [other.packed() for other in [*others, entry]]}
+        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+            json.dump(packed, file, indent=1)
+        os.replace(file.name, self.path)
 
     def _read(self, quietly: bool = False) -> Sequence[Entry]:
         try:

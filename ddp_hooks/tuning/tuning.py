@@ -132,12 +132,13 @@ class Tuning:
             self._conclude_trial()
             self._ask()
 
-    def resume(self, mb: float, finished: bool) -> None:
-        """A run goes on whose search had come to this size, which is in force now; all ranks call it.
+    def resume(self, mb: float, lanes: int, finished: bool) -> None:
+        """A run goes on whose search had come to this size, which is in force now, and to these lanes.
 
-        A search that has ended here is not begun again.
+        All ranks call it. As many of the lanes are used as there are. A search that has ended here is not begun again.
         """
-        self.setting = self.setting._replace(mb=mb)
+        self.setting = Setting(mb, min(lanes, max(self._default.lanes, self.tuner.max_lanes or 0)))
+        self._lanes.use(self.setting.lanes)
         if finished:
             self._finish()
         elif not self.finished:

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import filelock
 import pytest
 
+from ddp_hooks.tuning import profile as profile_module
 from ddp_hooks.tuning.candidates import Setting
 from ddp_hooks.tuning.profile import Entry, Job, Profile, Trial
 
@@ -22,7 +26,7 @@ def test_what_was_stored_is_found(tmp_path: Path) -> None:
     profile.store(ENTRY)
     assert profile.find(JOB) == ENTRY
     assert profile.find(replace(JOB, link_mb_s=200.0)) == ENTRY, "a link is never measured twice the same"
-    assert list(profile.path.parent.iterdir()) == [profile.path], "nothing is left beside it"
+    assert {path.suffix for path in profile.path.parent.iterdir()} <= {".json", ".lock"}, "nothing half written is left"
 
 
 def test_jobs_do_not_overwrite_each_other(tmp_path: Path) -> None:
@@ -33,6 +37,27 @@ def test_jobs_do_not_overwrite_each_other(tmp_path: Path) -> None:
     newer = replace(ENTRY, chosen=Setting(4.0, 2))
     profile.store(newer)
     assert profile.find(JOB) == newer and profile.find(other.job) == other
+
+
+def store_one(path: Path, number: int) -> None:
+    Profile(path).store(Entry(replace(JOB, model=f"model {number}"), (), None))
+
+
+def test_jobs_that_write_at_the_same_moment_lose_nothing(tmp_path: Path) -> None:
+    path = tmp_path / "tuning.json"
+    with ThreadPoolExecutor(8) as writers:  # every lock is one of its own, as between processes
+        list(writers.map(partial(store_one, path), range(40)))
+    assert len(json.loads(path.read_text())["entries"]) == 40
+
+
+def test_a_job_that_holds_the_lock_does_no_harm(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profile_module, "_LOCK_S", 0.1)
+    profile = Profile(tmp_path / "tuning.json")
+    with filelock.FileLock(f"{profile.path}.lock"):
+        profile.store(ENTRY)
+    assert "was not written" in caplog.text and profile.find(JOB) is None
 
 
 @pytest.mark.parametrize(

@@ -406,15 +406,20 @@ def test_a_corrupt_profile_is_replaced(workers: WorkerPools, tmp_path: Path) -> 
     assert json.loads(path.read_text())["entries"][0]["chosen"] is not None
 
 
-def resume_topk(rank: int, world_size: int, after_trials: int | None) -> tuple[bool, bool, float]:
+def resume_topk(
+    rank: int, world_size: int, after_trials: int | None, max_lanes: int | None = None
+) -> tuple[bool, bool, float, int]:
     """Save in the middle or at the end of a search; whether a run that is resumed goes on with the same bits."""
-    run = Run(rank, world_size, TOPK)
+    config = replace(TOPK, tuner=replace(TUNER, max_lanes=max_lanes))
+    run = Run(rank, world_size, config)
     run.pretend(near(0.02))
+    if max_lanes is not None:
+        run.pretend(lambda setting: near(0.02)(setting) / setting.lanes)
     run.train(lambda: run.tuning.finished or len(run.tuning.trials) == after_trials)
     run.tuning._next_poll = run.step + MOST_STEPS  # the size stays as it is, as it does at first in what is resumed
     saved = copy.deepcopy(run.state.state_dict())
     model, step = copy.deepcopy(run.ddp.module.state_dict()), run.step
-    resumed = Run(rank, world_size, TOPK)
+    resumed = Run(rank, world_size, config)
     resumed.ddp.module.load_state_dict(model)
     resumed.state.load_state_dict(saved)
     resumed.step = step
@@ -422,17 +427,22 @@ def resume_topk(rank: int, world_size: int, after_trials: int | None) -> tuple[b
     for each in (run, resumed):
         for _ in range(2):
             each.train_step()
-    outcome = run.bits() == resumed.bits(), finished, resumed.state.stats().group_mb
+    outcome = run.bits() == resumed.bits(), finished, resumed.state.stats().group_mb, len(resumed.state._lanes)
     run.state.close()
     resumed.state.close()
     return outcome
 
 
 def test_checkpoints_of_topk_know_the_size(workers: WorkerPools) -> None:
-    for equal, finished, mb in workers(2).run(resume_topk, None):
+    for equal, finished, mb, _ in workers(2).run(resume_topk, None):
         assert equal and finished and 0.01 < mb < 0.04
-    for equal, finished, _ in workers(2).run(resume_topk, 3):
+    for equal, finished, *_ in workers(2).run(resume_topk, 3):
         assert equal and not finished
+
+
+def test_checkpoints_of_topk_know_the_lanes(workers: WorkerPools) -> None:
+    for equal, finished, _, lanes in workers(2).run(resume_topk, None, 4):
+        assert equal and finished and lanes == 4, "the fastest of one to four, of which two are the default"
 
 
 def go_back(rank: int, world_size: int) -> tuple[bool, bool, int]:
