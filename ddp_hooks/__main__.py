@@ -184,7 +184,8 @@ def show(plan: Plan) -> None:
     lines = plan.recommended_line.replace("\n", "\n    ")
     say(f"Recommended (*): {plan.recommended.strategy}. Write\n    {lines}")
     if plan.recommended.strategy.startswith("DeAR"):
-        config = f"DearConfig(tuner=BucketTuner(start_mb={plan.tuner().start_mb:.3g}))"
+        update = "" if plan.recommended_update == "sharded" else 'update="replicated", '
+        config = f"DearConfig({update}tuner=BucketTuner(start_mb={plan.tuner().start_mb:.3g}))"
         say(f"A tuner that begins where the fastest step is predicted: {config}")
     if plan.recommended.strategy.startswith("SparDL"):
         say("It leaves gradients for later steps: check that your model learns as well (docs/sparse.md).")

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -35,6 +35,7 @@ from ddp_hooks.topk.rehearsal import compute_s
 from ddp_hooks.tuning import BucketTuner
 
 T = TypeVar("T")
+Update: TypeAlias = Literal["sharded", "replicated"]
 Progress = Callable[[Iterable[T]], Iterable[T]]
 
 DENSITY = 0.01
@@ -102,13 +103,23 @@ class Plan:
             f"{working_s / best.step_s:.0%}"
         )
 
-    def tuner(self, **settings: Any) -> BucketTuner:
-        """A tuner for ``DearConfig`` that begins with the fusion size whose steps are predicted to be fastest.
+    def tuner(self, update: Update | None = None, **settings: Any) -> BucketTuner:
+        """A tuner for ``DearConfig`` that begins with a fusion size whose steps are predicted to be fastest.
 
         Args:
+            update: that of the configuration, sharded or replicated; None: that of the recommended strategy.
             settings: of :class:`~ddp_hooks.BucketTuner`, but for ``start_mb``.
         """
-        return predicted_start(BucketTuner(**settings), self.profile, self.network, self.costs)
+        if "start_mb" in settings:
+            raise TypeError("tuner() finds start_mb itself; for one of your own write BucketTuner(start_mb=...)")
+        low_mb, high_mb = (float(settings.get(name, getattr(BucketTuner, name))) for name in ("low_mb", "high_mb"))
+        default = BucketTuner(**settings, start_mb=min(max(BucketTuner.start_mb, low_mb), high_mb))
+        return predicted_start(default, self.profile, self.network, self.costs, Dear(update or self.recommended_update))
+
+    @property
+    def recommended_update(self) -> Update:
+        """Of DeAR, if that is recommended; else sharded."""
+        return "replicated" if self.recommended.strategy == Dear("replicated").name else "sharded"
 
     def save(self, path: str | Path) -> None:
         """Write everything but the spans as JSON."""

@@ -17,7 +17,7 @@ from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fa
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings, special_tag
 from ddp_hooks.comm.logarithmic import log_all_gather, log_reduce_scatter
-from ddp_hooks.comm.ordered import Segment, merges, ordered_reduce_scatter
+from ddp_hooks.comm.ordered import Segment, ordered_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
@@ -57,7 +57,6 @@ __all__ = [
     "log_all_gather",
     "log_reduce_scatter",
     "mebibytes",
-    "merges",
     "num_rounds",
     "ordered_reduce_scatter",
     "pairwise_exchange",

@@ -6,10 +6,13 @@ Pure functions of the number of workers. Workers and blocks of one team are numb
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from ddp_hooks.comm.bruck import Step, num_rounds
 
 
-def bags(worker: int, size: int) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=1024)
+def bags(worker: int, size: int) -> tuple[tuple[int, ...], ...]:
     """The blocks of a worker's preservation bag, then those of its sending bags 1, 2, … (Example 1 and Fig. 5).
 
     Sending bag i holds the 2^(i - 1) blocks that begin 2^(i - 1) behind the worker's own; the last one what is left.
@@ -18,10 +21,11 @@ def bags(worker: int, size: int) -> list[tuple[int, ...]]:
     for i in range(num_rounds(size)):
         distance = 1 << i
         result.append(tuple((worker + distance + x) % size for x in range(min(distance, size - distance))))
-    return result
+    return tuple(result)
 
 
-def reduce_scatter_steps(worker: int, size: int) -> list[Step]:
+@lru_cache(maxsize=1024)
+def reduce_scatter_steps(worker: int, size: int) -> tuple[Step, ...]:
     """The rounds of Spar-Reduce-Scatter: the last bag first, each to the worker that it begins with (section III-B2).
 
     In every round the blocks that come in are blocks that the worker still holds (Theorem 1).
@@ -33,4 +37,4 @@ def reduce_scatter_steps(worker: int, size: int) -> list[Step]:
         steps.append(
             Step((worker + distance) % size, bags(worker, size)[i + 1], source, bags(source, size)[i + 1])
         )
-    return steps
+    return tuple(steps)

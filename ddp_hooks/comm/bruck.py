@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -25,7 +26,8 @@ def num_rounds(size: int) -> int:
     return (size - 1).bit_length()
 
 
-def all_gather_steps(worker: int, size: int) -> list[Step]:
+@lru_cache(maxsize=1024)
+def all_gather_steps(worker: int, size: int) -> tuple[Step, ...]:
     """The rounds of Bruck's all-gather (zhao2024spardl, Fig. 3b): everything held so far, no more than is missing."""
     steps = []
     for i in range(num_rounds(size)):
@@ -35,7 +37,7 @@ def all_gather_steps(worker: int, size: int) -> list[Step]:
         outgoing = tuple((worker + x) % size for x in range(count))
         incoming = tuple((source + x) % size for x in range(count))
         steps.append(Step((worker - distance) % size, outgoing, source, incoming))
-    return steps
+    return tuple(steps)
 
 
 def bruck_all_gather(

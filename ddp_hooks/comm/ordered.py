@@ -55,7 +55,6 @@ def ordered_reduce_scatter(
         chunks[rank][start:end].copy_(sums[owner]).div_(world_size)
 
 
-@lru_cache(maxsize=1024)
 def merges(collective: Collective, owner: int, world_size: int, node_size: int = 1) -> Merges:
     """``(into, source)``, one addition after the other: what rank ``into`` has so far, and what comes from ``source``.
 
@@ -67,14 +66,22 @@ def merges(collective: Collective, owner: int, world_size: int, node_size: int =
     if collective == "ring":
         return _ring(range(world_size), owner)
     if collective == "log":
-        rounds = zip(*(reduce_scatter_steps(rank, world_size) for rank in range(world_size)), strict=True)
-        return tuple(
-            (rank, step.source) for steps in rounds for rank, step in enumerate(steps) if owner in step.incoming
-        )
+        return _along_bags(world_size)[owner]
     node, place = divmod(owner, node_size)
     firsts = range(0, world_size, node_size)
     within = tuple(merge for first in firsts for merge in _ring(range(first, first + node_size), place))
     return (*within, *_ring(range(place, world_size, node_size), node))
+
+
+@lru_cache
+def _along_bags(world_size: int) -> tuple[Merges, ...]:
+    """Of every owner, those of :func:`~ddp_hooks.comm.log_reduce_scatter`."""
+    found: list[list[tuple[int, int]]] = [[] for _ in range(world_size)]
+    for steps in zip(*(reduce_scatter_steps(rank, world_size) for rank in range(world_size)), strict=True):
+        for rank, step in enumerate(steps):
+            for owner in step.incoming:
+                found[owner].append((rank, step.source))
+    return tuple(map(tuple, found))
 
 
 def _ring(members: Sequence[int], position: int) -> Merges:

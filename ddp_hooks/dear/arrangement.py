@@ -6,6 +6,7 @@ reduce-scatters (:class:`~ddp_hooks.dear.backpipe.Schedule`), and in the order o
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -80,6 +81,18 @@ class Arrangement:
             self._earlier = order
             self._atom_bytes = order.atom_bytes
             self.collectives = order.rule
+
+    def digest_of_earlier(self) -> int:
+        """A number that tells runs that may be resumed apart; 0: none is."""
+        if self._earlier is None:
+            return 0
+        return int.from_bytes(hashlib.sha256(repr(self._earlier).encode()).digest()[:7], "big")
+
+    def describe_earlier(self) -> str:
+        """The run that is being resumed, for messages."""
+        if self._earlier is None:
+            return "nothing"
+        return f"a run of {len(self._earlier.buckets)} buckets (digest {self.digest_of_earlier():x})"
 
     def earlier_layout(self) -> Layout | None:
         """That of the run that is being resumed, until this one has its own."""

@@ -36,7 +36,7 @@ class Reduction:
         reduce_dtype: form the sums in this type; None: in that of the gradients.
         ready: atoms, by their index in the layout in force, that may travel before their bucket is handed over, with
             their memory.
-        ordered: how to add up in the order of a run that is resumed; None: in the ring's.
+        ordered: how to add up in the order of a run that is resumed; None: in that of the lanes' collectives.
         followed: called with every group of the schedule whose reduce-scatter was submitted: its atoms, their memory,
             in the type of the sums, and the work.
     """

@@ -17,11 +17,13 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import CollectiveRule, Lanes, Partition, aligned_bounds
+from ddp_hooks.comm.lanes import WINDOW
 from ddp_hooks.dear.config import DearConfig
 
 logger = logging.getLogger("ddp_hooks")
 
 _SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)  # bytes of what is moved in the measurement
+_ENOUGH_S = 1.0  # of measuring
 _REPEATS = 3
 _GAIN = 1.05  # how much faster few rounds must be
 _ALIKE = 2  # ranks for which all collectives are the same
@@ -48,6 +50,11 @@ def choose_collectives(config: DearConfig, lanes: Lanes) -> CollectiveRule:
         raise ValueError(f"node_size must divide {lanes.world_size} ranks, got {node_size}")
     two_level = CollectiveRule(node_size=node_size) if node_size and 1 < node_size < lanes.world_size else None
     if config.collective == "two-level":
+        if two_level is None and config.node_size is not None:
+            raise ValueError(
+                f'collective="two-level" needs several nodes of several ranks: node_size must be above 1 and below '
+                f"{lanes.world_size}, got {config.node_size}"
+            )
         if two_level is None:
             raise ValueError(
                 'collective="two-level" needs several nodes with equal numbers of neighbouring ranks, more than one in '
@@ -75,24 +82,28 @@ def ranks_per_node(hosts: Sequence[str]) -> int | None:
 
 def _log_numel(lanes: Lanes, other: CollectiveRule) -> int:
     """Up to how many elements of float32 ceil(log2 P) rounds are faster than what is used otherwise."""
-    largest = 0
+    largest, spent_s = 0, 0.0
     for size in _SIZES:
         numel = size // 4
-        partition = Partition(torch.zeros(numel), aligned_bounds(numel, lanes.world_size, 4))
-        few_s, many_s = (_seconds(lanes, partition, rule) for rule in (_LOG, other))
+        bounds = aligned_bounds(numel, lanes.world_size, 4)
+        partitions = [Partition(torch.zeros(numel), bounds) for _ in range(WINDOW)]
+        few_s, many_s = (_seconds(lanes, partitions, rule) for rule in (_LOG, other))
         if few_s * _GAIN > many_s:
             break
         largest = numel
+        spent_s += (few_s + many_s) * (1 + _REPEATS)
+        if spent_s > _ENOUGH_S:  # the same on every rank
+            break
     return largest
 
 
-def _seconds(lanes: Lanes, partition: Partition, rule: CollectiveRule) -> float:
-    """Of a reduce-scatter and the all-gather behind it, of the slowest rank."""
+def _seconds(lanes: Lanes, partitions: Sequence[Partition], rule: CollectiveRule) -> float:
+    """Of reduce-scatters and the all-gathers behind them, as many at once as a lane has, of the slowest rank."""
     lanes.choose(rule)
 
     def move() -> None:
-        lanes.reduce_scatter([partition], "a measurement").wait()
-        lanes.all_gather([partition], "a measurement").wait()
+        lanes.reduce_scatter(partitions, "a measurement").wait()
+        lanes.all_gather(partitions, "a measurement").wait()
 
     move()  # connects
     mine = statistics.median(_timed(move) for _ in range(_REPEATS))

@@ -41,8 +41,9 @@ class DearConfig:
             rounds of as many bytes, in messages that are not cut, for links on which a message costs more than its
             bytes. ``"two-level"``: rings within nodes and between them, where links within are faster. ``"auto"``: two
             levels where several hosts hold as many neighbouring ranks each, and few rounds up to the size to which a
-            measurement of about a second finds them faster. Sums are added in an order of their own with each; a run
-            that resumes a checkpoint goes on with those that are saved there.
+            measurement of some seconds finds them faster. Sums are added in an order of their own with each; a run that
+            resumes a checkpoint on three or more ranks goes on with those that are saved there. With few rounds each of
+            a lane's four buffers is as large as half of what moves so, on two levels as an atom's slice of a place.
         node_size: ranks per node, for two levels. None: as the names of hosts tell.
         slice_mb: largest message of rings in MiB; a lane holds four buffers of this size. None: chosen by the same
             measurement as ``lanes``.

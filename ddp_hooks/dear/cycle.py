@@ -32,8 +32,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import (
     LinkProfile,
+    Partition,
     Recorder,
     Traffic,
+    agree,
     compat,
     mebibytes,
 )
@@ -157,7 +159,7 @@ class StepCycle:
         self._withheld = False  # whether the step under way has no gradients, because some were not finite
         self._stats = DearStats()
         self._log: StatsLog | None = None
-        self._mark = _Mark(Traffic(), 0.0, 0.0, time.perf_counter())
+        self._mark = _Mark(self._lanes.traffic, 0.0, 0.0, time.perf_counter())
         self._closed = False
 
     # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
@@ -183,8 +185,8 @@ class StepCycle:
     def _begin_backward(self) -> None:
         self._finish_gathers()  # parameters that the forward did not touch may still be in flight
         arranged = self._arrangement
-        if self._lanes.rule != arranged.collectives:  # those of the run that is being resumed
-            self._lanes.choose(arranged.collectives)
+        if arranged.layout is None and self._reduction is None:
+            self._agree_on_earlier_run()
         earlier = arranged.earlier_layout() if not self._lanes.native else None
         self._reduction = Reduction(
             self._lanes,
@@ -200,6 +202,19 @@ class StepCycle:
         if self._early is not None:
             self._early.backward_begins()
         self._in_backward = True
+
+    def _agree_on_earlier_run(self) -> None:
+        """Go on with the collectives of the run that is being resumed; where ranks loaded different ones, all raise."""
+        arranged, lanes = self._arrangement, self._lanes
+        digests = torch.zeros(lanes.world_size, dtype=torch.int64, device=self.device)
+        digests[lanes.rank] = arranged.digest_of_earlier()
+        bounds = tuple(range(lanes.world_size + 1))
+        lanes.all_gather([Partition(digests, bounds)], "what was loaded before the first backward").wait()
+        if len(set(digests.tolist())) > 1:
+            agree({"what was loaded": arranged.describe_earlier()}, None, lanes.group, "the checkpoint to resume from")
+        if self._lanes.rule != arranged.collectives:
+            logger.info("collectives are those of the checkpoint: %s, not %s", arranged.collectives, self._lanes.rule)
+            self._lanes.choose(arranged.collectives)
 
     def _advance(self) -> None:
         if not self._in_backward:

@@ -24,22 +24,16 @@ def open_lanes(
     replicates: bool,
 ) -> tuple[Lanes, int, int, LinkProfile | None]:
     """The lanes, the sizes of atoms and groups in bytes: as configured, or as link and model suggest; and the link."""
-    link = None
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
-    if config.slice_mb is not None:
-        settings.slice_bytes = mebibytes(config.slice_mb)
-    if config.lanes is None or config.slice_mb is None:
-        link = profile_link(lanes)
-        if config.lanes is None:
-            lanes.grow(link.num_lanes)
-        if config.slice_mb is None:
-            settings.slice_bytes = link.message_bytes
-        logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
     try:
+        link = _suit(lanes, settings, config)
         lanes.choose(choose_collectives(config, lanes))
     except ValueError:  # on every rank
         lanes.close()
+        raise
+    except BaseException as error:  # on this one: the others are not to wait
+        lanes.abandon(error)
         raise
     if config.atom_mb is not None:
         return lanes, mebibytes(config.atom_mb), mebibytes(config.atom_mb), link
@@ -49,3 +43,18 @@ def open_lanes(
         low_bytes = mebibytes(config.tuner.low_mb)
         atom_bytes = tuned_atom_bytes(atom_bytes, model_bytes, lanes.world_size, low_bytes)
     return lanes, atom_bytes, fusion_bytes, link
+
+
+def _suit(lanes: Lanes, settings: LaneSettings, config: DearConfig) -> LinkProfile | None:
+    """Measure the link, and let lanes and messages suit it, where settings do not say; None if nothing was measured."""
+    link = None
+    if config.slice_mb is not None:
+        settings.slice_bytes = mebibytes(config.slice_mb)
+    if config.lanes is None or config.slice_mb is None:
+        link = profile_link(lanes)
+        if config.lanes is None:
+            lanes.grow(link.num_lanes)
+        if config.slice_mb is None:
+            settings.slice_bytes = link.message_bytes
+        logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
+    return link

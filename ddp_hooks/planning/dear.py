@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from ddp_hooks.comm import mebibytes, suited_to
-from ddp_hooks.planning.events import Process, Signal
+from ddp_hooks.planning.events import Process, Signal, Slice
 from ddp_hooks.planning.groups import Launcher, ddp_buckets, fuse, part_of
-from ddp_hooks.planning.patterns import Schedule
+from ddp_hooks.planning.patterns import Phase, Schedule
 from ddp_hooks.planning.simulation import Run
 from ddp_hooks.planning.sizes import TAIL_CUTS, atom_and_fusion_bytes, tuned_atom_bytes
 from ddp_hooks.tuning.config import BucketTuner
@@ -29,6 +29,7 @@ class Dear:
         fusion_mb: largest group, in MiB (section IV-B).
         fusion_layers: groups of so many layers instead (section VI-G); tensors that are read at once are one layer's.
         tuner: the one that may choose another fusion size: it asks for smaller atoms.
+        in_buffers: groups travel in one piece, as the paper's do; the hook moves their atoms one after another.
         lanes: streams of communication.
         slice_mb: largest message, in MiB. What is None is chosen for the link, as by ``DearConfig``.
         schedule: of its collectives.
@@ -40,6 +41,7 @@ class Dear:
     fusion_mb: float | None = None
     fusion_layers: int | None = None
     tuner: BucketTuner | None = None
+    in_buffers: bool = False
     lanes: int | None = None
     slice_mb: float | None = None
     schedule: Schedule = "ring"
@@ -69,7 +71,7 @@ class Dear:
         backward_groups += [(atom,) for atom in atoms if atom.is_tail]
         need_of = {tensor: need for need, tensor in enumerate(run.step.forward_order)}
         by_need = sorted(atoms, key=lambda atom: min(need_of[tensor] for tensor in atom.tensors))
-        forward_groups = [_tensors(group) for group in self._fused(by_need, sizes.fusion_bytes)]
+        forward_groups = self._fused(by_need, sizes.fusion_bytes)
         lanes = run.lanes(sizes.lanes)
         replicates = self.update == "replicated"
 
@@ -84,11 +86,9 @@ class Dear:
 
             def launch(number: int, scattered: dict[int, Signal] = scattered) -> None:
                 if self.scatters:
-                    tensors = _tensors(backward_groups[number])
-                    num_bytes = run.num_bytes(tensors)
-                    slices = run.collective("reduce-scatter", num_bytes, self.schedule, sizes.message_bytes)
+                    slices = self._slices(run, "reduce-scatter", backward_groups[number], sizes)
                     signal = lanes[number % sizes.lanes].submit(slices, f"reduce-scatter of group {number}")
-                    scattered.update(dict.fromkeys(tensors, signal))
+                    scattered.update(dict.fromkeys(_tensors(backward_groups[number]), signal))
 
             yield from run.backward(_when_complete(atoms, backward_groups, launch))
             if not replicates:
@@ -97,11 +97,19 @@ class Dear:
                 yield from run.optimizer(1 / run.network.workers)
             arrived = dict.fromkeys(run.step.forward_order, _HAPPENED) | scattered
             for number, group in enumerate(forward_groups if self.gathers else []):
-                after = [scattered[tensor] for tensor in group if tensor in scattered]
-                slices = run.collective("all-gather", run.num_bytes(group), self.schedule, sizes.message_bytes)
+                after = [scattered[tensor] for tensor in _tensors(group) if tensor in scattered]
+                slices = self._slices(run, "all-gather", group, sizes)
                 signal = lanes[number % sizes.lanes].submit(slices, f"all-gather of group {number}", after=after)
-                arrived.update(dict.fromkeys(group, signal))
+                arrived.update(dict.fromkeys(_tensors(group), signal))
             run.end_step()
+
+    def _slices(self, run: Run, phase: Phase, group: Sequence[_Atom], sizes: _Sizes) -> list[Slice]:
+        pieces = [sum(atom.num_bytes for atom in group)] if self.in_buffers else [atom.num_bytes for atom in group]
+        return [
+            piece
+            for num_bytes in pieces
+            for piece in run.collective(phase, num_bytes, self.schedule, sizes.message_bytes)
+        ]
 
     def _sizes(self, run: Run) -> _Sizes:
         network = run.network

@@ -69,6 +69,8 @@ class Horovod:
 
     def agreement_on(self, workers: int, alpha_s: float, requests: int = 1) -> float:
         """Seconds of one agreement of so many workers, whose short messages take ``alpha_s``."""
+        if workers == 1:
+            return 0.0
         if self.agreement == "bitvector":
             return 2 * num_rounds(workers) * alpha_s
         handled_s = 2 * self.message_s + requests * self.request_s  # a list is read once, and an answer is sent

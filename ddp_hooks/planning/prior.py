@@ -15,13 +15,16 @@ from ddp_hooks.planning.step import StepProfile
 from ddp_hooks.tuning.candidates import Range
 from ddp_hooks.tuning.config import BucketTuner
 
+_ALIKE = 0.005  # part of a step
 _NUM_SIZES = 24  # that are simulated; the search goes on from the best
 
 
 def predicted_start(
     tuner: BucketTuner, step: StepProfile, network: Network, costs: Costs | None = None, strategy: Dear | None = None
 ) -> BucketTuner:
-    """The same tuner, whose first trial is the size with the fastest simulated step.
+    """The same tuner, whose first trial is a size with the fastest simulated step.
+
+    Of sizes that are as fast as simulations can tell, the one nearest to where the tuner would begin otherwise.
 
     Args:
         tuner: what may be tried; its ``start_mb`` is replaced.
@@ -34,6 +37,8 @@ def predicted_start(
     sizes = Range(tuner.low_mb, tuner.high_mb, tuner.scale)
     sizes_mb = [sizes.size_at(i / (_NUM_SIZES - 1)) for i in range(_NUM_SIZES)]
     steps_s = {mb: simulate(replace(dear, fusion_mb=mb), step, network, costs).step_s for mb in sizes_mb}
-    fastest_mb = min(steps_s, key=lambda mb: steps_s[mb])
+    fast = [mb for mb, step_s in steps_s.items() if step_s <= (1 + _ALIKE) * min(steps_s.values())]
+    start = sizes.position_of(tuner.start_mb)
+    nearest_mb = min(fast, key=lambda mb: abs(sizes.position_of(mb) - start))
     # Ends of the range may be off by a rounding error.
-    return replace(tuner, start_mb=min(max(fastest_mb, tuner.low_mb), tuner.high_mb))
+    return replace(tuner, start_mb=min(max(nearest_mb, tuner.low_mb), tuner.high_mb))

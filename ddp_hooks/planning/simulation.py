@@ -215,8 +215,9 @@ class Run:
         return [Slice(pattern, slowdown=self.costs.all_reduce)]
 
     def collective(self, phase: Phase, num_bytes: float, schedule: Schedule, slice_bytes: float) -> list[Slice]:
-        """A half of it, on CPUs in slices whose messages, in a ring, are no longer than ``slice_bytes``."""
+        """A half of it; a ring on CPUs in slices whose messages are no longer than ``slice_bytes``."""
         network = self.network
-        count = 1 if network.native else max(1, -(-num_bytes // network.workers // slice_bytes))
+        whole = network.native or schedule == "log"
+        count = 1 if whole else max(1, -(-num_bytes // network.workers // slice_bytes))
         pattern = pattern_of(phase, schedule, network.workers, network.node_size, num_bytes / count)
         return [Slice(pattern)] * int(count)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
@@ -140,10 +141,23 @@ class Profile:
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with filelock.FileLock(f"{self.path}.lock", timeout=_LOCK_S):
+            with self._turn():
                 self._replace(entry)
-        except (OSError, filelock.Timeout) as error:
+        except OSError as error:
             logger.warning("the tuner's profile %s was not written, so the next run begins anew: %s", self.path, error)
+
+    @contextlib.contextmanager
+    def _turn(self) -> Iterator[None]:
+        """Alone among those that write; where there are no locks, or one is held for long, all the same."""
+        lock = filelock.FileLock(f"{self.path}.lock", timeout=_LOCK_S)
+        try:
+            lock.acquire()
+        except (OSError, NotImplementedError, filelock.Timeout) as error:
+            logger.info("%s is written without a lock: %s", self.path, error)
+        try:
+            yield
+        finally:
+            lock.release()
 
     def _replace(self, entry: Entry) -> None:
         others = [other for other in self._read(quietly=True) if other.job.difference(entry.job) is not None]

@@ -137,6 +137,8 @@ class Tuning:
 
         All ranks call it. As many of the lanes are used as there are. A search that has ended here is not begun again.
         """
+        if self.finished and not finished:
+            lanes = self.setting.lanes  # found to be best; they change no result
         self.setting = Setting(mb, min(lanes, max(self._default.lanes, self.tuner.max_lanes or 0)))
         self._lanes.use(self.setting.lanes)
         if finished:

@@ -17,12 +17,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import ByteScheduler, Ddp, Dear, Horovod, MgWfbp, Network, Strategy, simulate
+from ddp_hooks.planning import ByteScheduler, Ddp, Horovod, MgWfbp, Network, Strategy, simulate
 from ddp_hooks.planning.bounds import baseline_bound_s, collective_s, dear_bound_s
 from ddp_hooks.tuning.config import SearchName
 from recipes.benchmarks.tuner_replay import Curve, trials_needed
-from recipes.paper.dear_table2 import ALPHA_S, SIZES_MB, TENSOR_WISE
-from recipes.paper.models import ETHERNET_BYTES_S, INFINIBAND_BYTES_S, NAMES, WORKERS, step_of
+from recipes.paper.dear_table2 import ALPHA_S, NETWORKS, SIZES_MB, TENSOR_WISE, the_papers_dear
+from recipes.paper.models import NAMES, WORKERS, step_of
 from recipes.paper.page import Claim, Page, Section, prose, run
 
 if TYPE_CHECKING:
@@ -35,6 +35,10 @@ NEARBY_LAYERS = 4  # section VI-G, DeAR-NL
 HOROVOD_MB = 64.0  # section VI-G, Horovod-FB
 TUNED_MODELS = ("resnet50", "densenet201", "bert")  # Fig. 9
 BATCHES = {"resnet50": (16, 32, 64), "bert": (16, 32, 64)}  # Fig. 11; the last is that of Table I
+CNNS = ("resnet50", "densenet201", "inception_v4")
+SLOW = 0.9  # section VI-C, of ByteScheduler
+OUT_OF_MEMORY = ("MG-WFBP", "bert_large")  # Fig. 7
+TENS = 10  # of trials, section VI-G
 WAITING = "Horovod, waiting"  # whose cycles wait for all-reduces; not compared, but shown
 SEEDS = range(10)
 NOISE = 0.01  # of a trial, Fig. 10
@@ -61,13 +65,17 @@ class Place:
     @property
     def described(self) -> Network:
         """For the simulator."""
-        bytes_per_s = ETHERNET_BYTES_S if self.network == "10GbE" else INFINIBAND_BYTES_S
-        return Network(WORKERS, AlphaBeta(self.alpha_s, 1 / bytes_per_s), native=True)
+        return Network(WORKERS, AlphaBeta(self.alpha_s, 1 / NETWORKS[self.network]), native=True)
 
 
 # Section II-D's latency is that of short messages at 10GbE. NCCL passes long ones on in pieces, which hides latency,
 # and the paper has none for InfiniBand: a fifth of it stands for both.
-PLACES = (Place("10GbE", ALPHA_S), Place("10GbE", ALPHA_S / 5), Place("100GbIB", ALPHA_S / 5))
+PLACES = (
+    Place("10GbE", ALPHA_S),
+    Place("10GbE", ALPHA_S / 5),
+    Place("100GbIB", ALPHA_S / 5),
+    Place("46 Gbit/s", ALPHA_S / 5),  # that of Table II's column for InfiniBand
+)
 
 
 @dataclass(frozen=True)
@@ -87,11 +95,6 @@ class Settings:
     def among(self, models: Sequence[str]) -> list[str]:
         """Those of these that are simulated."""
         return [model for model in models if model in self.models]
-
-
-def dear(fusion_mb: float) -> Dear:
-    """The paper's DeAR: every worker updates everything, groups are of tensors, not of buckets."""
-    return Dear("replicated", TENSOR_WISE, fusion_mb)
 
 
 def horovod(fusion_mb: float) -> Horovod:
@@ -117,7 +120,7 @@ def without_fusion(settings: Settings) -> Section:
     compared: dict[str, Strategy] = {
         "WFBP": Ddp(TENSOR_WISE),
         "ByteScheduler": ByteScheduler(credit=1, negotiates=True),  # NCCL runs one after the other
-        "DeAR": dear(TENSOR_WISE),
+        "DeAR": the_papers_dear(TENSOR_WISE),
     }
     times = _times(compared, settings.models, PLACES)
     speedups = {key: {name: each["WFBP"] / each[name] for name in compared} for key, each in times.items()}
@@ -129,10 +132,9 @@ def without_fusion(settings: Settings) -> Section:
             Claim(f"{place}: DeAR over WFBP, least", min(gains), 6, 19, "%"),
             Claim(f"{place}: DeAR over WFBP, most", max(gains), 6, 19, "%"),
         ]
-        claims += [
-            Claim.at_most(f"{place}: ByteScheduler over WFBP, {model}", of_place[model]["ByteScheduler"], 0.9)
-            for model in settings.among(("resnet50", "densenet201", "inception_v4"))
-        ]
+        slow = [of_place[model]["ByteScheduler"] < SLOW for model in settings.among(CNNS)]
+        what = f"{place}: CNNs with ByteScheduler below {SLOW}"
+        claims.append(Claim.at_least(what, 100 * sum(slow) / len(slow), 50, "%"))  # "most cases, especially on CNNs"
     return Section(
         "Fig. 6: speed without tensor fusion",
         "simulated",
@@ -172,7 +174,7 @@ def with_fusion(settings: Settings) -> Section:
         "Horovod": horovod(BUFFER_MB),
         "DDP": Ddp(BUFFER_MB),
         "MG-WFBP": MgWfbp(),
-        "DeAR": dear(BUFFER_MB),
+        "DeAR": the_papers_dear(BUFFER_MB),
         WAITING: Horovod(BUFFER_MB),
     }
     times = _times(compared, settings.models, PLACES)
@@ -183,17 +185,18 @@ def with_fusion(settings: Settings) -> Section:
             100 * (times[place, model][name] / times[place, model]["DeAR"] - 1)
             for model in settings.models
             for name in compared
-            if name not in ("DeAR", WAITING)
+            if name not in ("DeAR", WAITING) and (name, model) != OUT_OF_MEMORY
         ]
-        low, high, mean = (6, 83, 36) if place.network == "10GbE" else (0, 15, 8)
+        most, mean = (83, 36) if place.network == "10GbE" else (15, 8)
+        if place.network == "10GbE":
+            claims.append(Claim.number(f"{place}: DeAR over others, least", min(gains), 6, "%"))
         claims += [
-            Claim(f"{place}: DeAR over others, least", min(gains), low, high, "%"),
-            Claim(f"{place}: DeAR over others, most", max(gains), low, high, "%"),
+            Claim.number(f"{place}: DeAR over others, most", max(gains), most, "%"),
             Claim.number(f"{place}: DeAR over others, mean", statistics.mean(gains), mean, "%"),
         ]
     for model in settings.among(("resnet50",)):
         compute_s = step_of(model).compute_s
-        efficiency = 100 * compute_s / times[PLACES[-1], model]["Horovod"]
+        efficiency = 100 * compute_s / times[PLACES[2], model]["Horovod"]
         claims.append(Claim.number("100GbIB: Horovod's scaling efficiency, resnet50", efficiency, 91, "%"))
     return Section(
         "Fig. 7: speed with tensor fusion",
@@ -231,9 +234,9 @@ def breakdown(settings: Settings) -> Section:
     place = PLACES[0]
     compared: dict[str, Strategy] = {
         "Horovod": horovod(BUFFER_MB),
-        "DeAR": dear(BUFFER_MB),
-        "RS-only": Dear("replicated", TENSOR_WISE, BUFFER_MB, gathers=False),
-        "AG-only": Dear("replicated", TENSOR_WISE, BUFFER_MB, scatters=False),
+        "DeAR": the_papers_dear(BUFFER_MB),
+        "RS-only": the_papers_dear(BUFFER_MB, gathers=False),
+        "AG-only": the_papers_dear(BUFFER_MB, scatters=False),
     }
     times = _times(compared, settings.models, [place])
     exposed = {
@@ -278,16 +281,16 @@ def _ratio(first_s: float, second_s: float) -> float:
 def fusions(settings: Settings) -> Section:
     """Fig. 9: how tensors are put together."""
     fixed: dict[str, Strategy] = {
-        "DeAR, none": dear(TENSOR_WISE),
-        "DeAR-NL": Dear("replicated", TENSOR_WISE, fusion_layers=NEARBY_LAYERS),
-        "DeAR-FB": dear(FIXED_MB),
+        "DeAR, none": the_papers_dear(TENSOR_WISE),
+        "DeAR-NL": the_papers_dear(BUFFER_MB, fusion_layers=NEARBY_LAYERS),
+        "DeAR-FB": the_papers_dear(FIXED_MB),
         "Horovod-FB": horovod(HOROVOD_MB),
     }
     models = settings.among(TUNED_MODELS)
     times = _times(fixed, models, PLACES)
     for (place, model), each in times.items():
         each["Horovod-BO"] = best_s(horovod, model, place, settings.sizes_mb)
-        each["DeAR-BO"] = best_s(dear, model, place, settings.sizes_mb)
+        each["DeAR-BO"] = best_s(the_papers_dear, model, place, settings.sizes_mb)
     claims = []
     for place in PLACES:
         of_place = [each for (where, _), each in times.items() if where == place]
@@ -327,7 +330,7 @@ def tuning_cost(settings: Settings) -> Section:
     place = PLACES[0]
     rows, claims, trials = [], [], {}
     for model in settings.among(TUNED_MODELS):
-        steps_s = tuple(step_s(dear(mb), model, place) for mb in settings.sizes_mb)
+        steps_s = tuple(step_s(the_papers_dear(mb), model, place) for mb in settings.sizes_mb)
         curve = Curve(tuple(settings.sizes_mb), steps_s, NOISE)
         found = {
             search: [trials_needed(curve, search, seed) for seed in settings.seeds] for search in get_args(SearchName)
@@ -341,9 +344,8 @@ def tuning_cost(settings: Settings) -> Section:
                 f"{max(steps_s):.3f}",
             )
         )
-        claims.append(Claim.at_most(f"{model}: trials of the Gaussian process", statistics.mean(found["gp"]), 10, ""))
         claims += [
-            Claim.at_least(f"{model}: trials, {name} ÷ Gaussian process", _mean_ratio(found, name), 1.0)
+            Claim.at_least(f"{model}: trials, {name}", statistics.mean(found[name]), TENS, "")
             for name in ("random", "grid")
         ]
     return Section(
@@ -357,10 +359,6 @@ def tuning_cost(settings: Settings) -> Section:
     )
 
 
-def _mean_ratio(found: Mapping[str, Sequence[int]], name: str) -> float:
-    return statistics.mean(found[name]) / statistics.mean(found["gp"])
-
-
 # -- Fig. 11 ----------------------------------------------------------------------------------------------------------
 
 
@@ -370,7 +368,7 @@ def batch_sizes(settings: Settings) -> Section:
         "Horovod": horovod(BUFFER_MB),
         "DDP": Ddp(BUFFER_MB),
         "MG-WFBP": MgWfbp(),
-        "DeAR": dear(BUFFER_MB),
+        "DeAR": the_papers_dear(BUFFER_MB),
     }
     place = PLACES[0]
     claims, rows, speedups = [], [], {}

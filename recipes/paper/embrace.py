@@ -59,7 +59,8 @@ here.
 * PS is counted with a server beside each worker, n = N. The paper has N workers send to every server; the one beside
   it sends nothing over the network, and (N − 1) / N remains of bytes and messages. That is as much as AlltoAll sends:
   PS loses to it only where servers stand apart, or where their processors or memory are slow.
-* The sparsities that the paper gives are those before coalescing: every id of a batch counts, also where it occurs
+* The sparsities follow from the paper's own Tables 1 and 3, so these lines only check the paper against itself. They
+  are those before coalescing: every id of a batch counts, also where it occurs
   again (BERT: 12,288 ids and 30,522 rows). After coalescing BERT's is 94 %.
 * Table 2 leaves ids out: with AlltoAll those of all workers are gathered, with AllGather they travel beside their
   rows, and with PS they ask for rows. The last column is theirs, for rows of {DIM} numbers and ids of 8 bytes.""",
@@ -192,8 +193,7 @@ between nodes as the collectives of this package send. Nothing is fitted to EmbR
 
 * **Sizes** are those of Tables 1 and 3: tables, dense blocks, rows as they come, coalesced and prior. Batches on
   RTX2080 are smaller by the ratios of section 5.2.2 (LM 1, GNMT-8 1/4, Transformer 500/5120, BERT 1/8). That the same
-  part of a smaller batch is coalesced and prior is an assumption; if nothing of it were, no step there would take
-  more than 2 % longer.
+  part of a smaller batch is coalesced and prior is an assumption.
 * **Tokens** follow from Table 3: BERT's 36 MB are 12,288 vectors, 384 for each of 32 questions. Likewise a step has
   2,227 for LM, 3,328 for GNMT-8 and 4,506 for Transformer.
 * **Computing time** is not in the paper. Here it is two operations per dense parameter and token forwards, and four
@@ -201,7 +201,8 @@ between nodes as the collectives of this package send. Nothing is fitted to EmbR
   RTX2080 10.1), and at 25 %; both are assumptions. Blocks take equally long. Updates, lookups in local memory and the
   splitting of rows take no time.
 * **Network**: 4 GPUs of a node share 100 Gbit/s InfiniBand, and each has PCIe 3.0 × 16 (15.75 GB/s) within it, both
-  at line rate; a further setting has half of PCIe. Latency is an assumption, {model.ALPHA_S * 1e6:g} µs per round.
+  at line rate; a further setting has half of PCIe. Nodes of both kinds of GPU are alike here, though the paper says
+  that those of RTX2080 have less bandwidth within. Latency is an assumption, {model.ALPHA_S * 1e6:g} µs per round.
 * **The network as a baseline shows it.** From how Horovod AllReduce scales in the paper's Fig. 10 follows how fast
   links between nodes are, if all else is as above, and computing at {100 * MAIN.utilisation:.0f} % of the peak:
   {by_model}, in Gbit/s. The last setting has their median. It uses no result of EmbRace, and the number that it

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 Origin: TypeAlias = Literal["simulated", "measured", "counted"]
 """Where our numbers come from: the simulator; a clock or a training run; bytes and messages of real collectives."""
 
+_NOTHING = 1e-9  # a rounding error
 _WIDTH = 150  # of tables on a terminal
 CLAIM_COLUMNS = ("what", "ours", "paper", "difference")
 
@@ -81,7 +82,8 @@ class Claim:
         return f"{100 * self.distance / nearest:+.1f} %"
 
     def _text(self, value: float) -> str:
-        return f"{value:.3g}{'' if self.unit == '×' else ' '}{self.unit}"
+        shown = 0.0 if abs(value) < _NOTHING else value
+        return f"{shown:.3g}{'' if self.unit == '×' else ' '}{self.unit}"
 
 
 @dataclass(frozen=True)

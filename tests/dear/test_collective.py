@@ -6,6 +6,7 @@ Prevents: ranks that choose differently and wait for each other; sums that a res
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
-from ddp_hooks.comm import CollectiveRule
+from ddp_hooks.comm import CollectiveRule, LaneError
 from ddp_hooks.dear import collective
 from ddp_hooks.dear.collective import ranks_per_node
 from ddp_hooks.dear.order import SumOrder
@@ -92,6 +93,42 @@ def rounds_of(rank: int, world_size: int, config: DearConfig, rule: CollectiveRu
         found = state._lanes.rule, rounds, len(layout.atoms)
         state.close()
         return found
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("config", [LOG, NODES, replace(CONFIG, collective="auto")], ids=["log", "two-level", "auto"])
+def test_of_two_ranks_all_collectives_are_alike(workers: WorkerPools, world_size: int, config: Any) -> None:
+    for rule, *_ in workers(world_size).run(rounds_of, config, MIXED):
+        assert rule == CollectiveRule()
+
+
+@pytest.mark.parametrize("config", [LOG, NODES], ids=["log", "two-level"])
+def test_gathers_that_begin_early(workers: WorkerPools, config: Any) -> None:
+    early = replace(config, update="replicated", early_gathers=0.6)
+    for outcome in workers(4).run(compare, early, CollectiveRule(), twins.plain, 8):
+        assert outcome.bitwise, outcome
+
+
+def by_name_of_host(rank: int, world_size: int) -> tuple[bool, CollectiveRule]:
+    """Two ranks seem to be on each host."""
+    config = replace(CONFIG, collective="two-level")
+    with mock.patch.object(collective.socket, "gethostname", lambda: f"host {rank // 2}"):
+        rule = rounds_of_unpatched(rank, world_size, config)
+        outcome = twins.compare(rank, world_size, WholeNumbers, whole_batches, adamw_two_groups, twins.plain, 3, config)
+    return outcome.bitwise, rule
+
+
+def test_nodes_are_found_by_the_names_of_hosts(workers: WorkerPools) -> None:
+    assert workers(4).run(by_name_of_host) == [(True, CollectiveRule(node_size=2))] * 4
+
+
+def rounds_of_unpatched(rank: int, world_size: int, config: DearConfig) -> CollectiveRule:
+    """The rule that a state comes to by itself."""
+    ddp = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
+    state = DearState(ddp, torch.optim.SGD(ddp.parameters(), lr=0.1), config)
+    rule = state._lanes.rule
+    state.close()
+    return rule
 
 
 def test_what_is_chosen_is_what_runs(workers: WorkerPools) -> None:
@@ -177,8 +214,10 @@ def _equal(these: list[Tensor], others: list[Tensor]) -> bool:
         (6, NODES, (CollectiveRule(), CollectiveRule())),  # of four ranks every owner's sum is one of the same pairs
         (3, replace(CONFIG, collective="auto"), (CollectiveRule(2500), CollectiveRule())),
         (6, replace(CONFIG, collective="auto"), (CollectiveRule(2500, 2), CollectiveRule(100, 1))),
+        (3, replace(LOG, update="replicated"), (CollectiveRule(), CollectiveRule())),
+        (3, replace(LOG, reduce_dtype=torch.bfloat16), (CollectiveRule(), CollectiveRule())),
     ],
-    ids=["log", "two-level", "measured otherwise", "other nodes"],
+    ids=["log", "two-level", "measured otherwise", "other nodes", "replicated", "sums in bfloat16"],
 )
 @pytest.mark.parametrize("whole", [True, False], ids=["state_dict", "pieces"])
 def test_resumed_sums_are_added_in_the_same_order(
@@ -189,6 +228,55 @@ def test_resumed_sums_are_added_in_the_same_order(
         assert not forgetful, "the first backward adds alike in any order: this test tests nothing"
         if config.collective == "auto":
             assert used == rules[0], "the run goes on with what is saved, whatever is measured now"
+
+
+def change(rank: int, world_size: int, path: str) -> tuple[CollectiveRule, bool, str]:
+    """A run with rings is gone on with by one that asks for few rounds; and one rank alone loads it."""
+
+    def begin(config: DearConfig) -> tuple[DistributedDataParallel, Any, DearState]:
+        torch.manual_seed(0)
+        ddp = DistributedDataParallel(Wide(), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+        optimizer = torch.optim.SGD(ddp.parameters(), lr=0.3, momentum=0.9)
+        state = DearState(ddp, optimizer, config)
+        ddp.register_comm_hook(state, dear_hook)
+        return ddp, optimizer, state
+
+    def step(ddp: DistributedDataParallel, optimizer: Any, number: int) -> None:
+        optimizer.zero_grad()
+        batch = torch.randn(7, 24, generator=torch.Generator().manual_seed(100 * number + rank))
+        ddp(batch).backward()
+        optimizer.step()
+
+    ddp, optimizer, state = begin(CONFIG)
+    for number in range(3):
+        step(ddp, optimizer, number)
+    model, saved = copy.deepcopy((ddp.module.state_dict(), state.full_optimizer_state_dict()))
+    resumed, resumed_optimizer, resumed_state = begin(LOG)
+    resumed.module.load_state_dict(model)
+    resumed_optimizer.load_state_dict(saved)
+    for number in range(3, 6):
+        step(ddp, optimizer, number)
+        step(resumed, resumed_optimizer, number)
+    state.synchronize()
+    resumed_state.synchronize()
+    equal = _equal(list(ddp.parameters()), list(resumed.parameters()))
+    rule = resumed_state._lanes.rule
+
+    torn, torn_optimizer, torn_state = begin(CONFIG)
+    if rank == 0:
+        torn_optimizer.load_state_dict(saved)
+    with pytest.raises(ValueError) as refused:
+        step(torn, torn_optimizer, 3)
+    for each in (state, resumed_state, torn_state):
+        each.close()
+    return rule, equal, str(refused.value)
+
+
+def test_a_run_goes_on_with_what_it_had(workers: WorkerPools, tmp_path: Any) -> None:
+    for rule, equal, refusal in workers(3).run(change, str(tmp_path)):
+        assert rule == CollectiveRule() and equal
+        assert "the checkpoint to resume from differs between ranks" in refusal
+        assert "nothing on ranks [1, 2]" in refusal and "a run of" in refusal
 
 
 def test_orders_of_earlier_versions_are_those_of_rings() -> None:
@@ -211,19 +299,50 @@ def test_nodes_are_equal_and_of_neighbours(hosts: str, size: int | None) -> None
     assert ranks_per_node(hosts) == size
 
 
-def refuse(rank: int, world_size: int, config: DearConfig) -> str:
+def refuse(rank: int, world_size: int, config: DearConfig) -> tuple[str, list[str]]:
+    """The message, and threads that are left."""
+    before = set(threading.enumerate())
     ddp = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     with pytest.raises(ValueError) as refused:
         DearState(ddp, optimizer, config)
-    return str(refused.value)
+    return str(refused.value), _left_since(before)
+
+
+def _left_since(before: set[threading.Thread]) -> list[str]:
+    """Names of lanes that have begun since then, and have not ended."""
+    lanes = [thread for thread in set(threading.enumerate()) - before if thread.name.startswith("ddp_hooks lane")]
+    for lane in lanes:
+        lane.join(5)
+    return [lane.name for lane in lanes if lane.is_alive()]
+
+
+def fail(rank: int, world_size: int) -> tuple[str, list[str]]:
+    """All ranks fail while the link is measured."""
+    before = set(threading.enumerate())
+    ddp = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+
+    def measure(*_: Any) -> int:
+        raise LaneError("as if a connection were lost")
+
+    with mock.patch.object(collective, "_log_numel", measure), pytest.raises(LaneError) as failed:
+        DearState(ddp, optimizer, replace(CONFIG, collective="auto"))
+    return str(failed.value), _left_since(before)
+
+
+def test_a_measurement_that_fails_leaves_no_threads(workers: WorkerPools) -> None:
+    assert workers(3).run(fail) == [("as if a connection were lost", [])] * 3
 
 
 def test_refusals_are_the_same_everywhere(workers: WorkerPools) -> None:
-    for text in workers(3).run(refuse, NODES):
-        assert text == "node_size must divide 3 ranks, got 2"
-    for text in workers(3).run(refuse, replace(CONFIG, collective="two-level")):
+    for text, left in workers(3).run(refuse, NODES):
+        assert text == "node_size must divide 3 ranks, got 2" and not left
+    for text, left in workers(4).run(refuse, replace(NODES, node_size=4)):
+        assert text.endswith("node_size must be above 1 and below 4, got 4") and not left
+    for text, left in workers(3).run(refuse, replace(CONFIG, collective="two-level")):
         assert text.startswith('collective="two-level" needs several nodes'), "all ranks are of one host here"
+        assert not left
     with pytest.raises(ValueError, match=r"collective must be one of .*'two-level', 'auto'\), got 'tree'"):
         DearConfig(collective="tree")  # type: ignore[arg-type]
 
@@ -233,8 +352,9 @@ def measured(rank: int, world_size: int, factor: float) -> CollectiveRule:
     ddp = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
-    def seconds(lanes: Any, partition: Any, rule: CollectiveRule) -> float:
-        return factor if rule.log_numel > 10**9 else float(partition.flat.nbytes < 1 << 20) + 0.1
+    def seconds(lanes: Any, partitions: Any, rule: CollectiveRule) -> float:
+        unit = 1e-3  # so that all sizes are looked at
+        return unit * (factor if rule.log_numel > 10**9 else float(partitions[0].flat.nbytes < 1 << 20) + 0.1)
 
     with mock.patch.object(collective, "_seconds", seconds):
         state = DearState(ddp, optimizer, replace(CONFIG, collective="auto"))
@@ -249,11 +369,14 @@ def test_auto_takes_few_rounds_as_far_as_they_are_faster(workers: WorkerPools, f
     assert rules == [CollectiveRule(log_numel)] * 3
 
 
-def compare_as_measured(rank: int, world_size: int) -> bool:
+def compare_as_measured(rank: int, world_size: int) -> tuple[bool, CollectiveRule]:
     config = replace(CONFIG, collective="auto")
+    rule = rounds_of_unpatched(rank, world_size, config)
     outcome = twins.compare(rank, world_size, WholeNumbers, whole_batches, adamw_two_groups, twins.plain, 3, config)
-    return outcome.bitwise
+    return outcome.bitwise, rule
 
 
 def test_auto_measures_for_itself(workers: WorkerPools) -> None:
-    assert workers(3).run(compare_as_measured) == [True] * 3
+    outcomes = workers(3).run(compare_as_measured)
+    assert all(bitwise for bitwise, _ in outcomes)
+    assert len({rule for _, rule in outcomes}) == 1, "every rank has come to the same rule"

@@ -456,7 +456,7 @@ def measure_and_begin(rank: int, world_size: int, goodput_bytes_s: float) -> lis
 def test_sizes_where_the_processor_limits(monkeypatch: pytest.MonkeyPatch, update: Any, goodput_bytes_s: float) -> None:
     """Messages cost it time, so a model that has whole updates to do as well is cut into fewer pieces."""
     monkeypatch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 16 << 20))
-    lanes = MagicMock(native=False)
+    lanes = MagicMock(native=False, world_size=4)
     monkeypatch.setattr(sizing, "Lanes", lambda *args: lanes)
     config, device = DearConfig(update=update), torch.device("cpu")
     _, atom_bytes, *_ = sizing.open_lanes(config, MagicMock(), device, Recorder(False), 160 << 20, update != "sharded")
@@ -465,7 +465,7 @@ def test_sizes_where_the_processor_limits(monkeypatch: pytest.MonkeyPatch, updat
 
 def test_sizes_where_the_link_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(100e6, 3, 1 << 20))
-    monkeypatch.setattr(sizing, "Lanes", lambda *args: MagicMock(native=False))
+    monkeypatch.setattr(sizing, "Lanes", lambda *args: MagicMock(native=False, world_size=4))
     device = torch.device("cpu")
     _, *sizes, _ = sizing.open_lanes(DearConfig(), MagicMock(), device, Recorder(False), 400 << 20, False)
     assert sizes == [8 << 20, 8 << 20]

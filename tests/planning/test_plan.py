@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import DearState, dear_hook
 from ddp_hooks import __main__ as command_line
 from ddp_hooks.planner import Plan, plan, predict
-from ddp_hooks.planning import Costs, Network, link_of, profile_of_layers
+from ddp_hooks.planning import Costs, Ddp, Dear, Network, link_of, profile_of_layers
 from ddp_hooks.planning.scripts import ScriptError, profile_script
 from tests.workers import WorkerPools
 
@@ -318,3 +318,23 @@ def test_what_does_not_exist(arguments: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=message):
         command_line.main(["plan", *arguments])
     assert not dist.is_initialized()
+
+
+def test_a_plan_makes_a_tuner() -> None:
+    found = predict(STEP, Network(4, link_of(1.0, 1e-4)), Costs())
+    sharded = found.tuner(max_trials=7)
+    assert sharded.max_trials == 7 and 1.0 <= sharded.start_mb <= 100.0
+    assert found.tuner(low_mb=30.0).start_mb >= 30.0, "the default start of 25 MB is outside"
+    assert found.tuner(high_mb=20.0).start_mb <= 20.0
+    assert found.tuner("replicated").start_mb > 0
+    with pytest.raises(TypeError, match="tuner\\(\\) finds start_mb itself"):
+        found.tuner(start_mb=3.0)
+
+
+def test_the_line_of_a_tuner_is_of_what_is_recommended(capsys: pytest.CaptureFixture[str]) -> None:
+    network = Network(4, link_of(1.0, 1e-4))
+    for update, shown in (("replicated", 'DearConfig(update="replicated", tuner='), ("sharded", "DearConfig(tuner=")):
+        found = predict(STEP, network, Costs(), compared=(Ddp(), Dear(update)))  # type: ignore[arg-type]
+        assert found.recommended_update == update
+        command_line.show(found)
+        assert shown in capsys.readouterr().out

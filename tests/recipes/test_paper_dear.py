@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import ByteScheduler, Ddp, Dear, Network, profile_of_layers, simulate
-from recipes.paper import dear_figures, page
-from recipes.paper.dear_figures import PLACES, dear, perfect_gain, step_s
-from recipes.paper.dear_table2 import TENSOR_WISE
+from ddp_hooks.planning import ByteScheduler, Ddp, Network, profile_of_layers, simulate
+from ddp_hooks.planning.bounds import baseline_bound_s, dear_bound_s
+from recipes.paper import dear_fig5, dear_figures, page
+from recipes.paper.dear_figures import PLACES, perfect_gain, step_s
+from recipes.paper.dear_table2 import TENSOR_WISE, the_papers_dear
 from recipes.paper.models import ETHERNET_BYTES_S, NAMES, WORKERS, step_of
 from recipes.paper.page import Claim
 
@@ -47,14 +48,29 @@ def test_what_the_schedule_may_gain_is_equation_9() -> None:
 
 
 def test_without_fusion_latency_decides() -> None:
-    whole, fifth, _ = PLACES
+    whole, fifth, *_ = PLACES
     for model in ("resnet50", "densenet201"):
         for place in (whole, fifth):
-            assert step_s(Ddp(TENSOR_WISE), model, place) > step_s(dear(TENSOR_WISE), model, place)
+            assert step_s(Ddp(TENSOR_WISE), model, place) > step_s(the_papers_dear(TENSOR_WISE), model, place)
         priority = ByteScheduler(credit=1, negotiates=True)
         assert step_s(priority, model, whole) > step_s(Ddp(TENSOR_WISE), model, whole)
         assert step_s(priority, model, whole) > step_s(ByteScheduler(credit=1), model, whole), "agreeing takes time"
-        assert step_s(dear(TENSOR_WISE), model, whole) > step_s(dear(TENSOR_WISE), model, fifth)
+        assert step_s(the_papers_dear(TENSOR_WISE), model, whole) > step_s(the_papers_dear(TENSOR_WISE), model, fifth)
+
+
+def test_without_fusion_every_tensor_is_a_message() -> None:
+    step, network = step_of("densenet201"), PLACES[0].described
+    for strategy in (Ddp(TENSOR_WISE), the_papers_dear(TENSOR_WISE)):
+        spans = simulate(strategy, step, network, steps=2).spans
+        sent = [span for span in spans if span.name.startswith(("all-reduce", "reduce-scatter"))]
+        assert len(sent) == 2 * len(step.tensors) == 2 * 604
+
+
+def test_equation_9_allows_a_quarter_at_most() -> None:
+    for gather_s in (0.5, 1.0, 1.5, 2.0, 3.0, 30.0):
+        gain = baseline_bound_s(1.0, 2.0, 2 * gather_s) / dear_bound_s(1.0, 2.0, gather_s, gather_s)
+        assert gain <= 1.25 + 1e-12
+    assert baseline_bound_s(1.0, 2.0, 4.0) / dear_bound_s(1.0, 2.0, 2.0, 2.0) == 1.25
 
 
 def test_nearby_layers_are_one_group() -> None:
@@ -62,7 +78,7 @@ def test_nearby_layers_are_one_group() -> None:
     step = profile_of_layers(layers, [f"tensor {i}" for i in range(16)], [4000] * 16)
     network = Network(4, AlphaBeta(1e-5, 1e-9), native=True)
     for num_layers in (1, 4, 8):
-        found = simulate(Dear("replicated", TENSOR_WISE, fusion_layers=num_layers), step, network)
+        found = simulate(the_papers_dear(25.0, fusion_layers=num_layers), step, network)
         scatters = {span.name for span in found.spans if span.name.startswith("reduce-scatter")}
         assert len(scatters) == 8 // num_layers
 
@@ -76,3 +92,14 @@ def test_the_command_makes_a_page_with_every_figure(tmp_path: Path, capsys: pyte
         assert (tmp_path / f"page_fig_{number}.png").stat().st_size > 5_000
     assert text.count("*Simulated.*") == 6 and "ours, simulated | paper | difference" in text
     assert "python -m recipes.paper.dear_figures --markdown docs/results/page.md" in text
+
+
+def test_figure_5_is_measured(tmp_path: Path) -> None:
+    path = tmp_path / "fig5.md"
+    dear_fig5.main(["--quick", "--loopback", "--markdown", str(path)])
+    text = path.read_text()
+    assert text.count("*Measured.*") == 2
+    for size in ("16 KiB", "4 MiB"):
+        for what in ("both halves ÷ all-reduce", "reduce-scatter ÷ both halves", "all-gather ÷ both halves"):
+            assert f"| {size}: {what} |" in text
+    assert (tmp_path / "fig5_fig_5_a.png").exists() and (tmp_path / "fig5_fig_5_b.png").exists()

@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest import mock
 
 import filelock
 import pytest
@@ -50,14 +51,18 @@ def test_jobs_that_write_at_the_same_moment_lose_nothing(tmp_path: Path) -> None
     assert len(json.loads(path.read_text())["entries"]) == 40
 
 
-def test_a_job_that_holds_the_lock_does_no_harm(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failure", [None, OSError("no locks here"), NotImplementedError("none at all")])
+def test_without_a_lock_the_profile_is_written_all_the_same(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, failure: Exception | None
 ) -> None:
     monkeypatch.setattr(profile_module, "_LOCK_S", 0.1)
+    caplog.set_level(logging.INFO, logger="ddp_hooks")
     profile = Profile(tmp_path / "tuning.json")
     with filelock.FileLock(f"{profile.path}.lock"):
+        if failure is not None:
+            monkeypatch.setattr(filelock.FileLock, "acquire", mock.Mock(side_effect=failure))
         profile.store(ENTRY)
-    assert "was not written" in caplog.text and profile.find(JOB) is None
+    assert "is written without a lock" in caplog.text and profile.find(JOB) == ENTRY
 
 
 @pytest.mark.parametrize(
