@@ -43,9 +43,9 @@ def test_latency_asks_for_large_groups_and_overlap_for_small_ones() -> None:
     assert starts[0] < 5 < starts[1]
 
 
-def test_of_sizes_that_are_as_fast_the_nearest_one_is_taken() -> None:
+def test_of_sizes_that_are_as_fast_the_middle_one_is_taken() -> None:
     alone = predicted_start(BucketTuner(), step_of(1e-3), Network(1, AlphaBeta(0.0, 1e-9)))
-    assert alone.start_mb == pytest.approx(25.0, rel=0.25), "one worker sends nothing: every size is as good"
+    assert alone.start_mb == pytest.approx(10.0, rel=0.25), "one worker sends nothing: every size is as good"
 
 
 def test_the_start_stays_within_the_tuners_range() -> None:
