@@ -86,8 +86,8 @@ def _log_numel(lanes: Lanes, other: CollectiveRule) -> int:
     for size in _SIZES:
         numel = size // 4
         bounds = aligned_bounds(numel, lanes.world_size, 4)
-        partitions = [Partition(torch.zeros(numel), bounds) for _ in range(WINDOW)]
-        few_s, many_s = (_seconds(lanes, partitions, rule) for rule in (_LOG, other))
+        loads = [[Partition(torch.zeros(numel), bounds) for _ in range(WINDOW)] for _ in range(len(lanes))]
+        few_s, many_s = (_seconds(lanes, loads, rule) for rule in (_LOG, other))
         if few_s * _GAIN > many_s:
             break
         largest = numel
@@ -97,13 +97,18 @@ def _log_numel(lanes: Lanes, other: CollectiveRule) -> int:
     return largest
 
 
-def _seconds(lanes: Lanes, partitions: Sequence[Partition], rule: CollectiveRule) -> float:
-    """Of reduce-scatters and the all-gathers behind them, as many at once as a lane has, of the slowest rank."""
+def _seconds(lanes: Lanes, loads: Sequence[Sequence[Partition]], rule: CollectiveRule) -> float:
+    """Of reduce-scatters and the all-gathers behind them, of the slowest rank.
+
+    All lanes are full, as in training: what travels meanwhile hides the latency of many rounds.
+    """
     lanes.choose(rule)
 
     def move() -> None:
-        lanes.reduce_scatter(partitions, "a measurement").wait()
-        lanes.all_gather(partitions, "a measurement").wait()
+        for work in [lanes.reduce_scatter(load, "a measurement") for load in loads]:
+            work.wait()
+        for work in [lanes.all_gather(load, "a measurement") for load in loads]:
+            work.wait()
 
     move()  # connects
     mine = statistics.median(_timed(move) for _ in range(_REPEATS))

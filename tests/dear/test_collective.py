@@ -352,9 +352,10 @@ def measured(rank: int, world_size: int, factor: float) -> CollectiveRule:
     ddp = DistributedDataParallel(nn.Linear(3, 3), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
-    def seconds(lanes: Any, partitions: Any, rule: CollectiveRule) -> float:
+    def seconds(lanes: Any, loads: Any, rule: CollectiveRule) -> float:
+        assert len(loads) == len(lanes), "all lanes are full"
         unit = 1e-3  # so that all sizes are looked at
-        return unit * (factor if rule.log_numel > 10**9 else float(partitions[0].flat.nbytes < 1 << 20) + 0.1)
+        return unit * (factor if rule.log_numel > 10**9 else float(loads[0][0].flat.nbytes < 1 << 20) + 0.1)
 
     with mock.patch.object(collective, "_seconds", seconds):
         state = DearState(ddp, optimizer, replace(CONFIG, collective="auto"))
