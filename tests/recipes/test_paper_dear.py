@@ -62,7 +62,8 @@ def test_without_fusion_every_tensor_is_a_message() -> None:
     step, network = step_of("densenet201"), PLACES[0].described
     for strategy in (Ddp(TENSOR_WISE), the_papers_dear(TENSOR_WISE)):
         spans = simulate(strategy, step, network, steps=2).spans
-        sent = [span for span in spans if span.name.startswith(("all-reduce", "reduce-scatter"))]
+        lanes = [span.name for span in spans if span.track.startswith("lane")]
+        sent = [name for name in lanes if name.startswith(("all-reduce of", "reduce-scatter of"))]
         assert len(sent) == 2 * len(step.tensors) == 2 * 604
 
 
