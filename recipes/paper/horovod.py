@@ -13,7 +13,7 @@ import argparse
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
@@ -37,7 +37,7 @@ from recipes.paper.horovod_summit import (
     speedup,
     utilisation,
 )
-from recipes.paper.page import Claim, Page, Section, run
+from recipes.paper.page import Claim, Page, Section, prose, run
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -49,15 +49,9 @@ GROUPS = 5  # Fig. 9 has as many, and Fig. 10 "4 or 5 buffers"
 DDP = Ddp(25.0, "two-level-log")  # section 4.3.2
 BOTH = Way(groups=GROUPS)
 MB = 1e6
+PROSE = prose(Path(__file__).with_name("horovod.md"))
 
 Lines: TypeAlias = "dict[str, tuple[Sequence[float], Sequence[float]]]"
-
-
-@cache
-def texts() -> dict[str, str]:
-    """What stands below each title."""
-    parts = Path(__file__).with_name("horovod.md").read_text().removeprefix("## ").split("\n## ")
-    return {title: text.strip() for title, _, text in (part.partition("\n") for part in parts)}
 
 
 def assumptions(extent: Extent) -> Section:
@@ -352,7 +346,7 @@ def _section(
     draw: Callable[[Figure], None] | None = None,
     origin: Literal["simulated", "counted"] = "simulated",
 ) -> Section:
-    return Section(title, origin, texts()[title], claims, columns, rows, draw)
+    return Section(title, origin, PROSE[title], claims, columns, rows, draw)
 
 
 def _panels(figure: Figure, plots: Sequence[Callable[[Axes], None]]) -> None:
@@ -389,7 +383,7 @@ def make(options: argparse.Namespace) -> Page:
     extent = Extent(options.quick)
     sections = [section(extent) for section in SECTIONS]
     title = "Horovod's caching and grouping, simulated"
-    return Page(title, texts()["Introduction"], sections, "recipes.paper.horovod")
+    return Page(title, PROSE["Introduction"], sections, "recipes.paper.horovod")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

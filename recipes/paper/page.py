@@ -83,7 +83,7 @@ class Claim:
 
     def _text(self, value: float) -> str:
         shown = 0.0 if abs(value) < _NOTHING else value
-        return f"{shown:.3g}{'' if self.unit == '×' else ' '}{self.unit}"
+        return f"{shown:.3g}{self.unit if self.unit == '×' else f' {self.unit}'}".rstrip()
 
 
 @dataclass(frozen=True)
@@ -179,11 +179,10 @@ def _save(draw: Callable[[Figure], None], path: Path) -> None:
 
 
 def prose(path: Path) -> dict[str, str]:
-    """What a page says besides its numbers, from a Markdown file: by heading, and before the first one under ``""``."""
-    parts = re.split(r"^## (.+)$", path.read_text(), flags=re.MULTILINE)
-    return {"": parts[0].strip()} | {
-        title.strip(): text.strip() for title, text in zip(parts[1::2], parts[2::2], strict=True)
-    }
+    """What a page says besides its numbers, from a Markdown file: by heading; what is before the first under ``""``."""
+    before, *parts = re.split(r"^## (.+)$", path.read_text(), flags=re.MULTILINE)
+    texts = {title.strip(): text.strip() for title, text in zip(parts[::2], parts[1::2], strict=True)}
+    return {"": before.strip(), **texts} if before.strip() else texts
 
 
 def run(

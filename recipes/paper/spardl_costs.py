@@ -14,12 +14,13 @@ import torch
 from ddp_hooks.comm import num_rounds
 from recipes.benchmarks import workloads
 from recipes.benchmarks.sparse_costs import Cost, lines
-from recipes.paper.page import Claim, Section
+from recipes.paper.page import Claim, Section, prose
 from recipes.paper.spardl_training import Messages, Method, Network, Run, digits, messages_of_noise, train, vgg, words
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+PROSE = prose(Path(__file__).with_name("spardl.md"))
 WORKERS = 14  # the paper's cluster
 NETWORKS = tuple(Network(gbit_s, alpha_s) for gbit_s in (1, 10) for alpha_s in (50e-6, 200e-6))
 MAIN = NETWORKS[0], NETWORKS[2]  # those of claims: both rates, with the lower latency
@@ -129,15 +130,9 @@ def _of_any_data(method: Method, workers: int, k: int) -> Messages:
     return messages_of_noise(method, workers, k)
 
 
-@cache
-def _texts() -> dict[str, str]:
-    parts = Path(__file__).with_name("spardl.md").read_text().split("\n## ")
-    return {title.strip(): text.strip() for title, _, text in (part.partition("\n") for part in parts[1:])}
-
-
 def text_of(title: str, **numbers: Any) -> str:
     """The text of a section, with numbers in it."""
-    return _texts()[title].format(**numbers)
+    return PROSE[title].format(**numbers)
 
 
 def bars(
