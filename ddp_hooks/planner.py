@@ -245,7 +245,7 @@ def plan_profiled(
     workers = dist.get_world_size(group)
     select_s = partial(compute_s, density=DENSITY, workers=min(workers, _REHEARSED))
     found = measure(group, device, select_s, progress)
-    measured = Network(workers, found.fit.link, native=device.type == "cuda")
+    measured = found.fit.network(workers, native=device.type == "cuda")
     return predict(profile, measured, found.costs, found.fit, strategies(bucket_mb))
 
 

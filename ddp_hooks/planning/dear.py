@@ -14,7 +14,7 @@ from ddp_hooks.planning.simulation import Run
 from ddp_hooks.planning.sizes import TAIL_CUTS, atom_and_fusion_bytes, tuned_atom_bytes
 from ddp_hooks.tuning.config import BucketTuner
 
-_HOOK_S = {"sharded": 13e-6, "replicated": 19e-6}  # as in ddp_hooks.planning.all_reduce
+_HOOK_S = {"sharded": 23e-6, "replicated": 29e-6}  # as in ddp_hooks.planning.all_reduce
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Dear:
         replicates = self.update == "replicated"
 
         def update_s(tensor: int) -> float:
-            own_s = run.step.optimizer_s * part_of(run, tensor) if replicates else 0.0
+            own_s = run.optimizer_s * part_of(run, tensor) if replicates else 0.0
             return own_s + _HOOK_S[self.update] * run.costs.python
 
         arrived: dict[int, Signal] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,9 @@ from typing import TypeAlias
 from ddp_hooks.comm import AlphaBeta, Span
 from ddp_hooks.planning.network import Network
 from ddp_hooks.planning.patterns import Hop, Pattern
+
+_TURN_S = 3e-3  # of a thread, while others wait for its core
+_MOST_TURNS = 256  # that are simulated; of longer work turns are longer
 
 
 @dataclass
@@ -79,10 +83,16 @@ class Engine:
 
 
 class Wire:
-    """One direction of a link: what is sent follows what was sent before, and arrives a latency later."""
+    """One direction of a link: what is sent follows what was sent before, and arrives a latency later.
 
-    def __init__(self, cost: AlphaBeta) -> None:
+    Args:
+        cost: seconds per message and per byte.
+        credit_s: of idleness that the wire makes up for, see :class:`~ddp_hooks.planning.Network`.
+    """
+
+    def __init__(self, cost: AlphaBeta, credit_s: float = 0.0) -> None:
         self._cost = cost
+        self._credit_s = credit_s
         self._free_s = 0.0
         self.sent_bytes = 0.0
 
@@ -93,36 +103,44 @@ class Wire:
         """
         if not num_bytes:
             return now_s
-        carrying_s = num_bytes * self._cost.beta_s_per_byte * slowdown
-        begin_s = max(now_s, self._free_s)
+        carrying_s, alpha_s = num_bytes * self._cost.beta_s_per_byte * slowdown, self._cost.alpha_s
+        begin_s = max(now_s - self._credit_s, self._free_s)
         self._free_s = begin_s + times * carrying_s
         self.sent_bytes += num_bytes * times
-        return begin_s + times * (carrying_s + self._cost.alpha_s)
+        # Each of the following ones begins with the credit of a latency's idleness.
+        following_s = alpha_s + max(0.0, carrying_s - min(self._credit_s, alpha_s))
+        return max(now_s, begin_s + carrying_s) + alpha_s + (times - 1) * following_s
 
 
 class Processor:
-    """What a worker's lanes compute with: so many pieces of work at a time, first come, first served."""
+    """What a worker computes with: its lanes, first come, first served, and its training, which takes turns with them.
+
+    Args:
+        cores: pieces of work at a time.
+    """
 
     def __init__(self, cores: int = 1) -> None:
-        self._booked: list[list[tuple[float, float]]] = [[] for _ in range(cores)]  # of each core, in order
+        self._free_s = [0.0] * cores  # of each core
 
     def work(self, now_s: float, seconds: float) -> float:
-        """When work that begins now, or when a core is free, has ended."""
+        """When a lane's work that begins now, or when a core is free, has ended."""
         if not seconds:
             return now_s
-        core = min(self._booked, key=lambda booked: booked[-1][1] if booked else 0.0)
-        begin_s = max(now_s, core[-1][1]) if core else now_s
-        core.append((begin_s, begin_s + seconds))
-        return begin_s + seconds
+        core = self._free_s.index(min(self._free_s))
+        self._free_s[core] = max(now_s, self._free_s[core]) + seconds
+        return self._free_s[core]
 
-    def busy_s(self, start_s: float, end_s: float) -> float:
-        """Of this time, how much the core that is booked least is booked; times before it are forgotten."""
-        return min(self._booked_s(core, start_s, end_s) for core in self._booked)
+    def work_in_turns(self, now_s: float, seconds: float) -> float:
+        """The same of the training: where lanes have work already, each side has half of the core."""
+        ahead_s = max(0.0, min(self._free_s) - now_s)
+        self.work(now_s, seconds)
+        return now_s + seconds + min(ahead_s, seconds)
 
-    def _booked_s(self, core: list[tuple[float, float]], start_s: float, end_s: float) -> float:
-        past = next((i for i, (_, until_s) in enumerate(core) if until_s > start_s), max(0, len(core) - 1))
-        del core[:past]
-        return sum(max(0.0, min(end_s, until_s) - max(start_s, since_s)) for since_s, until_s in core)
+
+def turns(seconds: float) -> Iterator[float]:
+    """Work that is long, in equal parts, between which others have theirs."""
+    count = min(_MOST_TURNS, math.ceil(seconds / _TURN_S))
+    return itertools.repeat(seconds / max(1, count), count)
 
 
 class Host:
@@ -135,19 +153,20 @@ class Host:
     """
 
     def __init__(self, network: Network, message_s: float = 0.0, byte_s: float = 0.0, cores: int = 1) -> None:
-        self.between = Wire(network.link)
+        self.between = Wire(network.link, network.credit_s)
         self.inside = Wire(network.inside or network.link)
         self.processor = Processor(cores)
         self._node_size = network.node_size
         self._message_s = message_s
         self._byte_s = byte_s
 
-    def send(self, now_s: float, hop: Hop, times: int, slowdown: float = 1.0) -> float:
-        """When these rounds are complete, whose bytes take ``slowdown`` times as long as the link needs."""
+    def send(self, now_s: float, hop: Hop, times: int, piece: Slice) -> float:
+        """When these rounds of a slice are complete."""
         own_bytes = hop.between_bytes / self._node_size + hop.inside_bytes
-        worked_s = self.processor.work(now_s, times * (self._message_s + self._byte_s * own_bytes))
-        between_s = self.between.send(now_s, hop.between_bytes, times, slowdown)
-        return max(worked_s, between_s, self.inside.send(now_s, hop.inside_bytes, times, slowdown))
+        byte_s = self._byte_s if piece.byte_s is None else piece.byte_s
+        worked_s = self.processor.work(now_s, times * (self._message_s + byte_s * own_bytes))
+        between_s = self.between.send(now_s, hop.between_bytes, times, piece.slowdown)
+        return max(worked_s, between_s, self.inside.send(now_s, hop.inside_bytes, times, piece.slowdown))
 
 
 @dataclass
@@ -158,11 +177,13 @@ class Slice:
         pattern: its rounds.
         work_s: seconds in which its lane computes before it begins, such as selecting.
         slowdown: how many times as long as the link alone its bytes take.
+        byte_s: seconds of the processor per byte of its messages; None: what moving them takes, with nothing added up.
     """
 
     pattern: Pattern
     work_s: float = 0.0
     slowdown: float = 1.0
+    byte_s: float | None = None
 
 
 @dataclass
@@ -254,7 +275,8 @@ class SimulatedLane:
         for piece in slices:
             if len(under_way) == self._window:
                 yield under_way.popleft()
-            yield self._host.processor.work(self._engine.now_s, piece.work_s) - self._engine.now_s
+            for turn_s in turns(piece.work_s):
+                yield self._host.processor.work(self._engine.now_s, turn_s) - self._engine.now_s
             under_way.append(self._engine.start(self._rounds(piece)))
         yield from under_way
 
@@ -265,7 +287,7 @@ class SimulatedLane:
             while left:
                 times = min(left, share)
                 left -= times
-                yield self._host.send(self._engine.now_s, hop, times, piece.slowdown) - self._engine.now_s
+                yield self._host.send(self._engine.now_s, hop, times, piece) - self._engine.now_s
 
 
 def clock_of(slices: list[Slice], network: Network, lanes: int = 1) -> float:

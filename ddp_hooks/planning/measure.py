@@ -17,10 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Recorder, Recv, Send
+from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Recv, Send, Work
 from ddp_hooks.planning.events import Slice, clock_of
 from ddp_hooks.planning.network import Network
 from ddp_hooks.planning.patterns import all_reduce
+from ddp_hooks.planning.processor import cpu_seconds
 from ddp_hooks.planning.simulation import Costs
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
@@ -29,9 +30,10 @@ SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 _TRAIN_BYTES = 8 << 20  # sent one after the other: links that save up let the first ones through unshaped
 _FEWEST, _MOST = 4, 64  # messages of a train
 _REPEATS = 3
-_ALL_REDUCE_BYTES = 16 << 20
+_TOGETHER = 4  # collectives
+_REDUCED_BYTES = 16 << 20
 _COPY_BYTES = 32 << 20
-_SELECT_NUMEL = 1 << 20
+_SELECT_NUMEL = 6 << 20  # as many as a group has
 
 
 @dataclass(frozen=True)
@@ -40,16 +42,22 @@ class LinkFit:
 
     Args:
         link: seconds per message, and per byte.
+        credit_s: how much of a latency the link makes up for, see :class:`~ddp_hooks.planning.Network`.
         alpha_error_s, beta_error_s_per_byte: how sure the two are.
         error: the largest deviation of a measured size from the line, relative.
         seconds: per message, by size in bytes.
     """
 
     link: AlphaBeta
+    credit_s: float
     alpha_error_s: float
     beta_error_s_per_byte: float
     error: float
     seconds: dict[int, float]
+
+    def network(self, workers: int, native: bool = False) -> Network:
+        """So many workers behind such links."""
+        return Network(workers, self.link, native=native, credit_s=self.credit_s)
 
     def __str__(self) -> str:
         mb_s = 1e-6 / self.link.beta_s_per_byte if self.link.beta_s_per_byte else float("inf")
@@ -70,25 +78,36 @@ class Measured:
 def fit_link(seconds: dict[int, float]) -> LinkFit:
     """Seconds per byte where bytes decide, and per message where messages do; none of them below zero.
 
-    The slope is that of least squares, in which the large messages count most; what the smaller half of them takes
-    beyond their bytes is the latency, by its median. A link that lets short bursts through faster would bend a line
-    that is fitted to everything alike.
+    The slope is that of least squares through the larger half of the sizes; what the smaller half takes beyond its
+    bytes is the latency, by its median. Large messages may take less than both together: a link that saves up while it
+    is idle makes up for latencies then, and what is missing is its credit.
 
     Args:
-        seconds: per message, by its size in bytes; at least three sizes.
+        seconds: per message, by its size in bytes; at least four sizes.
     """
-    if len(seconds) < 3:
-        raise ValueError(f"a line with its error takes three sizes or more, got {sorted(seconds)}")
+    if len(seconds) < 4:
+        raise ValueError(f"a line with its error takes four sizes or more, got {sorted(seconds)}")
     sizes, times = np.array(sorted(seconds), float), np.array([seconds[size] for size in sorted(seconds)])
-    spread = ((sizes - sizes.mean()) ** 2).sum()
-    beta = max(0.0, float(((sizes - sizes.mean()) * (times - times.mean())).sum() / spread))
-    beyond = (times - beta * sizes)[: (len(sizes) + 1) // 2]
-    alpha = max(0.0, float(np.median(beyond)))
-    residuals = times - alpha - beta * sizes
-    beta_error = float(np.sqrt((residuals**2).sum() / (len(sizes) - 2) / spread))
-    alpha_error = float(np.abs(beyond - alpha).mean() / np.sqrt(len(beyond)))
+    half = len(sizes) // 2
+    beyond_s, beta = _line_above_zero(sizes[half:], times[half:])
+    latencies = times[:half] - beta * sizes[:half]
+    alpha = max(0.0, float(np.median(latencies)))
+    credit_s = max(0.0, alpha - beyond_s)
+    residuals = times - np.maximum(alpha, alpha + beta * sizes - credit_s)
+    spread = ((sizes[half:] - sizes[half:].mean()) ** 2).sum()
+    beta_error = float(np.sqrt((residuals[half:] ** 2).sum() / max(1, len(sizes) - half - 2) / spread))
+    alpha_error = float(np.abs(latencies - alpha).mean() / np.sqrt(half))
     error = float((np.abs(residuals) / times).max())
-    return LinkFit(AlphaBeta(alpha, beta), alpha_error, beta_error, error, dict(seconds))
+    return LinkFit(AlphaBeta(alpha, beta), credit_s, alpha_error, beta_error, error, dict(seconds))
+
+
+def _line_above_zero(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
+    """Intercept and slope by least squares, neither below zero."""
+    slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
+    intercept = float(y.mean() - slope * x.mean())
+    if intercept < 0:
+        return 0.0, float((x * y).sum() / (x * x).sum())
+    return (intercept, slope) if slope > 0 else (float(y.mean()), 0.0)
 
 
 def measure(
@@ -120,7 +139,7 @@ def measure(
                 fit = fit_link({size: _message_s(lanes, size, device) for size in SIZES})
             elif part == "all-reduce":
                 assert fit is not None
-                costs["all_reduce"] = _all_reduce_factor(lanes, fit.link, device)
+                costs["all_reduce"] = _all_reduce_factor(lanes, fit, device)
             elif part == "messages" and device.type == "cpu":
                 costs |= _message_costs(lanes, device)
             elif part == "copies" and device.type == "cpu":
@@ -154,7 +173,8 @@ def measure_alone(device: torch.device, select_s: Callable[[Tensor], float] | No
     )
 
 
-_CPU_SECONDS = ("message_s", "byte_s")  # measured in seconds of a processor, the others by the clock
+# Measured in seconds of a processor, the others by the clock.
+_CPU_SECONDS = ("message_s", "byte_s", "scatter_byte_s", "all_reduce_byte_s")
 
 
 def _shift(outgoing: Tensor, incoming: Tensor, rank: int, world_size: int, rounds: int) -> Algorithm:
@@ -182,9 +202,9 @@ def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
     return statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS)) / rounds
 
 
-def _all_reduce_factor(lanes: Lanes, link: AlphaBeta, device: torch.device) -> float:
-    """How many times as long as two rings on this link two all-reduces of the backend take, both under way at once."""
-    gradients = [torch.zeros(_ALL_REDUCE_BYTES // 4, device=device) for _ in range(2)]
+def _all_reduces(lanes: Lanes, device: torch.device) -> Callable[[], None]:
+    """Two all-reduces of the backend, both under way at once; they have run once."""
+    gradients = [torch.zeros(_REDUCED_BYTES // 4, device=device) for _ in range(2)]
 
     def run() -> None:
         for work in [dist.all_reduce(gradient, group=lanes.group, async_op=True) for gradient in gradients]:
@@ -194,24 +214,54 @@ def _all_reduce_factor(lanes: Lanes, link: AlphaBeta, device: torch.device) -> f
             torch.cuda.synchronize(device)
 
     run()
-    pattern = all_reduce("ring", lanes.world_size, 1, _ALL_REDUCE_BYTES)
+    return run
+
+
+def _all_reduce_factor(lanes: Lanes, fit: LinkFit, device: torch.device) -> float:
+    """How many times as long as two rings on this link two all-reduces of the backend take."""
+    run = _all_reduces(lanes, device)
+    pattern = all_reduce("ring", lanes.world_size, 1, _REDUCED_BYTES)
     streams = 1 if lanes.native else 2
-    expected_s = clock_of([Slice(pattern)] * (2 // streams), Network(lanes.world_size, link), streams)
+    expected_s = clock_of([Slice(pattern)] * (2 // streams), fit.network(lanes.world_size), streams)
     found_s = statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS))
     return max(1.0, found_s / expected_s) if expected_s else 1.0
 
 
 def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
-    """Processor seconds of a message, and of its bytes, both sent and received."""
-    small, large = 1 << 10, 1 << 20
-    rounds = {small: 8 * _MOST, large: 16}
-    per_message = {
-        size: _cpu_s(lanes.group, _shift_all(lanes, size, device, count)) / count for size, count in rounds.items()
-    }
+    """Processor seconds of a message, and of bytes, both sent and received; of bytes that are added up, too.
+
+    They are those of whole collectives: a message of its own costs less than one of a slice that waits for others.
+    """
+    workers = lanes.world_size
+    small, large = 1 << 17, _REDUCED_BYTES  # messages decide, and bytes do
+    gathering_s = {size: _collectives_cpu_s(lanes, lanes.all_gather, size) for size in (small, large)}
+    scattering_s = _collectives_cpu_s(lanes, lanes.reduce_scatter, large)
+    count = {size: (workers - 1) * -(-size // workers // LaneSettings().slice_bytes) for size in (small, large)}
+    sent = {size: size * (workers - 1) / workers for size in (small, large)}
+    # Two equations: so many messages and so many bytes take so many seconds.
+    ratio = count[large] / count[small]
+    byte_s = max(0.0, (gathering_s[large] - ratio * gathering_s[small]) / (sent[large] - ratio * sent[small]))
+    message_s = max(0.0, gathering_s[small] - byte_s * sent[small]) / count[small]
+    all_reducing_s = cpu_seconds(lanes.group, _all_reduces(lanes, device), _REPEATS)
     return {
-        "message_s": per_message[small],
-        "byte_s": max(0.0, (per_message[large] - per_message[small]) / (large - small)),
+        "message_s": message_s,
+        "byte_s": byte_s,
+        "scatter_byte_s": byte_s + max(0.0, scattering_s - gathering_s[large]) / sent[large],
+        "all_reduce_byte_s": max(0.0, all_reducing_s - 4 * (workers - 1) * message_s) / (4 * sent[large]),
     }
+
+
+def _collectives_cpu_s(lanes: Lanes, collective: Callable[[list[Partition], str], Work], num_bytes: int) -> float:
+    """Processor seconds of a collective, behind others."""
+    flat = torch.zeros(num_bytes // 4)
+    part = flat.numel() // lanes.world_size
+    partition = Partition(flat, (*(rank * part for rank in range(lanes.world_size)), flat.numel()))
+
+    def run() -> None:
+        for work in [collective([partition], "a measurement of the processor") for _ in range(_TOGETHER)]:
+            work.wait()
+
+    return cpu_seconds(lanes.group, run, _REPEATS) / _TOGETHER
 
 
 def _copy_s_per_byte(group: dist.ProcessGroup | None) -> float:
@@ -240,14 +290,6 @@ def _slowest_s(group: dist.ProcessGroup | None, action: Callable[[], object]) ->
     start_s = time.perf_counter()
     action()
     return _over_ranks(group, time.perf_counter() - start_s, max)
-
-
-def _cpu_s(group: dist.ProcessGroup, action: Callable[[], object]) -> float:
-    action()
-    dist.barrier(group)
-    start_s = time.process_time()
-    action()
-    return _over_ranks(group, time.process_time() - start_s, statistics.mean)
 
 
 def _over_ranks(group: dist.ProcessGroup | None, value: float, combine: Callable[[list[float]], float]) -> float:

@@ -17,6 +17,9 @@ class Network:
         node_size: workers per node; neighbouring ranks share one. A divisor of ``workers``.
         inside: of a worker, to others of its node; only for nodes of several.
         native: accelerators, whose library runs collectives one after the other, by itself.
+        credit_s: so many seconds in which ``link`` was idle are made up for afterwards, as by links that a token bucket
+            shapes: the emulated cluster's, and many virtual machines'. Then latencies cost nothing where bytes take
+            longer.
     """
 
     workers: int
@@ -24,6 +27,7 @@ class Network:
     node_size: int = 1
     inside: AlphaBeta | None = None
     native: bool = False
+    credit_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -32,6 +36,8 @@ class Network:
             raise ValueError(f"node_size must divide {self.workers} workers, got {self.node_size}")
         if (self.node_size > 1) != (self.inside is not None):
             raise ValueError("inside is the link within a node: give it for nodes of several workers, and only there")
+        if not self.credit_s >= 0:
+            raise ValueError(f"credit_s must be >= 0, got {self.credit_s}")
 
     @property
     def bytes_per_s(self) -> float:

@@ -111,6 +111,7 @@ class _Seen:
     backward: Any = None  # begins
     end: Any = None
     cpu_s: float = 0.0
+    optimizer_cpu_s: float = 0.0
     updates: list[tuple[Any, Any]] = field(default_factory=list)  # of optimizers, from where to where
     read: dict[str, Any] = field(default_factory=dict)  # for the first time
     ready: dict[str, Any] = field(default_factory=dict)
@@ -133,6 +134,7 @@ class StepWatch:
         self._steps: list[_Seen] = []
         self._sparse: set[str] = set()
         self._updating: Any = None  # since when
+        self._updating_cpu_s = 0.0
         self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
@@ -204,10 +206,12 @@ class StepWatch:
 
     def _update_begins(self) -> None:
         self._updating = self._stopwatch.now()
+        self._updating_cpu_s = time.thread_time()
 
     def _update_ends(self) -> None:
         if self._updating is not None:
             self._seen.updates.append((self._updating, self._stopwatch.now()))
+            self._seen.optimizer_cpu_s += time.thread_time() - self._updating_cpu_s
             self._updating = None
 
     def profile(self) -> StepProfile:
@@ -236,16 +240,20 @@ class StepWatch:
                 f"a step of {whole_s:.3f} s has a forward of {forward_s:.3f} s, a backward of {backward_s:.3f} s and "
                 f"updates of {optimizer_s:.3f} s: they overlap, so nothing can be said about it"
             )
-        cpu_s = self._median(lambda each: each.cpu_s)
+        # A step with a closure has its backward inside, and less of the processor is the update's.
+        optimizer_cpu_s = min(optimizer_s, self._median(lambda each: each.optimizer_cpu_s))
+        cpu_s = max(0.0, self._median(lambda each: each.cpu_s) - optimizer_cpu_s)
         tensors = self._uses(forward_s, backward_s)
         first = next(parameter for parameter in self._inner.parameters() if parameter.requires_grad)
+        on_cpu = first.device.type == "cpu"
         return StepProfile(
             tensors,
             forward_s,
             backward_s,
             optimizer_s,
             other_s=max(0.0, whole_s - forward_s - backward_s - optimizer_s),
-            cpu_s=cpu_s if first.device.type == "cpu" else 0.0,
+            cpu_s=cpu_s if on_cpu else 0.0,
+            optimizer_cpu_s=optimizer_cpu_s if on_cpu else 0.0,
             element_bytes=first.element_size(),
         )
 

@@ -12,12 +12,11 @@ from typing import Protocol
 
 from ddp_hooks.comm import Span
 from ddp_hooks.planning import bounds
-from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, Waiting
+from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, Waiting, turns
 from ddp_hooks.planning.network import Network
 from ddp_hooks.planning.patterns import Phase, Schedule, all_reduce, pattern_of
 from ddp_hooks.planning.step import StepProfile
 
-_INSTANT_S = 1e-9
 _STEPS = 4  # simulated; what is under way at the end of the first ones shapes the later ones
 
 
@@ -28,6 +27,8 @@ class Costs:
     Args:
         message_s: per message, sent and received.
         byte_s: per byte of a message, sent and received.
+        scatter_byte_s: the same of a reduce-scatter, which adds up; None: as the others.
+        all_reduce_byte_s: the same of the backend's all-reduce; None: as the others.
         all_reduce: how many times as long as a ring of ours the backend's own all-reduce takes; it is not our code.
         copy_s_per_byte: of a gradient, into DDP's bucket.
         select_s_per_byte: of a gradient, for all that a sparse all-reduce computes.
@@ -39,6 +40,8 @@ class Costs:
 
     message_s: float = 0.0
     byte_s: float = 0.0
+    scatter_byte_s: float | None = None
+    all_reduce_byte_s: float | None = None
     all_reduce: float = 1.0
     copy_s_per_byte: float = 0.0
     select_s_per_byte: float = 0.0
@@ -163,7 +166,7 @@ class Run:
             yield from self.compute("forward", tensor.needed_s - done_s)
             done_s = tensor.needed_s
             yield from self.wait(arrived[index], tensor.name)
-            yield from self.compute("optimizer", before(index))
+            yield from self.compute_on_core("optimizer", before(index))
         yield from self.compute("forward", self.step.forward_s - done_s)
 
     def backward(self, ready: Callable[[int], None], hook_s: float = 0.0) -> Process:
@@ -172,27 +175,39 @@ class Run:
         for index in self.step.backward_order:
             tensor = self.step.tensors[index]
             own_s = tensor.num_bytes * self.costs.copy_s_per_byte + hook_s * self.costs.python
-            yield from self.compute("backward", tensor.ready_s - done_s + own_s)
+            yield from self.compute("backward", tensor.ready_s - done_s)
+            yield from self.compute_on_core("backward", own_s)
             done_s = tensor.ready_s
             ready(index)
         yield from self.compute("backward", self.step.backward_s - done_s)
 
+    @property
+    def optimizer_s(self) -> float:
+        """Seconds of an update of all parameters; workers that share a core update at the same time."""
+        return max(self.step.optimizer_s, self.step.optimizer_cpu_s * self.costs.crowd)
+
     def optimizer(self, part: float = 1.0) -> Process:
         """The update of a part of all parameters, by the training thread."""
-        yield from self.compute("optimizer", self.step.optimizer_s * part)
+        yield from self.compute_on_core("optimizer", self.optimizer_s * part)
 
-    def compute(self, track: str, seconds: float) -> Process:
-        """The training thread is busy; as far as it needs a core, and lanes have them all, it takes turns with them.
+    def compute(self, track: str, seconds: float, share: float | None = None) -> Process:
+        """The training thread is busy, and for a ``share`` of that with a core, for which it takes turns with lanes.
 
-        Lanes are not slowed by it.
+        Measured seconds are those with as many workers per core as there are; so is the share of a core.
         """
-        share = min(1.0, self.step.cpu_share * self.costs.crowd)
+        if share is None:
+            share = min(1.0, self.step.cpu_share * self.costs.crowd)
         with self.engine.span(track, track):
-            while seconds > 0:
-                start_s = self.engine.now_s
+            if not share:
                 yield seconds
-                seconds = self._host.processor.busy_s(start_s, self.engine.now_s) * share if share else 0.0
-                seconds = seconds if seconds > _INSTANT_S else 0.0
+                return
+            for turn_s in turns(seconds * share):
+                yield turn_s * (1 - share) / share
+                yield self._host.processor.work_in_turns(self.engine.now_s, turn_s) - self.engine.now_s
+
+    def compute_on_core(self, track: str, seconds: float) -> Process:
+        """The same, with a core all the time, unless an accelerator does it."""
+        yield from self.compute(track, seconds, 1.0 if self.costs.python else None)
 
     def wait(self, signal: Signal, name: str) -> Process:
         """The training thread waits."""
@@ -212,7 +227,7 @@ class Run:
         """An all-reduce of the backend's, in one piece."""
         network = self.network
         pattern = all_reduce(schedule, network.workers, network.node_size, num_bytes)
-        return [Slice(pattern, slowdown=self.costs.all_reduce)]
+        return [Slice(pattern, slowdown=self.costs.all_reduce, byte_s=self.costs.all_reduce_byte_s)]
 
     def collective(self, phase: Phase, num_bytes: float, schedule: Schedule, slice_bytes: float) -> list[Slice]:
         """A half of it; a ring on CPUs in slices whose messages are no longer than ``slice_bytes``."""
@@ -220,4 +235,5 @@ class Run:
         whole = network.native or schedule == "log"
         count = 1 if whole else max(1, -(-num_bytes // network.workers // slice_bytes))
         pattern = pattern_of(phase, schedule, network.workers, network.node_size, num_bytes / count)
-        return [Slice(pattern)] * int(count)
+        byte_s = self.costs.scatter_byte_s if phase == "reduce-scatter" else None
+        return [Slice(pattern, byte_s=byte_s)] * int(count)

@@ -37,7 +37,9 @@ class StepProfile:
         forward_s, backward_s: seconds of computing.
         optimizer_s: seconds of ``optimizer.step()``, for whole parameters.
         other_s: seconds of the loop that are none of these, such as loading data.
-        cpu_s: seconds for which a processor core was at all of this; 0: an accelerator was, or nobody knows.
+        cpu_s: seconds for which a processor core was at forward, backward and the rest; 0: an accelerator was, or
+            nobody knows.
+        optimizer_cpu_s: the same of ``optimizer.step()``.
         element_bytes: of one number of a gradient.
     """
 
@@ -47,10 +49,11 @@ class StepProfile:
     optimizer_s: float = 0.0
     other_s: float = 0.0
     cpu_s: float = 0.0
+    optimizer_cpu_s: float = 0.0
     element_bytes: int = 4
 
     def __post_init__(self) -> None:
-        for name in ("forward_s", "backward_s", "optimizer_s", "other_s", "cpu_s"):
+        for name in ("forward_s", "backward_s", "optimizer_s", "other_s", "cpu_s", "optimizer_cpu_s"):
             if not (getattr(self, name) >= 0 and math.isfinite(getattr(self, name))):
                 raise ValueError(f"{name} must be >= 0 seconds, got {getattr(self, name)}")
         for tensor in self.tensors:
@@ -71,8 +74,8 @@ class StepProfile:
 
     @property
     def cpu_share(self) -> float:
-        """Part of the time for which the training thread keeps a core busy."""
-        whole_s = self.compute_s + self.optimizer_s + self.other_s
+        """Part of the time, but for the optimizer's, for which the training thread keeps a core busy."""
+        whole_s = self.compute_s + self.other_s
         return min(1.0, self.cpu_s / whole_s) if whole_s else 0.0
 
     @cached_property

@@ -146,6 +146,10 @@ class Tuning:
         elif not self.finished:
             self.phase, self._steps = Phase.SETTLING, 0
 
+    def groups_of(self, mb: float) -> Groups:
+        """What groups a size makes; sizes whose groups are equal make no difference."""
+        return self._knob.groups_of(mb)
+
     def plot(self, path: str | Path) -> None:
         """Draw what was measured, what is believed, and what a further trial promises (the paper's Fig. 3).
 

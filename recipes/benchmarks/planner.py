@@ -24,8 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import Costs, Ddp, Dear, Network, SparDL, StepProfile, Strategy, simulate
+from ddp_hooks.planning import Costs, Ddp, Dear, SparDL, StepProfile, Strategy, fit_link, simulate
 from recipes.benchmarks import workloads
 from recipes.benchmarks.dear_table2 import command, environment, now
 from recipes.benchmarks.launch import run_job
@@ -39,7 +38,7 @@ STRATEGIES: dict[str, Strategy] = {
     "topk": SparDL(DENSITY),
 }
 CLOSE = 0.10  # what a prediction may be off by
-TIE = 0.03  # measured times that differ by less are in no order
+TIE = 0.03  # measured times that differ by less are in no order, nor are those whose windows overlap
 COLUMNS = (
     *("model", "workers", "rate", "slow", "strategy"),
     *("measured, s", "min–max", "predicted, s", "difference", "order"),
@@ -48,17 +47,19 @@ COLUMNS = (
 INTRODUCTION = f"""\
 Parameter shapes and layer order are those of the real models; gradients, communication and optimizer (SGD with
 momentum) are real, every layer sleeps for its share of the computing time. Before the timed steps of each round the
-planner measures what `python -m ddp_hooks plan` measures: seconds per message and per byte of the link, seconds of the
-processor per message, per copied byte and per byte from which entries are selected, and when layers compute, from real
-steps without communication. From that alone the simulator predicts. Measured seconds per step are medians over rounds,
-of the slowest worker; predictions are means over rounds, each from its own measurement, made when the page was. SparDL
-keeps {DENSITY:.0%}.
+planner measures what `python -m ddp_hooks plan` measures: seconds per message and per byte of the link, and how much of
+a latency it makes up for; seconds of the processor per message, and per byte that is sent, added up, copied or selected
+from; and when layers compute, from real steps without communication. From that alone the simulator predicts. Measured
+seconds per step are medians over rounds, of the slowest worker; predictions are means over rounds, each from its own
+measurement, made when the page was. SparDL keeps {DENSITY:.0%}.
 
-*order*: whether strategies come out in the order that was measured, where these times differ by more than {TIE:.0%};
-the two modes of DeAR, whose times hardly differ, are not ranked against each other.
+*order*: whether strategies come out in the order that was measured, where these times differ by more than {TIE:.0%} and
+their windows do not overlap, since an order that the next window turns round is none; the two modes of DeAR, whose
+times hardly differ, are not ranked against each other.
 
-At 2.5 Gbit/s and with eight workers two cores carry 2.5 GB/s for all of them: there the processor limits, and the model
-includes what messages, bytes and selections cost it, but not how eight processes with their threads take turns."""
+At 2.5 Gbit/s and with eight workers two cores carry 2.5 GB/s for all of them: there the processor limits. The model
+includes what it does for messages, bytes, sums and selections, the kernel's interrupts among it, and that a worker's
+training and its lanes take turns on its share of a core."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -141,6 +142,10 @@ class Compared:
     slowest_s: float
     predicted_s: float
 
+    def beats(self, other: Compared) -> bool:
+        """Whether measurements say that it is faster: by more than a tie, and in every window."""
+        return self.measured_s * (1 + TIE) < other.measured_s and self.slowest_s < other.fastest_s
+
     @property
     def is_dear(self) -> bool:
         """Whether it is one of DeAR's modes."""
@@ -166,7 +171,7 @@ def compare(run: dict[str, Any]) -> list[Compared]:
 
 
 def _predict(strategy: Strategy, measured: dict[str, Any], workers: int) -> float:
-    network = Network(workers, AlphaBeta(**measured["fit"]["link"]))
+    network = fit_link({int(size): seconds for size, seconds in measured["fit"]["seconds"].items()}).network(workers)
     profile = StepProfile.from_json(measured["profile"])
     return simulate(strategy, profile, network, Costs(**measured["costs"])).step_s
 
@@ -176,7 +181,7 @@ def is_ordered(compared: Sequence[Compared]) -> bool:
     return all(
         first.predicted_s < second.predicted_s
         for first, second in itertools.permutations(compared, 2)
-        if first.measured_s * (1 + TIE) < second.measured_s and not (first.is_dear and second.is_dear)
+        if first.beats(second) and not (first.is_dear and second.is_dear)
     )
 
 

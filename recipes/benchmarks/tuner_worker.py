@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
-from ddp_hooks.planning import Dear, Network, measure, predicted_start, profile_step, slowest_of
+from ddp_hooks.planning import (
+    Costs,
+    Dear,
+    LinkFit,
+    StepProfile,
+    measure,
+    predicted_start,
+    profile_step,
+    slowest_of,
+)
 from recipes.benchmarks.emulation import emulate
 from recipes.benchmarks.tuner_job import TunerJob
 from recipes.benchmarks.variants import Trainee
@@ -35,7 +45,8 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
     trainee = Trainee(ddp, optimizer)
-    predicted_mb = predict(job, trainee, tuner).start_mb
+    measured = measure_step(trainee)
+    predicted_mb = predict(job, measured, tuner).start_mb
     if job.start == "predicted":
         tuner = replace(tuner, start_mb=predicted_mb)
     state = DearState(ddp, optimizer, DearConfig(tuner=tuner))
@@ -62,28 +73,52 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
         "predicted_mb": predicted_mb,
         "search_steps": steps,
         "search_s": search_s,
+        "measured": {
+            "fit": asdict(measured.fit),
+            "costs": asdict(measured.costs),
+            "profile": measured.profile.to_json(),
+        },
         "grid": measure_sizes(job, state, trainee, sorted({*job.sizes_mb, chosen_mb, default_mb, predicted_mb})),
     }
     state.close()
     return result
 
 
-def predict(job: TunerJob, trainee: Trainee, tuner: BucketTuner) -> BucketTuner:
-    """The same tuner, to begin where the cost model predicts the fastest step."""
+class MeasuredStep(NamedTuple):
+    """What a planner knows before the search."""
+
+    fit: LinkFit
+    costs: Costs
+    profile: StepProfile
+
+
+def measure_step(trainee: Trainee) -> MeasuredStep:
+    """What the cost model is made of; collective."""
     group = dist.group.WORLD
     assert group is not None
     found = measure(group, torch.device("cpu"))
     profile = slowest_of(profile_step(trainee.model, lambda: train_step(trainee, StepTimes())), group)
-    network = Network(dist.get_world_size(), found.fit.link)
-    return predicted_start(tuner, profile, network, found.costs, Dear(bucket_mb=job.bucket_mb))
+    return MeasuredStep(found.fit, found.costs, profile)
+
+
+def predict(job: TunerJob, measured: MeasuredStep, tuner: BucketTuner) -> BucketTuner:
+    """The same tuner, to begin where the cost model predicts the fastest step."""
+    network = measured.fit.network(dist.get_world_size())
+    return predicted_start(tuner, measured.profile, network, measured.costs, Dear(bucket_mb=job.bucket_mb))
 
 
 def measure_sizes(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: list[float]) -> list[dict[str, Any]]:
-    """Median seconds per step of the slowest rank for every size, per round."""
-    rounds: dict[float, list[float]] = {mb: [] for mb in sizes_mb}
-    groups: dict[float, int] = {}
+    """Median seconds per step of the slowest rank for every size, per round; sizes with equal groups are one.
+
+    Every other round goes through the sizes from the largest on, so that what changes slowly favours none of them.
+    """
+    assert state.tuning is not None
+    equal = [list(run) for _, run in itertools.groupby(sizes_mb, state.tuning.groups_of)]
+    rounds: list[list[float]] = [[] for _ in equal]
     for number in range(job.rounds):
-        for mb in sizes_mb:
+        indices = range(len(equal))
+        for index in indices if number % 2 == 0 else reversed(indices):
+            mb = equal[index][0]
             state.set_fusion("size", mb=mb)
             train_step(trainee, StepTimes())
             seconds = []
@@ -92,10 +127,13 @@ def measure_sizes(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: l
                 train_step(trainee, StepTimes())
                 seconds.append(time.perf_counter() - begin_s)
             (slowest_s,) = over_ranks([statistics.median(seconds)], dist.ReduceOp.MAX)
-            rounds[mb].append(slowest_s)
-            groups[mb] = state.stats().num_groups
+            rounds[index].append(slowest_s)
             report(f"{job.name} round {number + 1}/{job.rounds}, {mb:.3g} MB: {slowest_s:.4f} s per step")
-    return [{"mb": mb, "num_groups": groups[mb], "steps_s": values} for mb, values in rounds.items()]
+    return [
+        {"mb": mb, "num_groups": state.tuning.groups_of(mb).num_groups, "steps_s": steps_s}
+        for sizes, steps_s in zip(equal, rounds, strict=True)
+        for mb in sizes
+    ]
 
 
 if __name__ == "__main__":

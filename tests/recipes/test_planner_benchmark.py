@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,9 @@ def test_times_that_are_too_close_have_no_order() -> None:
     assert not is_ordered(compared((1.0, 1.2), (2.0, 1.1)))
     assert is_ordered(compared((1.0, 1.2), (1.02, 1.1)))
     assert is_ordered(compared((1.0, 1.2), (2.0, 1.1), name="dear")), "modes of one strategy"
+    first, second = compared((1.0, 1.2), (2.0, 1.1))
+    assert is_ordered([replace(first, slowest_s=2.1), second]), "what one window says, another one denies"
+    assert not is_ordered([replace(first, slowest_s=1.9), second])
 
 
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
