@@ -220,9 +220,9 @@ INTRODUCTION = """\
 A live search (`DearConfig(tuner=…)`) on each of the DeAR paper's workloads, which begins where the cost model predicts
 the fastest step (`ddp_hooks.planning.predicted_start`, from the link and the layers as they are measured before), then
 in the same run what it has found, what was predicted, the size that is used without a tuner, and twelve sizes from 1 to
-100 MB, alternating. All of them with the
-smaller atoms that a tuner asks for. Gradients, communication and optimizer are real; every layer sleeps for its share
-of the computing time. *found ÷ best*: at most 1.03 is within 3 % of the best size of the grid. *trials*: of the search,
+100 MB, in turns, up and down the range; sizes that make the same groups are one. All of them with the smaller atoms
+that a tuner asks for. Gradients, communication and optimizer are real; every layer sleeps for its share of the
+computing time. *found ÷ best*: at most 1.03 is within 3 % of the best size of the grid. *trials*: of the search,
 and of the check at its end. Shaded: what repeated windows of one size differ by; where that is as much as sizes differ
 by, any choice is one by chance, and the check leaves things as they were.
 
