@@ -12,7 +12,7 @@ from ddp_hooks.planning.groups import Launcher, fuse
 from ddp_hooks.planning.patterns import Hop, Pattern
 from ddp_hooks.planning.simulation import Run
 
-_HOOK_S = 15e-6  # as in ddp_hooks.planning.all_reduce
+_HOOK_S = 15e-6  # as in ddp_hooks.planning.all_reduce, but by the clock instead of the thread
 
 
 @dataclass(frozen=True)

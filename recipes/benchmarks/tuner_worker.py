@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
 from ddp_hooks.planning import (
-    Costs,
     Dear,
-    LinkFit,
+    Measured,
     StepProfile,
     measure,
     predicted_start,
@@ -45,8 +44,8 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
     )
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1e-4, momentum=0.9)
     trainee = Trainee(ddp, optimizer)
-    measured = measure_step(trainee)
-    predicted_mb = predict(job, measured, tuner).start_mb
+    measured, profile = measure_step(trainee)
+    predicted_mb = predict(job, measured, profile, tuner).start_mb
     if job.start == "predicted":
         tuner = replace(tuner, start_mb=predicted_mb)
     state = DearState(ddp, optimizer, DearConfig(tuner=tuner))
@@ -73,38 +72,25 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
         "predicted_mb": predicted_mb,
         "search_steps": steps,
         "search_s": search_s,
-        "measured": {
-            "fit": asdict(measured.fit),
-            "costs": asdict(measured.costs),
-            "profile": measured.profile.to_json(),
-        },
+        "measured": asdict(measured) | {"profile": profile.to_json()},
         "grid": measure_sizes(job, state, trainee, sorted({*job.sizes_mb, chosen_mb, default_mb, predicted_mb})),
     }
     state.close()
     return result
 
 
-class MeasuredStep(NamedTuple):
-    """What a planner knows before the search."""
-
-    fit: LinkFit
-    costs: Costs
-    profile: StepProfile
-
-
-def measure_step(trainee: Trainee) -> MeasuredStep:
+def measure_step(trainee: Trainee) -> tuple[Measured, StepProfile]:
     """What the cost model is made of; collective."""
     group = dist.group.WORLD
     assert group is not None
-    found = measure(group, torch.device("cpu"))
-    profile = slowest_of(profile_step(trainee.model, lambda: train_step(trainee, StepTimes())), group)
-    return MeasuredStep(found.fit, found.costs, profile)
+    measured = measure(group, torch.device("cpu"))
+    return measured, slowest_of(profile_step(trainee.model, lambda: train_step(trainee, StepTimes())), group)
 
 
-def predict(job: TunerJob, measured: MeasuredStep, tuner: BucketTuner) -> BucketTuner:
+def predict(job: TunerJob, measured: Measured, profile: StepProfile, tuner: BucketTuner) -> BucketTuner:
     """The same tuner, to begin where the cost model predicts the fastest step."""
     network = measured.fit.network(dist.get_world_size())
-    return predicted_start(tuner, measured.profile, network, measured.costs, Dear(bucket_mb=job.bucket_mb))
+    return predicted_start(tuner, profile, network, measured.costs, Dear(bucket_mb=job.bucket_mb))
 
 
 def measure_sizes(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: list[float]) -> list[dict[str, Any]]:
