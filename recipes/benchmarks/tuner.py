@@ -228,10 +228,10 @@ by, any choice is one by chance, and the check leaves things as they were.
 
 *GP*, *random*, *grid*: trials until a size within 3 % of the best was tried, the median of ten seeds, each search
 replayed on the recorded curve, with the noise of its windows; 41 stands for more than forty. All begin with 25 MB, but
-for the one that begins where the cost model says. *decide*: seconds per
-trial that the choice of the next size takes, in a thread beside training, next to the paper's figure for its own;
-*import*: seconds to import what it needs, once, before the first trial; *s per trial*: everything, most of it training
-steps."""
+for the one that begins where the cost model says; where 25 MB is within 3 % already, as on BERT, everybody needs one
+trial, the least there is, and none can be better than another. *decide*: seconds per trial that the choice of the next
+size takes, in a thread beside training, next to the paper's figure for its own; *import*: seconds to import what it
+needs, once, before the first trial; *s per trial*: everything, most of it training steps."""
 
 
 def write_page(path: Path, reports: Sequence[dict[str, Any]]) -> None:
