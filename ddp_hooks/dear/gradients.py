@@ -72,12 +72,19 @@ class GradientKeeper:
 
     def refuse_unreduced(self) -> None:
         """Raise if a parameter holds a gradient that no rank has reduced."""
+        unused = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad is None]
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is not None and not isinstance(parameter.grad, GradientGuard):
+                left_out = (
+                    f"or it gave no gradient to {unused[0]}, without which DDP does not reduce the bucket: pass "
+                    f"find_unused_parameters=True to DistributedDataParallel; "
+                    if unused
+                    else ""
+                )
                 raise RuntimeError(
                     f"the gradient of {name} was not reduced over the ranks: either the last backward ran "
-                    f"under no_sync(), or the hook is missing; call ddp.register_comm_hook(state, dear_hook) after "
-                    f"creating DearState"
+                    f"under no_sync(); {left_out}or the hook is missing: call "
+                    f"ddp.register_comm_hook(state, dear_hook) after creating DearState"
                 )
 
     # -- reduced, but not stepped on yet ----------------------------------------------------------------------------

@@ -36,7 +36,7 @@ class GradScaler(torch.amp.GradScaler):
             )
         if not self._enabled or (state_of(optimizer) is None and not companions_of(optimizer)):
             return super().step(optimizer, *args, **kwargs)
-        if args or "closure" in kwargs:
+        if any(given is not None for given in (*args, kwargs.pop("closure", None))):
             raise RuntimeError("GradScaler.step() takes no closure: run backward before it")
         progress = self._per_optimizer_states[id(optimizer)]
         if progress["stage"] is OptState.STEPPED:

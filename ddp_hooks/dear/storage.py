@@ -40,7 +40,7 @@ def flatten(layout: Layout, parameters: Sequence[torch.nn.Parameter]) -> list[Te
                 parameter.data = parameter.data.contiguous()
             stride = parameter.stride()
             flat[member.offset : member.offset + parameter.numel()].copy_(in_storage_order(parameter.data))
-            parameter.data = flat.as_strided(parameter.shape, stride, member.offset)
+            parameter.data = _apart(flat.as_strided(parameter.shape, stride, member.offset))
         flats.append(flat)
     return flats
 
@@ -53,6 +53,15 @@ def unflatten(layout: Layout, parameters: Sequence[torch.nn.Parameter], flats: l
         if len(atom.members) > 1:
             for member in atom.members:
                 parameters[member.parameter].data = parameters[member.parameter].data.clone()
+
+
+def _apart(view: Tensor) -> Tensor:
+    """The same memory as a storage of its own.
+
+    Whoever saves tensors takes those with a common storage for copies of one (safetensors, Accelerate, which leaves all
+    but one of them out), or saves all of the storage with each.
+    """
+    return torch.from_dlpack(view).as_strided(view.shape, view.stride(), 0) if view.numel() else view
 
 
 def overlapping(parameters: Sequence[Tensor]) -> tuple[int, int] | None:

@@ -243,14 +243,15 @@ class EmbeddingTables(TableFlow):
         assert state is not None
         return state
 
-    def consolidate(self, to: int = 0) -> None:
+    def consolidate(self, to: int | None = 0) -> None:
         """Gather tables and optimizer state on rank ``to`` of the group, for code that saves there alone; collective.
 
         Until the next step ``model.state_dict()`` and ``tables.optimizer.state_dict()`` return whole tables there; on
-        other ranks, and after the next step, they raise.
+        other ranks, and after the next step, they raise. With None every rank gets them.
         """
-        if not 0 <= to < self._channels.world_size:
-            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._channels.world_size - 1}, got {to}")
+        world_size = self._channels.world_size
+        if to is not None and not 0 <= to < world_size:
+            raise ValueError(f"consolidate(to=...) takes None or a rank from 0 to {world_size - 1}, got {to}")
         self._flush_together()
         self._kept = self._checkpoint.weights(to, torch.device("cpu"))
         self._checkpoint.keep(self._checkpoint.optimizer_state(to))

@@ -295,3 +295,39 @@ def load_twice(rank: int, world_size: int, folder: str) -> bool:
 
 def test_what_is_loaded_last_counts(workers: WorkerPools, tmp_path: Path) -> None:
     assert all(workers(2).run(load_twice, str(tmp_path / "sharded")))
+
+
+def save_with_safetensors(rank: int, world_size: int, folder: str) -> tuple[list[str], list[str]]:
+    """Names that Accelerate keeps of a state, and of storages that are larger than their tensors."""
+    from accelerate.utils.other import clean_state_dict_for_safetensors
+    from safetensors.torch import load_model, save_model
+
+    model, batches, optimizer = MODELS["encoder"]
+    trained = model(world_size)
+    ddp = DistributedDataParallel(trained, bucket_cap_mb=0.05, gradient_as_bucket_view=True)
+    opt = optimizer(trained)
+    state = DearState(ddp, opt, CONFIG)
+    ddp.register_comm_hook(state, dear_hook)
+    for step in range(3):
+        ddp(*batches(rank, world_size, step)).backward()
+        opt.step()
+        opt.zero_grad()
+    weights = trained.state_dict()
+    assert any(len(atom.members) > 1 for atom in state._arrangement.layout.atoms), "parameters were to be neighbours"
+    larger = [name for name, value in weights.items() if value.untyped_storage().nbytes() > value.nbytes]
+    path = str(Path(folder) / f"{rank}.safetensors")
+    save_model(trained, path)
+    before = {name: value.clone() for name, value in weights.items()}
+    with torch.no_grad():
+        for parameter in trained.parameters():
+            parameter.zero_()
+    load_model(trained, path)
+    assert all(torch.equal(value, before[name]) for name, value in trained.state_dict().items())
+    kept = clean_state_dict_for_safetensors(dict(trained.state_dict()))
+    state.close()
+    return sorted(set(weights) - set(kept)), larger
+
+
+def test_every_parameter_is_a_storage_of_its_own(workers: WorkerPools, tmp_path: Path) -> None:
+    """Safetensors and Accelerate leave out what shares a storage with something else."""
+    assert workers(2).run(save_with_safetensors, str(tmp_path)) == [([], []), ([], [])]

@@ -1,0 +1,245 @@
+"""Hugging Face Accelerate: one line before ``prepare``.
+
+    accelerator = Accelerator()
+    attach(accelerator, DearConfig())
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial, wraps
+from pathlib import Path
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
+from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
+from torch import Tensor, nn
+
+from ddp_hooks.dear import GradScaler
+from ddp_hooks.integrations.binding import ddp_of, replaced
+from ddp_hooks.integrations.bindings import Bindings
+from ddp_hooks.integrations.settings import BUCKET_MB, Combination, Config, combination_of
+
+logger = logging.getLogger("ddp_hooks")
+
+_OTHER_ENGINES = {
+    DistributedType.FSDP: "FSDP",
+    DistributedType.DEEPSPEED: "DeepSpeed",
+    DistributedType.MEGATRON_LM: "Megatron-LM",
+    DistributedType.XLA: "XLA",
+}
+_EXTENDED = (
+    "prepare_model",
+    "prepare_optimizer",
+    "clip_grad_norm_",
+    "clip_grad_value_",
+    "save_state",
+    "load_state",
+    "free_memory",
+)
+
+
+def attach(accelerator: Accelerator, config: Config) -> Attachment:
+    """Train with a communication hook whatever this accelerator prepares from now on.
+
+    ``prepare`` wraps models as DDP needs it, and binds each to the optimizer of its parameters;
+    ``accelerator.clip_grad_norm_`` and ``clip_grad_value_``, ``save_state`` and ``load_state``, ``accumulate``,
+    ``no_sync`` and the scaling of fp16's losses go on as they did. Changed are attributes of this accelerator alone.
+    With one process there is nothing to do, which is logged.
+
+    Args:
+        accelerator: one that has prepared no model yet.
+        config: a :class:`~ddp_hooks.DearConfig`, whose ``update="sharded"`` is taken as ``"auto"``, or a
+            :class:`~ddp_hooks.TopKConfig`. Tables of a model, sharded by :func:`~ddp_hooks.shard_embeddings` before its
+            optimizer is made, are found, and step with it; without a hook beside them:
+            :class:`~ddp_hooks.integrations.Tables`.
+
+    Raises:
+        TypeError: ``config`` is no configuration.
+        ValueError: it cannot be combined, or not with this accelerator.
+    """
+    combination = combination_of(config)
+    engine = _OTHER_ENGINES.get(accelerator.distributed_type)
+    if engine is not None:
+        raise ValueError(
+            f"these are hooks of DistributedDataParallel, and this accelerator trains with {engine}: launch without it"
+        )
+    handler = accelerator.ddp_handler
+    if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
+        raise ValueError(
+            f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) is a hook of its own, and DDP has one: "
+            f"leave it out"
+        )
+    # Accelerate marks what it returns: DDP around a model, or the model itself where it only evaluates.
+    if any(not getattr(model, "_is_accelerate_prepared", False) for model in accelerator._models):
+        raise ValueError("this accelerator has prepared a model already: call attach() before accelerator.prepare()")
+    attachment = Attachment(accelerator, combination)
+    if accelerator.num_processes > 1:
+        attachment.install()
+    else:
+        logger.warning(
+            "one process: there is nothing to communicate, so training goes on without a hook. Several are started by "
+            "torchrun or accelerate launch"
+        )
+    return attachment
+
+
+@dataclass
+class HookedDdpKwargs(DistributedDataParallelKwargs):
+    """What the hooks need of DDP. The hook itself is registered when the optimizer is known."""
+
+    def register_comm_hook(self, model: nn.Module) -> None:
+        """Leave the model's slot free."""
+
+
+class Attachment:
+    """What was attached to an accelerator; :func:`attach` makes it."""
+
+    def __init__(self, accelerator: Accelerator, combination: Combination) -> None:
+        self.accelerator = accelerator
+        self.combination = combination
+        self.bindings = Bindings(combination.dense)
+        """Of the models that were prepared with their optimizers, in that order."""
+        self.keeps_models = False
+        """Whether models that were prepared train on after ``free_memory``, as a Trainer's do."""
+        self._undo = ExitStack()
+
+    # -- what users call --------------------------------------------------------------------------------------------
+
+    @property
+    def is_active(self) -> bool:
+        """Whether there are several processes."""
+        return self.accelerator.num_processes > 1
+
+    def stats(self) -> dict[str, float]:
+        """Numbers of this rank's last step, of all models together: for ``accelerator.log``."""
+        return self.bindings.stats()
+
+    def synchronize(self) -> None:
+        """Wait until parameters hold their new values, for code that reads them outside of any forward."""
+        self.bindings.synchronize()
+
+    def close(self) -> None:
+        """Finish communication, let every rank do the same, and give the accelerator its own methods back."""
+        self.bindings.release()
+        self._undo.close()
+
+    # -- what is made -----------------------------------------------------------------------------------------------
+
+    def install(self) -> None:
+        """Extend the accelerator."""
+        accelerator = self.accelerator
+        self._undo.enter_context(replaced(accelerator, "ddp_handler", self._handler()))
+        if accelerator.scaler is not None:
+            self._undo.enter_context(replaced(accelerator, "scaler", self._scaler()))
+        for name in _EXTENDED:
+            original = getattr(accelerator, name)
+            extended = wraps(original)(partial(getattr(self, f"_{name.rstrip('_')}"), original))
+            self._undo.enter_context(replaced(accelerator, name, extended))
+
+    def _handler(self) -> HookedDdpKwargs:
+        former = self.accelerator.ddp_handler
+        handler = HookedDdpKwargs(**vars(former)) if former is not None else HookedDdpKwargs()
+        handler.gradient_as_bucket_view = True
+        if self.combination.dense is not None and handler.bucket_cap_mb == HookedDdpKwargs.bucket_cap_mb:
+            handler.bucket_cap_mb = BUCKET_MB
+        return handler
+
+    def _scaler(self) -> GradScaler:
+        handler = self.accelerator.scaler_handler
+        return GradScaler(self.accelerator.device.type, **(handler.to_kwargs() if handler is not None else {}))
+
+    def _prepare_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = original(*args, **kwargs)
+        ddp = ddp_of(prepared)
+        if ddp is not None:
+            self.bindings.expect(ddp)
+            self._bind()
+        return prepared
+
+    def _prepare_optimizer(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        prepared = original(*args, **kwargs)
+        self._bind()
+        return prepared
+
+    def _bind(self) -> None:
+        wrapper_of = {_unwrapped(prepared): prepared for prepared in self.accelerator._optimizers}
+        for binding in self.bindings.bind(wrapper_of, self.accelerator.scaler):
+            prepared, optimizer = wrapper_of[binding.optimizer], binding.optimizer
+            if prepared.scaler is not None:  # it has kept step() as it was before, and would put that back
+                prepared._optimizer_original_step_method = optimizer.step
+                prepared._optimizer_patched_step_method = patch_optimizer_step(prepared, optimizer.step)
+
+    def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
+        if not self.keeps_models:
+            self.bindings.release()
+        return original(*objects)
+
+    # -- gradients --------------------------------------------------------------------------------------------------
+
+    def _clip_grad_norm(
+        self, original: Callable[..., Any], parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
+    ) -> Any:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self.accelerator.unscale_gradients()
+        norm = self.bindings.clip_grad_norm(given, max_norm, norm_type)
+        return original(given, max_norm, norm_type) if norm is None else norm
+
+    def _clip_grad_value(
+        self, original: Callable[..., Any], parameters: Iterable[Tensor] | Tensor, clip_value: float
+    ) -> None:
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self.accelerator.unscale_gradients()
+        rest = self.bindings.clip_grad_value(given, clip_value)
+        if rest:
+            original(rest, clip_value)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def complete(self, everywhere: bool = False) -> Iterator[None]:
+        """While it lasts, what the loop saves is complete where it saves it; collective.
+
+        Args:
+            everywhere: it saves on every node.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(self.bindings.complete(everywhere))
+            has_tables = any(binding.tables is not None for binding in self.bindings)
+            if has_tables and not everywhere and not self.accelerator.is_main_process:
+                # Accelerate asks every rank for the model's state, and writes the first one's.
+                stack.enter_context(replaced(self.accelerator, "get_state_dict", lambda *_, **__: {}))
+            yield
+
+    def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        everywhere = self.accelerator.project_configuration.save_on_each_node
+        with self.complete(everywhere):
+            folder = original(*args, **kwargs)
+            self.bindings.save(folder, everywhere)
+        return folder
+
+    def _load_state(
+        self, original: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
+    ) -> None:
+        for binding in self.bindings:
+            if binding.tables is not None:
+                binding.tables.consolidate(None)  # Accelerate compares what it loads with state_dict()
+        original(input_dir, *args, **kwargs)
+        self.bindings.load(input_dir if input_dir is not None else self._latest_folder())
+
+    def _latest_folder(self) -> Path:
+        """The checkpoint that Accelerate has just found by its own names."""
+        folders = (Path(self.accelerator.project_dir) / "checkpoints").iterdir()
+        return max(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
+
+
+def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    while isinstance(optimizer, AcceleratedOptimizer):
+        optimizer = optimizer.optimizer
+    return optimizer

@@ -1,0 +1,94 @@
+"""What somebody else's loop can be asked for: a hook for dense gradients, tables that travel by row, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from ddp_hooks.dear import DearConfig
+from ddp_hooks.embedding import TableConfig
+from ddp_hooks.topk import TopKConfig
+
+Dense: TypeAlias = DearConfig | TopKConfig
+
+BUCKET_MB = 5
+"""Size of DDP's buckets where the user has left it as it was; see docs/dear.md."""
+
+
+@dataclass(frozen=True)
+class Tables:
+    """Embedding tables that travel by row, for loops that make model, optimizer and loader themselves.
+
+    Args:
+        ids: of a batch, all ids that it looks up, by table, as :meth:`~ddp_hooks.EmbeddingTables.prefetch` takes it.
+            None: every lookup waits for its vectors.
+        modules, optimizer_class, config: as :func:`~ddp_hooks.shard_embeddings` takes them.
+        options: of ``optimizer_class``; ``lr`` is the loop's own unless it is given here.
+        follow_schedule: multiply the tables' learning rate as the loop's scheduler multiplies that of the first group
+            of its optimizer.
+    """
+
+    ids: Callable[[Any], Mapping[str, Tensor | Sequence[Tensor]]] | None = None
+    modules: int | str | nn.Module | type | Iterable[str | nn.Module | type] | None = None
+    optimizer_class: type[torch.optim.Optimizer] = torch.optim.SparseAdam
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: TableConfig = field(default_factory=TableConfig)
+    follow_schedule: bool = True
+
+
+Part: TypeAlias = Dense | Tables | TableConfig
+Config: TypeAlias = Part | Sequence[Part]
+
+
+@dataclass(frozen=True)
+class Combination:
+    """What was asked for, taken apart.
+
+    Args:
+        dense: the hook of DDP's buckets; None: DDP's own all-reduce.
+        tables: None: they stay whole.
+    """
+
+    dense: Dense | None
+    tables: Tables | None
+
+
+def combination_of(config: Config) -> Combination:
+    """Take apart what was asked for.
+
+    Raises:
+        TypeError: it is no configuration.
+        ValueError: it cannot be combined.
+    """
+    parts = list(config) if isinstance(config, (list, tuple)) else [config]
+    dense: list[Dense] = []
+    tables: list[Tables] = []
+    for part in parts:
+        if isinstance(part, (DearConfig, TopKConfig)):
+            dense.append(part)
+        elif isinstance(part, Tables):
+            tables.append(part)
+        elif isinstance(part, TableConfig):
+            tables.append(Tables(config=part))
+        else:
+            raise TypeError(
+                f"a configuration is a DearConfig, TopKConfig, Tables or TableConfig, or a list of one of the first "
+                f"two and tables; got {part!r}"
+            )
+    if {type(part) for part in dense} == {DearConfig, TopKConfig}:
+        raise ValueError(
+            "DearConfig and TopKConfig are two hooks, and DDP has one: for sparse gradients that arrive in the next "
+            'forward write TopKConfig(pipeline="forward")'
+        )
+    if len(dense) > 1 or len(tables) > 1:
+        raise ValueError(f"one configuration of a kind is enough, got {parts}")
+    if not parts:
+        raise ValueError("nothing is configured: give a DearConfig, a TopKConfig, Tables, or a list of them")
+    chosen = dense[0] if dense else None
+    if isinstance(chosen, DearConfig) and chosen.update == "sharded":
+        chosen = replace(chosen, update="auto")  # these loops come with any optimizer
+    return Combination(chosen, tables[0] if tables else None)

@@ -1,0 +1,287 @@
+"""Hugging Face Trainer: a mixin for subclasses, and :func:`attach` for a trainer that exists already.
+
+    class MyTrainer(CommHookMixin, transformers.Trainer): ...
+
+    MyTrainer(model=model, args=args, train_dataset=data, comm_hook=DearConfig()).train()
+
+    attach(trainer, DearConfig())
+    trainer.train()
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+from collections.abc import Iterator
+from contextlib import nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
+from ddp_hooks.integrations import accelerate
+from ddp_hooks.integrations.binding import TABLES, tables_of
+from ddp_hooks.integrations.lookahead import Lookahead
+from ddp_hooks.integrations.settings import Config, combination_of
+
+logger = logging.getLogger("ddp_hooks")
+
+_TRAINER_STATE = "trainer_state.json"  # the last file that a Trainer writes into a checkpoint
+
+if TYPE_CHECKING:
+    _Trainer = transformers.Trainer
+else:
+    _Trainer = object
+
+
+class CommHookMixin(_Trainer):
+    """A Trainer whose gradients travel by a communication hook. Put it before the Trainer among the base classes.
+
+    What the Trainer does stays as it was: clipping, accumulation, mixed precision, evaluation, checkpoints, which a
+    plain Trainer can resume and the other way round, and logs, to which the hook's statistics are added. Without
+    ``ddp_find_unused_parameters`` DDP looks for none, and without ``ddp_bucket_cap_mb`` its buckets are of 5 MB.
+
+    Args:
+        comm_hook: a :class:`~ddp_hooks.DearConfig`, a :class:`~ddp_hooks.TopKConfig`,
+            :class:`~ddp_hooks.integrations.Tables`, which the trainer shards and prefetches, or a list of one of the
+            first two and tables. None: nothing is changed.
+
+    Raises:
+        TypeError, ValueError: see :func:`ddp_hooks.integrations.accelerate.attach`.
+    """
+
+    _comm_hook: Config | None = None
+    _attachment: accelerate.Attachment | None = None
+    _tables: EmbeddingTables | None = None
+    _lookahead: Lookahead | None = None
+    _follows_schedule: bool = False
+    _has_users_optimizer: bool | None = None
+
+    def __init__(self, *args: Any, comm_hook: Config | None = None, **kwargs: Any) -> None:
+        if comm_hook is not None:
+            combination_of(comm_hook)  # a wrong one is refused before anything is moved
+        self._comm_hook = comm_hook
+        super().__init__(*args, **kwargs)
+
+    def comm_hook_stats(self) -> dict[str, float]:
+        """Numbers of this rank's last step, as they are logged."""
+        return self._attachment.stats() if self._attachment is not None else {}
+
+    # -- what is made -----------------------------------------------------------------------------------------------
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """The Trainer's, and the hook on it; a search for hyper-parameters makes several, one after the other."""
+        self._detach()
+        super().create_accelerator_and_postprocess()
+        self._attach()
+
+    def _attach(self) -> None:
+        if self._comm_hook is None:
+            return
+        self._attachment = accelerate.attach(self.accelerator, self._comm_hook)
+        if not self._attachment.is_active:
+            return
+        self._attachment.keeps_models = True
+        handler = self.accelerator.ddp_handler
+        if self.args.ddp_find_unused_parameters is None:
+            handler.find_unused_parameters = False
+        if self.args.ddp_bucket_cap_mb is not None:
+            handler.bucket_cap_mb = self.args.ddp_bucket_cap_mb
+
+    def _detach(self) -> None:
+        if self._attachment is not None:
+            self._attachment.close()
+        if self._tables is not None:
+            self._tables.close()
+        self._attachment, self._tables, self._lookahead = None, None, None
+
+    def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
+        if self._attachment is not None and self._attachment.is_active:
+            if self._has_users_optimizer is None:
+                self._has_users_optimizer = self.optimizer is not None
+            if self.args.auto_find_batch_size:
+                self._unwrap()
+            self._shard()
+        try:
+            return super()._inner_training_loop(batch_size, *args, **kwargs)
+        except RuntimeError as error:
+            if self._attachment is not None and "find_unused_parameters" in str(error):
+                raise RuntimeError(
+                    f"{error}\n\nIn a Trainer with a communication hook that is "
+                    f"TrainingArguments(ddp_find_unused_parameters=True); left out, it means False here, which spares "
+                    f"every step a walk through the graph."
+                ) from error
+            raise
+
+    def _unwrap(self) -> None:
+        """Let go of a model that the Trainer is about to wrap again, as it does for every batch size that it tries."""
+        assert self._attachment is not None
+        spent = any(binding.has_sharded_optimizer for binding in self._attachment.bindings)
+        if spent and self._has_users_optimizer:
+            raise ValueError(
+                "auto_find_batch_size wraps the model anew, and the optimizer that was passed holds shards of it: pass "
+                "optimizer_cls_and_kwargs instead of optimizers, or DearConfig(update='replicated')"
+            )
+        self._attachment.bindings.release()
+        if spent:
+            self.optimizer = None  # which makes the Trainer create another one
+
+    def _shard(self) -> None:
+        """Make tables of the model's embeddings, if they were asked for and are not there yet."""
+        settings = combination_of(self._comm_hook).tables if self._comm_hook is not None else None
+        if settings is None:
+            return
+        self._follows_schedule = settings.follow_schedule
+        assert self.model is not None
+        self._tables = tables_of(self.model)
+        if self._tables is None:
+            self._refuse_early_optimizer()
+            options = {"lr": self.args.learning_rate, **settings.options}
+            self._tables = shard_embeddings(
+                self.model, None, settings.modules, settings.optimizer_class, config=settings.config, **options
+            )
+        if settings.ids is not None:
+            self._lookahead = Lookahead(self._tables, settings.ids)
+
+    def _refuse_early_optimizer(self) -> None:
+        if self.optimizer is not None:
+            raise ValueError(
+                "the optimizer was made before tables are cut out of the model, and holds whole ones: pass "
+                "optimizer_cls_and_kwargs=(class, arguments) instead of optimizers, or call shard_embeddings() "
+                "yourself before making it"
+            )
+
+    # -- steps ------------------------------------------------------------------------------------------------------
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
+        """The Trainer's; tables hear of the batch after these, too."""
+        source = self._lookahead.over(epoch_iterator) if self._lookahead is not None else epoch_iterator
+        return super().get_batch_samples(source, num_batches, device)
+
+    def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
+        """The Trainer's."""
+        if self._tables is not None and self._follows_schedule and self.optimizer is not None:
+            _follow_learning_rate(self._tables, self.optimizer)
+        if self._lookahead is not None:
+            self._lookahead.announce()
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's, with whole tables on every rank, since ranks may evaluate different numbers of batches."""
+        with self._tables.local() if self._tables is not None else nullcontext():
+            return super().evaluation_loop(*args, **kwargs)
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """The Trainer's; training losses come with the hook's statistics."""
+        if "loss" in logs:
+            logs = {**logs, **self.comm_hook_stats()}
+        super().log(logs, *args, **kwargs)
+
+    # -- checkpoints ------------------------------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The Trainer's; ``resume_from_checkpoint=True`` takes the last checkpoint that is complete."""
+        if resume_from_checkpoint is True and self._attachment is not None:
+            assert self.args.output_dir is not None
+            resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._finalize_training(*args, **kwargs)
+        if self._tables is not None:
+            self._tables.consolidate()  # for save_model() on the first rank alone
+        return result
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """The Trainer's; while training goes on, all ranks call it where there are sharded tables."""
+        if self._tables is not None and self.is_in_train and not _internal_call:
+            self._tables.consolidate()
+        super().save_model(output_dir, _internal_call)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        attachment, with_optimizer = self._attachment, not self.args.save_only_model
+        if attachment is None or not (with_optimizer or self._tables is not None):
+            super()._save_checkpoint(model, trial)
+            return
+        everywhere = self.args.save_on_each_node
+        with attachment.complete(everywhere):
+            if with_optimizer:
+                folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                attachment.bindings.save(folder, everywhere)
+                self.accelerator.wait_for_everyone()  # the Trainer's last file says that all are there
+            super()._save_checkpoint(model, trial)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is not None and self._tables is not None:
+            _refuse_checkpoint_without_tables(Path(checkpoint))
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None and self._attachment is not None:
+            self._attachment.bindings.load(checkpoint)
+
+
+def attach(trainer: transformers.Trainer, config: Config) -> None:
+    """Give a trainer that exists already what :class:`CommHookMixin` gives to subclasses.
+
+    Args:
+        trainer: any ``transformers.Trainer``, such as TRL's; its class becomes one of the same name with the mixin.
+        config: see :class:`CommHookMixin`.
+
+    Raises:
+        TypeError, ValueError: see :func:`ddp_hooks.integrations.accelerate.attach`; the trainer has trained already.
+    """
+    combination_of(config)
+    if isinstance(trainer, CommHookMixin) and trainer._comm_hook is not None:
+        raise ValueError("this trainer has a communication hook already")
+    if not isinstance(trainer, CommHookMixin):
+        kind = type(trainer)
+        trainer.__class__ = type(kind.__name__, (CommHookMixin, kind), {"__module__": kind.__module__})
+    assert isinstance(trainer, CommHookMixin)
+    trainer._comm_hook = config
+    trainer._attach()
+
+
+def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
+    """The newest checkpoint of a Trainer that was written to its end; None if there is none.
+
+    A process that is killed while it writes leaves a folder behind, which the Trainer itself would resume.
+    """
+    found = {}
+    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
+        match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", folder.name)
+        if match is not None and folder.is_dir():
+            found[int(match[1])] = folder
+    for step in sorted(found, reverse=True):
+        if _is_complete(found[step]):
+            return str(found[step])
+        logger.warning("%s was not written to its end, so training does not resume from it", found[step])
+    return None
+
+
+def _is_complete(folder: Path) -> bool:
+    try:
+        json.loads((folder / _TRAINER_STATE).read_text())
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _refuse_checkpoint_without_tables(checkpoint: Path) -> None:
+    if (checkpoint / "optimizer.pt").exists() and not (checkpoint / TABLES).exists():
+        raise ValueError(
+            f"{checkpoint} was saved without sharded tables, so its optimizer has a state for whole ones: resume it "
+            f"without tables, or begin with its weights alone, with model.from_pretrained({str(checkpoint)!r})"
+        )
+
+
+def _follow_learning_rate(tables: EmbeddingTables, optimizer: torch.optim.Optimizer) -> None:
+    """Multiply the tables' rates as a scheduler has multiplied the first one of the model's optimizer."""
+    leading = optimizer.param_groups[0]
+    factor = leading["lr"] / leading["initial_lr"] if leading.get("initial_lr") else 1.0
+    for group in tables.optimizer.param_groups:
+        group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -1,0 +1,273 @@
+"""Accelerate's own loops with a hook train as they do without, on two real processes.
+
+Prevents: hooks that are not there because ``prepare`` was called in another order; norms of shards; states that only
+one rank can load; a scaler that lets ranks part.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_hooks import DearConfig, EmbeddingTables, TopKConfig, shard_embeddings
+from ddp_hooks.integrations import Tables
+from tests.integrations.launched import as_torchrun_does, assert_close, assert_same_bits, gpt2, samples, weights_of
+from tests.workers import WorkerPools
+
+DEAR = DearConfig(lanes=2, slice_mb=0.01, atom_mb=0.01)
+TOPK = TopKConfig(density=0.1, lanes=2, dense_below_numel=16)
+
+
+class Loop:
+    """What a user would write."""
+
+    def __init__(self, hook: Any, folder: str = "", order: str = "together", **settings: Any) -> None:
+        from accelerate import Accelerator, DistributedDataParallelKwargs
+        from accelerate.utils import ProjectConfiguration
+
+        from ddp_hooks.integrations.accelerate import attach
+
+        project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+        handlers = settings.pop("kwargs_handlers", [DistributedDataParallelKwargs(broadcast_buffers=False)])
+        self.accelerator = Accelerator(cpu=True, project_config=project, kwargs_handlers=handlers, **settings)
+        self.attachment = attach(self.accelerator, hook) if hook is not None else None
+        model = gpt2()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
+        loader: Any = torch.utils.data.DataLoader(samples(48), batch_size=2)  # type: ignore[arg-type]
+        scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 24)
+        prepare = self.accelerator.prepare
+        self.model: Any
+        if order == "together":
+            self.model, self.optimizer, self.loader, self.scheduler = prepare(model, optimizer, loader, scheduler)
+        elif order == "optimizer first":
+            self.optimizer, self.model, self.loader, self.scheduler = prepare(optimizer, model, loader, scheduler)
+        else:
+            self.model = prepare(model)
+            self.optimizer, self.loader, self.scheduler = prepare(optimizer, loader, scheduler)
+
+    def train(self, num_steps: int = 100, clip: float | None = None, clamp: float | None = None) -> list[float]:
+        """One epoch, or less; norms before clipping."""
+        norms = []
+        for _, batch in zip(range(num_steps), self.loader, strict=False):
+            with self.accelerator.accumulate(self.model):
+                loss = self.model(**batch).loss
+                self.accelerator.backward(loss)
+                if self.accelerator.sync_gradients and clip is not None:
+                    norms.append(self.accelerator.clip_grad_norm_(self.model.parameters(), clip).item())
+                if self.accelerator.sync_gradients and clamp is not None:
+                    self.accelerator.clip_grad_value_(self.model.parameters(), clamp)
+                self.optimizer.step()
+                self.scheduler.step()
+                self.optimizer.zero_grad()
+        return norms
+
+    def weights(self) -> dict[str, Tensor]:
+        return weights_of(self.accelerator.unwrap_model(self.model))
+
+    def end(self) -> None:
+        if self.attachment is not None:
+            assert self.attachment.stats()["ddp_hooks/sent_mb"] > 0, "no hook was at work"
+            self.attachment.close()
+
+
+def compare(
+    rank: int, world_size: int, hook: Any, order: str, settings: dict[str, Any], how: dict[str, Any]
+) -> list[tuple[dict[str, Tensor], list[float]]]:
+    outcomes = []
+    for config in (None, hook):
+        with as_torchrun_does(rank, world_size):
+            torch.manual_seed(0)
+            loop = Loop(config, order=order, **settings)
+            norms = loop.train(**how)
+            outcomes.append((loop.weights(), norms))
+            loop.end()
+    return outcomes
+
+
+@pytest.mark.parametrize("order", ["together", "optimizer first", "one by one"])
+def test_same_bits_in_any_order(workers: WorkerPools, order: str) -> None:
+    for plain, ours in workers(2).run(compare, DEAR, order, {}, {}):
+        assert_same_bits(ours[0], plain[0])
+
+
+@pytest.mark.parametrize(
+    "settings", [{"gradient_accumulation_steps": 3}, {"mixed_precision": "bf16"}], ids=["accumulate", "bf16"]
+)
+def test_same_bits_whatever_the_settings(workers: WorkerPools, settings: dict[str, Any]) -> None:
+    for plain, ours in workers(2).run(compare, DEAR, "together", settings, {}):
+        assert_same_bits(ours[0], plain[0])
+
+
+@pytest.mark.parametrize("hook", [DEAR, TopKConfig(density=1.0, lanes=2)], ids=["dear", "top-k of everything"])
+def test_clipping(workers: WorkerPools, hook: Any) -> None:
+    for plain, ours in workers(2).run(compare, hook, "together", {"gradient_accumulation_steps": 2}, {"clip": 0.5}):
+        assert ours[1] == pytest.approx(plain[1], rel=1e-4) and len(plain[1]) == 6
+        assert_close(ours[0], plain[0], 1e-4)
+    for plain, ours in workers(2).run(compare, hook, "together", {}, {"clamp": 0.001}):
+        assert_close(ours[0], plain[0], 1e-4)
+
+
+def save_and_load(rank: int, world_size: int, folder: str, saved_by: Any, loaded_by: Any, everywhere: bool) -> Any:
+    with as_torchrun_does(rank, world_size):
+        torch.manual_seed(0)
+        first = Loop(saved_by, folder)
+        first.accelerator.project_configuration.save_on_each_node = everywhere
+        first.train(4)
+        first.accelerator.save_state()
+        first.train(4)
+        expected = first.weights()
+        first.end()
+    with as_torchrun_does(rank, world_size):
+        second = Loop(loaded_by, folder)
+        second.train(1)  # another state than in the beginning
+        second.accelerator.load_state()
+        second.train(4)
+        found = second.weights()
+        second.end()
+    return expected, found
+
+
+HOOKS = {"plain": None, "dear": DEAR, "replicated": DearConfig(update="replicated", lanes=2, slice_mb=0.01)}
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "loaded_by", "everywhere"),
+    [
+        ("dear", "dear", False),
+        ("dear", "dear", True),
+        ("dear", "plain", False),
+        ("plain", "dear", False),
+        ("replicated", "dear", False),
+    ],
+)
+def test_save_state_and_load_state(
+    workers: WorkerPools, tmp_path: Path, saved_by: str, loaded_by: str, everywhere: bool
+) -> None:
+    outcomes = workers(2).run(save_and_load, str(tmp_path), HOOKS[saved_by], HOOKS[loaded_by], everywhere)
+    for expected, found in outcomes:
+        assert_same_bits(found, expected)
+
+
+def test_sparse_all_reduce_saves_what_was_left_out(workers: WorkerPools, tmp_path: Path) -> None:
+    for expected, found in workers(2).run(save_and_load, str(tmp_path), TOPK, TOPK, False):
+        assert_same_bits(found, expected)
+
+
+def whole_weights(accelerator: Any, model: Any, tables: EmbeddingTables | None) -> dict[str, Tensor]:
+    return weights_of(accelerator.unwrap_model(model)) if tables is None else tables.full_state_dict()
+
+
+def tables_in_a_loop(rank: int, world_size: int, folder: str, hook: Any) -> Any:
+    from accelerate import Accelerator
+
+    from ddp_hooks.integrations.accelerate import attach
+
+    outcomes = []
+    for config in (None, hook):
+        with as_torchrun_does(rank, world_size):
+            accelerator = Accelerator(cpu=True)
+            torch.manual_seed(1)
+            model = nn.Sequential(nn.Embedding(4200, 12), nn.Flatten(), nn.Linear(96, 3))
+            tables = None
+            if config is not None:
+                attachment = attach(accelerator, config)
+                tables = shard_embeddings(model, optimizer_class=torch.optim.SGD, lr=0.1)
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+            model, optimizer = accelerator.prepare(model, optimizer)
+            norms = []
+            for step in range(5):
+                generator = torch.Generator().manual_seed(step * world_size + rank)
+                ids = torch.randint(0, 4200, (4, 8), generator=generator)
+                loss = model(ids).square().sum()
+                accelerator.backward(loss)
+                norms.append(accelerator.clip_grad_norm_(model.parameters(), 2.0).item())
+                optimizer.step()
+                optimizer.zero_grad()
+                if step == 2:
+                    accelerator.save_state(str(Path(folder) / str(config is not None)))
+                    weights = whole_weights(accelerator, model, tables)
+            accelerator.load_state(str(Path(folder) / str(config is not None)))
+            loaded = whole_weights(accelerator, model, tables)
+            outcomes.append((weights, loaded, norms))
+            if config is not None:
+                assert attachment.stats()["ddp_hooks/tables_sent_mb"] > 0
+                attachment.close()
+                assert tables is not None
+                tables.close()
+    return outcomes
+
+
+@pytest.mark.parametrize("hook", [Tables(), DEAR, [TopKConfig(density=1.0, lanes=2), Tables()]])
+def test_tables(workers: WorkerPools, tmp_path: Path, hook: Any) -> None:
+    for plain, ours in workers(2).run(tables_in_a_loop, str(tmp_path), hook):
+        assert_same_bits(ours[1], ours[0])
+        assert_close(ours[0], plain[0], 1e-5)
+        assert ours[2] == pytest.approx(plain[2], rel=1e-4)
+
+
+def misuse(rank: int, world_size: int, case: str) -> str:
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+    from accelerate.utils import DDPCommunicationHookType
+
+    from ddp_hooks.integrations.accelerate import attach
+
+    handlers = []
+    if case == "another hook":
+        handlers = [DistributedDataParallelKwargs(comm_hook=DDPCommunicationHookType.FP16)]
+    with as_torchrun_does(rank, world_size):
+        accelerator = Accelerator(cpu=True, kwargs_handlers=handlers)
+        model = gpt2()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        try:
+            if case == "prepared before":
+                accelerator.prepare(model)
+            attachment = attach(accelerator, DEAR)
+            if case == "no optimizer":
+                model = accelerator.prepare(model)
+                model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+            if case == "part of the model":
+                model, optimizer = accelerator.prepare(model, optimizer)
+                ids = torch.zeros(1, 4, dtype=torch.int64)
+                accelerator.backward(model(input_ids=ids, labels=ids).loss)
+                accelerator.clip_grad_norm_(list(model.parameters())[:3], 1.0)
+        except (RuntimeError, ValueError) as error:
+            if case not in ("another hook", "prepared before"):
+                attachment.close()
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("another hook", "is a hook of its own, and DDP has one: leave it out"),
+        ("prepared before", "call attach() before accelerator.prepare()"),
+        ("no optimizer", "no optimizer with all of its trained parameters"),
+        ("part of the model", "clipping was asked for 3 of the model's"),
+    ],
+)
+def test_refusals(workers: WorkerPools, case: str, expected: str) -> None:
+    assert all(expected in message for message in workers(2).run(misuse, case))
+
+
+def free_and_train_another(rank: int, world_size: int) -> bool:
+    with as_torchrun_does(rank, world_size):
+        loop = Loop(DEAR)
+        loop.train(2)
+        first = loop.model
+        loop.accelerator.free_memory()
+        assert not list(loop.attachment.bindings)  # type: ignore[union-attr]
+        model = gpt2()
+        loop.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loop.model, loop.optimizer = loop.accelerator.prepare(model, loop.optimizer)
+        loop.train(2)
+        loop.end()
+    return first is not loop.model
+
+
+def test_free_memory_lets_another_model_be_trained(workers: WorkerPools) -> None:
+    assert workers(2).run(free_and_train_another) == [True, True]

@@ -1,0 +1,536 @@
+"""Trainers with a hook train as plain ones do, on two real processes.
+
+Prevents: clipping, logs, checkpoints or evaluation that see shards, stale parameters or local gradients; ranks that
+save what they do not have; options of the Trainer that silently do without the hook.
+"""
+
+from __future__ import annotations
+
+import logging
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from ddp_hooks import DearConfig, TopKConfig
+from tests.integrations.launched import (
+    MODELS,
+    as_torchrun_does,
+    assert_close,
+    assert_same_bits,
+    gpt2,
+    samples,
+    weights_of,
+)
+from tests.workers import WorkerPools
+
+DEAR = DearConfig(lanes=2, slice_mb=0.01, atom_mb=0.01)
+REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01, early_gathers=0.0)
+TOPK = TopKConfig(density=0.1, lanes=2, dense_below_numel=16)
+EXACT = {"dear": DEAR, "replicated": REPLICATED}
+
+
+def make(folder: Path, hook: Any, model: nn.Module, by: str = "attach", **settings: Any) -> Any:
+    """A Trainer with a hook (None: a plain one), given to it as ``by`` says."""
+    import transformers
+
+    from ddp_hooks.integrations.transformers import CommHookMixin, attach
+
+    class Mixed(CommHookMixin, transformers.Trainer):
+        pass
+
+    own = {"optimizers", "optimizer_cls_and_kwargs", "callbacks", "compute_metrics", "model_init", "eval_dataset"}
+    given = {name: settings.pop(name) for name in own & settings.keys()}
+    arguments: dict[str, Any] = {
+        "max_steps": 6,
+        "per_device_train_batch_size": 2,
+        "learning_rate": 0.01,
+        "optim": "adamw_torch",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "save_strategy": "no",
+        "seed": 5,
+    } | deepcopy(settings)  # the Trainer changes some of them
+    args = transformers.TrainingArguments(
+        str(folder), use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, **arguments
+    )
+    data = samples(48)
+    if "model_init" not in given:
+        given["model"] = model
+    if by == "mixin":
+        return Mixed(args=args, train_dataset=data, comm_hook=hook, **given)
+    trainer = transformers.Trainer(args=args, train_dataset=data, **given)
+    if hook is not None:
+        attach(trainer, hook)
+    return trainer
+
+
+def hooked(trainer: Any) -> Any:
+    """The binding of the model that the trainer trains: that there is one shows that the hook is there."""
+    (binding,) = trainer._attachment.bindings
+    return binding
+
+
+def finish(trainer: Any) -> None:
+    """Let go of a trainer, so that the next one finds the workers as they were."""
+    if getattr(trainer, "_attachment", None) is not None:
+        trainer._detach()
+
+
+def train(trainer: Any, **how: Any) -> dict[str, Any]:
+    """What a training leaves behind; that a hook is there, and does something, is checked."""
+    try:
+        trainer.train(**how)
+        if getattr(trainer, "_comm_hook", None) is not None:
+            ddp = hooked(trainer).ddp
+            assert ddp.gradient_as_bucket_view
+            assert ddp.find_unused_parameters == bool(trainer.args.ddp_find_unused_parameters)
+            assert trainer.comm_hook_stats()["ddp_hooks/sent_mb"] > 0
+        return {
+            "weights": weights_of(trainer.model),
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "log": trainer.state.log_history,
+        }
+    finally:
+        finish(trainer)
+
+
+def train_both(
+    rank: int, world_size: int, folder: str, model: str, hook: Any, by: str, settings: dict[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A plain Trainer, and one with a hook."""
+    with as_torchrun_does(rank, world_size):
+        plain = train(make(Path(folder) / "plain", None, MODELS[model](), by, **settings))
+        return plain, train(make(Path(folder) / "ours", hook, MODELS[model](), by, **settings))
+
+
+def values(outcome: dict[str, Any], key: str) -> list[float]:
+    """What was logged under a name."""
+    return [entry[key] for entry in outcome["log"] if key in entry]
+
+
+# The same training ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("by", ["attach", "mixin"])
+@pytest.mark.parametrize("hook", EXACT)
+@pytest.mark.parametrize("model", MODELS)
+def test_same_bits_as_plain_trainer(workers: WorkerPools, tmp_path: Path, model: str, hook: str, by: str) -> None:
+    for plain, ours in workers(2).run(train_both, str(tmp_path), model, EXACT[hook], by, {}):
+        assert_same_bits(ours["weights"], plain["weights"])
+        assert ours["losses"] == plain["losses"] and len(ours["losses"]) == 6
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "accumulation": {"gradient_accumulation_steps": 3},
+    "last accumulation is short": {"gradient_accumulation_steps": 5, "num_train_epochs": 2, "max_steps": -1},
+    "bf16": {"bf16": True},
+    "label smoothing": {"label_smoothing_factor": 0.1},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "reentrant checkpointing": {
+        "gradient_checkpointing": True,
+        "gradient_checkpointing_kwargs": {"use_reentrant": True},
+    },
+    "unused parameters are looked for": {"ddp_find_unused_parameters": True},
+    "sgd": {"optim": "sgd"},
+    "an optimizer that looks at whole tensors": {"optim": "adafactor"},
+    "weight decay and warm-up": {"weight_decay": 0.1, "warmup_steps": 3, "lr_scheduler_type": "cosine"},
+    "compiled": {"torch_compile": True, "torch_compile_backend": "aot_eager"},
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS)
+def test_same_bits_whatever_the_arguments(workers: WorkerPools, tmp_path: Path, settings: str) -> None:
+    for plain, ours in workers(2).run(train_both, str(tmp_path), "gpt2", DEAR, "attach", SETTINGS[settings]):
+        assert_same_bits(ours["weights"], plain["weights"])
+        assert ours["losses"] == plain["losses"] != []
+
+
+def test_sync_each_batch(workers: WorkerPools, tmp_path: Path) -> None:
+    """Without no_sync() every micro-batch is reduced; sums of means, not means of sums: equal but for rounding."""
+    settings = {
+        "gradient_accumulation_steps": 2,
+        "accelerator_config": {"gradient_accumulation_kwargs": {"sync_each_batch": True}},
+    }
+    for plain, ours in workers(2).run(train_both, str(tmp_path), "gpt2", DEAR, "attach", settings):
+        assert_close(ours["weights"], plain["weights"], 1e-4)
+
+
+@pytest.mark.parametrize("hook", EXACT)
+def test_clipping(workers: WorkerPools, tmp_path: Path, hook: str) -> None:
+    settings = {"max_grad_norm": 0.05, "optim": "sgd", "learning_rate": 1.0}
+    for plain, ours in workers(2).run(train_both, str(tmp_path), "gpt2", EXACT[hook], "attach", settings):
+        assert_close(ours["weights"], plain["weights"], 1e-5)
+        assert values(ours, "grad_norm") == pytest.approx(values(plain, "grad_norm"), rel=1e-4)
+        assert min(values(plain, "grad_norm")) > 0.05
+
+
+def test_norms_and_statistics_are_logged(workers: WorkerPools, tmp_path: Path) -> None:
+    for plain, ours in workers(2).run(train_both, str(tmp_path), "gpt2", DEAR, "attach", {}):
+        assert values(ours, "grad_norm") == pytest.approx(values(plain, "grad_norm"), rel=1e-5)
+        entries = [entry for entry in ours["log"] if "loss" in entry]
+        assert all(entry["ddp_hooks/sent_mb"] > 0 and entry["ddp_hooks/stall_s"] >= 0 for entry in entries[1:])
+        assert len(values(ours, "ddp_hooks/fusion_mb")) == 6
+
+
+def test_sparse_all_reduce(workers: WorkerPools, tmp_path: Path) -> None:
+    """Replicas stay equal, and what is left out comes later: the loss falls as it does without."""
+    settings = {"max_steps": 30, "max_grad_norm": 1.0}
+    outcomes = workers(2).run(train_both, str(tmp_path), "gpt2", TOPK, "attach", settings)
+    assert_same_bits(outcomes[0][1]["weights"], outcomes[1][1]["weights"])
+    for plain, ours in outcomes:
+        assert values(ours, "ddp_hooks/density") == [0.1] * 30
+        assert plain["losses"][-1] < 4.0 and ours["losses"][-1] < 4.2
+        assert ours["losses"] != plain["losses"]
+
+
+def test_sparse_gradients_that_arrive_in_the_next_forward(workers: WorkerPools, tmp_path: Path) -> None:
+    settings = {"max_steps": 30, "max_grad_norm": 1.0}
+    late = TopKConfig(density=0.1, lanes=2, dense_below_numel=16, pipeline="forward")
+    outcomes = workers(2).run(train_both, str(tmp_path), "gpt2", late, "attach", settings)
+    assert_same_bits(outcomes[0][1]["weights"], outcomes[1][1]["weights"])
+    assert all(ours["losses"][-1] < 4.2 for _, ours in outcomes)
+
+
+# Optimizers -------------------------------------------------------------------------------------------------------
+
+
+def train_with_optimizers(rank: int, world_size: int, folder: str, passed: str) -> Any:
+    outcomes = []
+    with as_torchrun_does(rank, world_size):
+        for hook in (None, DEAR):
+            model = gpt2()
+            if passed == "optimizers":
+                optimizer = torch.optim.RMSprop(model.parameters(), lr=0.001)
+                scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 6)
+                settings: dict[str, Any] = {"optimizers": (optimizer, scheduler)}
+            else:
+                settings = {"optimizer_cls_and_kwargs": (torch.optim.RMSprop, {"lr": 0.001})}
+            trainer = make(Path(folder), hook, model, **settings)
+            outcomes.append(train(trainer))
+    return outcomes
+
+
+@pytest.mark.parametrize("passed", ["optimizers", "optimizer_cls_and_kwargs"])
+def test_optimizers_of_the_user(workers: WorkerPools, tmp_path: Path, passed: str) -> None:
+    for plain, ours in workers(2).run(train_with_optimizers, str(tmp_path), passed):
+        assert_same_bits(ours["weights"], plain["weights"])
+
+
+def optimizer_is_sharded(rank: int, world_size: int, folder: str, optim: str) -> tuple[bool, int]:
+    """Whether the optimizer holds shards, and the elements of its state."""
+    with as_torchrun_does(rank, world_size):
+        trainer = make(Path(folder), DEAR, gpt2(), optim=optim)
+        trainer.train()
+        found = hooked(trainer).has_sharded_optimizer
+        states = hooked(trainer).optimizer.state.values()
+        finish(trainer)
+    return found, sum(value.numel() for state in states for value in state.values() if isinstance(value, Tensor))
+
+
+def test_elementwise_optimizers_are_sharded_and_others_are_not(workers: WorkerPools, tmp_path: Path) -> None:
+    num_elements = sum(parameter.numel() for parameter in gpt2().parameters())
+    for is_sharded, held in workers(2).run(optimizer_is_sharded, str(tmp_path), "adamw_torch"):
+        assert is_sharded and held < 1.2 * num_elements  # two moments of half of all parameters
+    for is_sharded, _ in workers(2).run(optimizer_is_sharded, str(tmp_path), "adafactor"):
+        assert not is_sharded
+
+
+# Half precision ---------------------------------------------------------------------------------------------------
+
+
+def train_in_fp16(rank: int, world_size: int, folder: str) -> Any:
+    """float16 with loss scaling, which Accelerate does not offer on CPUs, though torch does."""
+    outcomes = []
+    with as_torchrun_does(rank, world_size):
+        for hook in (None, DEAR):
+            trainer = make(Path(folder), None, gpt2(), max_grad_norm=1.0, optim="sgd", learning_rate=0.1)
+            accelerator = trainer.accelerator
+            accelerator.state._mixed_precision = "fp16"
+            accelerator.native_amp = True
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**24, growth_interval=2)
+            if hook is not None:
+                from ddp_hooks.integrations.transformers import attach
+
+                handler = type("Handler", (), {"to_kwargs": lambda _: {"init_scale": 2.0**24, "growth_interval": 2}})
+                accelerator.scaler_handler = handler()
+                attach(trainer, hook)
+            trainer.train()
+            outcomes.append((weights_of(trainer.model), trainer.accelerator.scaler.get_scale(), trainer.lr_scheduler))
+            if hook is not None:
+                assert type(trainer.accelerator.scaler).__module__.startswith("ddp_hooks")
+            finish(trainer)
+    return [(weights, scale, scheduler.state_dict()["last_epoch"]) for weights, scale, scheduler in outcomes]
+
+
+def test_fp16_skips_the_same_steps(workers: WorkerPools, tmp_path: Path) -> None:
+    for plain, ours in workers(2).run(train_in_fp16, str(tmp_path)):
+        assert_close(ours[0], plain[0], 1e-5)
+        assert ours[1:] == plain[1:] and plain[2] < 6, "some step was to overflow"
+
+
+# Evaluation -------------------------------------------------------------------------------------------------------
+
+
+def evaluate_between(rank: int, world_size: int, folder: str) -> Any:
+    import transformers
+
+    outcomes = []
+    with as_torchrun_does(rank, world_size):
+        for name, hook in (("plain", None), ("ours", DEAR)):
+            settings: dict[str, Any] = {
+                "max_steps": 8,
+                "eval_strategy": "steps",
+                "eval_steps": 2,
+                "save_strategy": "steps",
+                "save_steps": 2,
+                "load_best_model_at_end": True,
+                "metric_for_best_model": "eval_loss",
+                "learning_rate": 0.3,  # so much that it gets worse
+                "eval_dataset": samples(7, seed=1),  # not as many for each
+                "callbacks": [transformers.EarlyStoppingCallback(2)],
+            }
+            trainer = make(Path(folder) / name, hook, gpt2(), **settings)
+            trainer.evaluate()
+            trainer.train()
+            predicted = trainer.predict(samples(5, seed=2))
+            outcomes.append(
+                {
+                    "weights": weights_of(trainer.model),
+                    "losses": [entry["eval_loss"] for entry in trainer.state.log_history if "eval_loss" in entry],
+                    "steps": (trainer.state.best_global_step, trainer.state.global_step),
+                    "predictions": predicted.predictions.tolist(),
+                    "last": trainer.evaluate()["eval_loss"],
+                }
+            )
+            finish(trainer)
+    return outcomes
+
+
+def test_evaluation_early_stopping_and_the_best_model(workers: WorkerPools, tmp_path: Path) -> None:
+    for plain, ours in workers(2).run(evaluate_between, str(tmp_path)):
+        assert_same_bits(ours.pop("weights"), plain.pop("weights"))
+        assert ours == plain
+        best, last = plain["steps"]
+        assert best < last < 8, "it was to stop early, and go back to the best"
+
+
+# Checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: Any, settings: dict[str, Any]) -> Any:
+    """Weights of a run without a break, and of one that was resumed by another Trainer after half of it."""
+    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, **settings}
+    with as_torchrun_does(rank, world_size):
+        whole = train(make(Path(folder) / "whole", resumed_by, gpt2(), **settings))
+        first = make(Path(folder) / "first", saved_by, gpt2(), **settings)
+        train(first)
+        second = make(Path(folder) / "first", resumed_by, gpt2(), **settings)
+        return whole, train(second, resume_from_checkpoint=str(Path(folder) / "first" / "checkpoint-4"))
+
+
+EITHER = {"plain": None, **EXACT}
+
+
+@pytest.mark.parametrize(
+    ("saved_by", "resumed_by"),
+    [("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("dear", "replicated")],
+)
+def test_checkpoints_fit_everywhere(workers: WorkerPools, tmp_path: Path, saved_by: str, resumed_by: str) -> None:
+    for whole, resumed in workers(2).run(resume, str(tmp_path), EITHER[saved_by], EITHER[resumed_by], {}):
+        assert_same_bits(resumed["weights"], whole["weights"])
+        assert resumed["losses"][-4:] == whole["losses"][-4:]
+
+
+def test_sparse_all_reduce_resumes_with_what_was_left_out(workers: WorkerPools, tmp_path: Path) -> None:
+    for whole, resumed in workers(2).run(resume, str(tmp_path), TOPK, TOPK, {}):
+        assert_same_bits(resumed["weights"], whole["weights"])
+    folder = tmp_path / "first" / "checkpoint-4"
+    assert sorted(path.name for path in folder.glob("ddp_hooks*")) == ["ddp_hooks_rank0.bin", "ddp_hooks_rank1.bin"]
+
+
+def test_old_checkpoints_go_with_all_their_files(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(resume, str(tmp_path), TOPK, TOPK, {"save_steps": 2, "save_total_limit": 3})
+    kept = sorted(path.name for path in (tmp_path / "first").iterdir())
+    assert kept == ["checkpoint-4", "checkpoint-6", "checkpoint-8"]
+
+
+def save_only_the_model(rank: int, world_size: int, folder: str) -> None:
+    with as_torchrun_does(rank, world_size):
+        settings: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "save_only_model": True}
+        trainer = make(Path(folder), DEAR, gpt2(), **settings)
+        expected = train(trainer)["weights"]
+        trainer.save_model(str(Path(folder) / "end"))
+    if rank == 0:
+        from transformers import GPT2LMHeadModel
+
+        for name in ("checkpoint-6", "end"):
+            assert_same_bits(weights_of(GPT2LMHeadModel.from_pretrained(Path(folder) / name)), expected)
+        assert not (Path(folder) / "checkpoint-6" / "optimizer.pt").exists()
+
+
+def test_save_only_model(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(save_only_the_model, str(tmp_path))
+
+
+def train_twice(rank: int, world_size: int, folder: str) -> Any:
+    outcomes = []
+    with as_torchrun_does(rank, world_size):
+        for hook in (None, DEAR):
+            trainer = make(Path(folder), hook, gpt2())
+            trainer.train()
+            trainer.train()
+            outcomes.append(weights_of(trainer.model))
+            finish(trainer)
+    return outcomes
+
+
+def test_a_second_train(workers: WorkerPools, tmp_path: Path) -> None:
+    for plain, ours in workers(2).run(train_twice, str(tmp_path)):
+        assert_same_bits(ours, plain)
+
+
+# Batch sizes and searches -----------------------------------------------------------------------------------------
+
+
+def find_batch_size(rank: int, world_size: int, folder: str, when: int) -> Any:
+    """Weights after a batch of 4 did not fit into memory, in the ``when``-th forward."""
+    from transformers import Trainer
+
+    outcomes = []
+    for hook in (None, DEAR):
+        with as_torchrun_does(rank, world_size):
+            model = gpt2()
+            num_forwards = 0
+
+            def fail(module: nn.Module, args: Any, kwargs: Any) -> None:
+                nonlocal num_forwards
+                num_forwards += 1
+                if len(kwargs["input_ids"]) > 2 and num_forwards >= when:
+                    raise RuntimeError("CUDA out of memory.")
+
+            model.register_forward_pre_hook(fail, with_kwargs=True)
+            settings: dict[str, Any] = {"per_device_train_batch_size": 4, "auto_find_batch_size": True}
+            trainer = make(Path(folder), hook, model, **settings)
+            assert isinstance(trainer, Trainer)
+            outcomes.append((train(trainer)["weights"], trainer._train_batch_size))
+    return outcomes
+
+
+@pytest.mark.parametrize("when", [1, 3])
+def test_auto_find_batch_size(workers: WorkerPools, tmp_path: Path, when: int) -> None:
+    for plain, ours in workers(2).run(find_batch_size, str(tmp_path), when):
+        assert ours[1] == plain[1] < 4
+        if when == 1:  # later on the plain one keeps its optimizer's state, of steps that do not count
+            assert_same_bits(ours[0], plain[0])
+
+
+def learning_rates(trial: Any) -> dict[str, float]:
+    return {"learning_rate": (0.001, 0.01)[trial.number]}
+
+
+def search(rank: int, world_size: int, folder: str) -> Any:
+    outcomes = []
+    for name, hook in (("plain", None), ("ours", DEAR)):
+        with as_torchrun_does(rank, world_size):
+            settings: dict[str, Any] = {"model_init": lambda _: gpt2(), "max_steps": 3}
+            settings["eval_dataset"] = samples(6, seed=1)
+            trainer = make(Path(folder) / name, hook, gpt2(), **settings)
+            best = trainer.hyperparameter_search(hp_space=learning_rates, n_trials=2, backend="optuna")
+            if hook is not None:
+                assert trainer.comm_hook_stats()["ddp_hooks/sent_mb"] > 0
+            finish(trainer)
+            losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+            outcomes.append((None if best is None else best.objective, losses))
+    return outcomes
+
+
+def test_hyperparameter_search(workers: WorkerPools, tmp_path: Path) -> None:
+    pytest.importorskip("optuna")
+    for plain, ours in workers(2).run(search, str(tmp_path)):
+        assert ours == plain and len(plain[1]) == 3
+
+
+# What is refused, and what there is nothing to do for --------------------------------------------------------------
+
+
+def train_alone(rank: int, world_size: int, folder: str) -> tuple[int, dict[str, float]]:
+    records: list[logging.LogRecord] = []
+    handler = logging.Handler()
+    handler.emit = records.append  # type: ignore[assignment]
+    logging.getLogger("ddp_hooks").addHandler(handler)
+    with as_torchrun_does(rank, world_size):
+        trainer = make(Path(folder), DEAR, gpt2())
+        trainer.train()
+        trainer.train()
+    logging.getLogger("ddp_hooks").removeHandler(handler)
+    return sum("nothing to communicate" in record.getMessage() for record in records), trainer.comm_hook_stats()
+
+
+def test_one_process_says_once_that_there_is_nothing_to_do(workers: WorkerPools, tmp_path: Path) -> None:
+    assert workers(1).run(train_alone, str(tmp_path)) == [(1, {})]
+
+
+class Forgetful(nn.Module):
+    """A model with a layer that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.used, self.unused = nn.Embedding(96, 8), nn.Linear(8, 8)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": self.used(input_ids).square().mean()}
+
+
+def train_forgetful(rank: int, world_size: int, folder: str, settings: dict[str, Any]) -> Any:
+    with as_torchrun_does(rank, world_size):
+        trainer = make(Path(folder), DEAR, Forgetful(), **settings)
+        try:
+            trainer.train()
+        except RuntimeError as error:
+            return str(error)
+        finally:
+            finish(trainer)
+    return None
+
+
+def test_unused_parameters(workers: WorkerPools, tmp_path: Path) -> None:
+    for message in workers(2).run(train_forgetful, str(tmp_path), {}):
+        assert "unused" in message and "TrainingArguments(ddp_find_unused_parameters=True)" in message
+    assert workers(2).run(train_forgetful, str(tmp_path), {"ddp_find_unused_parameters": True}) == [None, None]
+
+
+def refused(rank: int, world_size: int, folder: str, case: str) -> str:
+    from ddp_hooks.integrations.transformers import attach
+
+    with as_torchrun_does(rank, world_size):
+        trainer = make(Path(folder), DEAR if case == "twice" else None, gpt2(), max_steps=1)
+        config: Any = DEAR
+        if case == "too late":
+            trainer.train()
+        if case == "two hooks":
+            config = [DEAR, TOPK]
+        if case == "no configuration":
+            config = {"density": 0.1}
+        try:
+            attach(trainer, config)
+        except (TypeError, ValueError) as error:
+            return str(error)
+    return "nothing"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("twice", "has a communication hook already"),
+        ("too late", "has prepared a model already: call attach()"),
+        ("two hooks", 'write TopKConfig(pipeline="forward")'),
+        ("no configuration", "a configuration is a DearConfig, TopKConfig"),
+    ],
+)
+def test_refusals(workers: WorkerPools, tmp_path: Path, case: str, expected: str) -> None:
+    assert all(expected in message for message in workers(2).run(refused, str(tmp_path), case))
