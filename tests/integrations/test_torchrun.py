@@ -1,0 +1,74 @@
+"""Trainers that torchrun has started: as many processes as were asked for, and checkpoints that survive being killed.
+
+Prevents: launchers that silently start one process; a checkpoint that was never finished and is resumed, or of which
+one rank's part is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.integrations.launched import assert_same_bits
+
+
+def torchrun(folder: Path, num_processes: int, *arguments: str, fails: bool = False) -> str:
+    """Run the job; its output."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--standalone"]
+    done = subprocess.run(
+        [*command, "-m", "tests.integrations.trainer_job", str(folder), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+        cwd=Path(__file__).resolve().parents[2],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=100,
+    )
+    assert (done.returncode != 0) == fails, done.stdout[-5000:]
+    return done.stdout
+
+
+def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    return json.loads((folder / "outcome.json").read_text()), torch.load(folder / "weights.pt")
+
+
+@pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_as_many_processes_as_were_asked_for(tmp_path: Path, num_processes: int) -> None:
+    torchrun(tmp_path / "plain", num_processes, "--hook", "none")
+    torchrun(tmp_path / "ours", num_processes, "--hook", "dear")
+    (plain, expected), (ours, found) = outcome(tmp_path / "plain"), outcome(tmp_path / "ours")
+    assert ours["world_size"] == plain["world_size"] == num_processes
+    assert ours["stats"]["ddp_hooks/sent_mb"] > 0
+    assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-6)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value)
+
+
+@pytest.mark.parametrize(
+    ("hook", "file", "num_processes"),
+    [
+        ("dear", "optimizer.pt", 2),
+        ("topk", "ddp_hooks_rank1.bin", 2),
+        pytest.param("dear", "trainer_state.json", 2, marks=pytest.mark.slow),
+        pytest.param("topk", "ddp_hooks_rank2.bin", 3, marks=pytest.mark.slow),
+        pytest.param("tables", "ddp_hooks_tables.bin", 2, marks=pytest.mark.slow),
+        pytest.param("tables", "optimizer.pt", 3, marks=pytest.mark.slow),
+    ],
+)
+def test_killed_while_saving(tmp_path: Path, hook: str, file: str, num_processes: int) -> None:
+    torchrun(tmp_path / "whole", num_processes, "--hook", hook)
+    torchrun(tmp_path / "killed", num_processes, "--hook", hook, "--die", file, fails=True)
+    assert not (tmp_path / "killed" / "outcome.json").exists()
+    assert (tmp_path / "killed" / "run" / "checkpoint-6").exists()
+    text = torchrun(tmp_path / "killed", num_processes, "--hook", hook, "--resume")
+    assert "checkpoint-6 was not written to its end" in text
+    assert_same_bits(outcome(tmp_path / "killed")[1], outcome(tmp_path / "whole")[1])
