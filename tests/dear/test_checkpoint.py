@@ -10,7 +10,7 @@ import io
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -302,7 +302,7 @@ def save_with_safetensors(rank: int, world_size: int, folder: str) -> tuple[list
     from accelerate.utils.other import clean_state_dict_for_safetensors
     from safetensors.torch import load_model, save_model
 
-    model, batches, optimizer = MODELS["encoder"]
+    model, batches, optimizer = cast("tuple[Any, Any, Any]", MODELS["encoder"])
     trained = model(world_size)
     ddp = DistributedDataParallel(trained, bucket_cap_mb=0.05, gradient_as_bucket_view=True)
     opt = optimizer(trained)
@@ -313,7 +313,8 @@ def save_with_safetensors(rank: int, world_size: int, folder: str) -> tuple[list
         opt.step()
         opt.zero_grad()
     weights = trained.state_dict()
-    assert any(len(atom.members) > 1 for atom in state._arrangement.layout.atoms), "parameters were to be neighbours"
+    layout = state._arrangement.layout
+    assert layout is not None and any(len(atom.members) > 1 for atom in layout.atoms), "they were to be neighbours"
     larger = [name for name, value in weights.items() if value.untyped_storage().nbytes() > value.nbytes]
     path = str(Path(folder) / f"{rank}.safetensors")
     save_model(trained, path)

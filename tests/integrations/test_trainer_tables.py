@@ -161,9 +161,8 @@ def train_t5(rank: int, world_size: int, folder: str, hook: Any) -> Any:
         for config in (None, hook):
             torch.manual_seed(3)
             sizes: dict[str, Any] = {"vocab_size": 96, "d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1}
-            network = transformers.T5ForConditionalGeneration(
-                transformers.T5Config(decoder_start_token_id=0, num_heads=2, **sizes)
-            )
+            network = transformers.T5ForConditionalGeneration(transformers.T5Config(num_heads=2, **sizes))
+            network.config.decoder_start_token_id = 0
             network.lm_head.weight = nn.Parameter(network.lm_head.weight.detach().clone())  # T5 ties it in any case
             trainer = make(Path(folder), config, network, **SETTINGS)
             outcomes.append(train(trainer))

@@ -176,6 +176,69 @@ def test_norms_and_statistics_are_logged(workers: WorkerPools, tmp_path: Path) -
         assert len(values(ours, "ddp_hooks/fusion_mb")) == 6
 
 
+def log_to_tensorboard(rank: int, world_size: int, folder: str) -> list[str]:
+    """Tags that the first rank has written."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with as_torchrun_does(rank, world_size):
+        from transformers.integrations import TensorBoardCallback
+
+        trainer = make(Path(folder), DEAR, gpt2(), logging_steps=2, callbacks=[TensorBoardCallback])
+        train(trainer)
+    found: list[str] = []
+    for path in Path(folder).rglob("events.out.tfevents*"):
+        events = EventAccumulator(str(path))
+        events.Reload()
+        found += events.Tags()["scalars"]
+    return found
+
+
+def test_statistics_are_in_tensorboard(workers: WorkerPools, tmp_path: Path) -> None:
+    tags = workers(2).run(log_to_tensorboard, str(tmp_path))[0]
+    assert {"train/loss", "train/ddp_hooks/stall_s", "train/ddp_hooks/sent_mb"} <= set(tags)
+
+
+def train_somebody_elses(rank: int, world_size: int, folder: str) -> Any:
+    """A Trainer that overrides what those of other libraries do: the loss, the step, logs, and what it saves."""
+    import transformers
+
+    from ddp_hooks.integrations.transformers import CommHookMixin, attach
+
+    class Theirs(transformers.Trainer):
+        num_steps = 0
+
+        def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *args: Any, **how: Any) -> Any:
+            outputs = model(**inputs)
+            loss = outputs.loss + 0.01 * outputs.logits.square().mean()
+            return (loss, outputs) if return_outputs else loss
+
+        def training_step(self, *args: Any, **how: Any) -> Tensor:
+            self.num_steps += 1
+            return super().training_step(*args, **how)
+
+        def log(self, logs: dict[str, float], *args: Any, **how: Any) -> None:
+            super().log({**logs, "theirs": 1.0}, *args, **how)
+
+    outcomes = []
+    with as_torchrun_does(rank, world_size):
+        for hook in (None, DEAR):
+            plain = make(Path(folder), None, gpt2())
+            trainer: Any = Theirs(model=gpt2(), args=plain.args, train_dataset=plain.train_dataset)
+            if hook is not None:
+                attach(trainer, hook)
+                assert isinstance(trainer, CommHookMixin) and isinstance(trainer, Theirs)
+                assert type(trainer).__name__ == "Theirs"
+            outcomes.append(train(trainer))
+            assert trainer.num_steps == 6
+    return outcomes
+
+
+def test_trainers_of_other_libraries(workers: WorkerPools, tmp_path: Path) -> None:
+    for plain, ours in workers(2).run(train_somebody_elses, str(tmp_path)):
+        assert_same_bits(ours["weights"], plain["weights"])
+        assert values(ours, "theirs") == values(plain, "theirs") and "ddp_hooks/sent_mb" in ours["log"][0]
+
+
 def test_sparse_all_reduce(workers: WorkerPools, tmp_path: Path) -> None:
     """Replicas stay equal, and what is left out comes later: the loss falls as it does without."""
     settings = {"max_steps": 30, "max_grad_norm": 1.0}

@@ -1,0 +1,78 @@
+"""The code of the integrations' pages runs as it stands, on two ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.integrations.launched import as_torchrun_does
+from tests.integrations.test_lightning import module
+from tests.test_docs import blocks_of
+from tests.workers import WorkerPools
+
+
+class Words(nn.Module):
+    """As a Trainer calls models."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(5000, 8)
+        self.output = nn.Linear(8, 4)
+
+    def forward(self, input_ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        return {"loss": nn.functional.cross_entropy(self.output(self.words(input_ids)).mean(1), labels)}
+
+
+class Net(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
+
+
+def names_for(page: str, folder: str) -> dict[str, Any]:
+    """What the reader of a page has already."""
+    data: Any
+    if page == "transformers.md":
+        import transformers
+
+        args = transformers.TrainingArguments(folder, use_cpu=True, max_steps=3, report_to=[], ddp_backend="gloo")
+        data = [{"input_ids": torch.randint(0, 5000, (6,)), "labels": torch.tensor(n % 4)} for n in range(48)]
+        return {"model": Words(), "Model": Words, "args": args, "data": data}
+    names: dict[str, Any] = {"torch": torch, "path": f"{folder}/end.ckpt", "folder": folder, "model": Net()}
+    names["loss_of"] = lambda output: output.square().mean()
+    if page == "accelerate.md":
+        data = [torch.randn(8) for _ in range(12)]
+        return names | {"loader": torch.utils.data.DataLoader(data, batch_size=2)}
+    settings = {"accelerator": "cpu", "devices": 2, "max_steps": 2, "logger": False, "enable_checkpointing": False}
+    return names | {"settings": settings, "module": module()}
+
+
+def run_page(rank: int, world_size: int, page: str, folder: str) -> int:
+    from tests.integrations.test_lightning import loader
+
+    with as_torchrun_does(rank, world_size):
+        torch.manual_seed(0)
+        names = names_for(page, folder)
+        blocks = blocks_of(page)
+        for number, block in enumerate(blocks):
+            if page == "lightning.md":
+                names["loader"] = loader(8) if number == 0 else [torch.randn(6, 8) for _ in range(3)]
+            exec(compile(block, f"{page}, block {number + 1}", "exec"), names)
+        if page == "accelerate.md":
+            assert names["numbers"]["ddp_hooks/sent_mb"] > 0
+            names["attachment"].close()
+        if page == "transformers.md":
+            assert names["trainer"].comm_hook_stats()["ddp_hooks/tables_sent_mb"] > 0
+            names["trainer"]._detach()
+        if page == "lightning.md":
+            names["fabric"].strategy.bindings.release()
+    return len(blocks)
+
+
+@pytest.mark.parametrize(("page", "least"), [("transformers.md", 3), ("accelerate.md", 3), ("lightning.md", 2)])
+def test_every_block_of_a_page_runs(workers: WorkerPools, tmp_path: Path, page: str, least: int) -> None:
+    counts = workers(2).run(run_page, page, str(tmp_path))
+    assert counts == [len(blocks_of(page))] * 2 and counts[0] >= least
