@@ -222,6 +222,7 @@ class Attachment:
         with self.complete(everywhere):
             folder = original(*args, **kwargs)
             self.bindings.save(folder, everywhere)
+        self.accelerator.wait_for_everyone()  # whoever returns finds all ranks' parts
         return folder
 
     def _load_state(
