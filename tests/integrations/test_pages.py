@@ -1,4 +1,4 @@
-"""The code of the integrations' pages runs as it stands, on two ranks."""
+"""The code of the README and of the integrations' pages runs as it stands, on two ranks."""
 
 from __future__ import annotations
 
@@ -76,3 +76,34 @@ def run_page(rank: int, world_size: int, page: str, folder: str) -> int:
 def test_every_block_of_a_page_runs(workers: WorkerPools, tmp_path: Path, page: str, least: int) -> None:
     counts = workers(2).run(run_page, page, str(tmp_path))
     assert counts == [len(blocks_of(page))] * 2 and counts[0] >= least
+
+
+def run_readme(rank: int, world_size: int, folder: str) -> int:
+    from accelerate import Accelerator
+
+    from ddp_hooks import DearState
+    from tests.integrations.test_transformers import make
+
+    with as_torchrun_does(rank, world_size):
+        model: Any = Net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        trainer = make(Path(folder), None, Words())
+        names: dict[str, Any] = {"model": model, "optimizer": optimizer, "trainer": trainer}
+        names["accelerator"] = Accelerator(cpu=True)
+        blocks = blocks_of("../README.md")
+        for number, block in enumerate(blocks):
+            exec(compile(block, f"README.md, block {number + 1}", "exec"), names)
+        for _ in range(2):
+            names["ddp"](torch.randn(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        prepared, _ = names["accelerator"].prepare(Net(), torch.optim.SGD(Net().parameters(), lr=0.1))
+        assert prepared.gradient_as_bucket_view and trainer._attachment is not None
+        state = next(value for value in names["ddp"].__dict__["_comm_hooks"] if isinstance(value[1], DearState))[1]
+        assert state.stats().sent_bytes > 0
+        state.close()
+    return len(blocks)
+
+
+def test_the_readmes_lines_run(workers: WorkerPools, tmp_path: Path) -> None:
+    assert workers(2).run(run_readme, str(tmp_path)) == [2, 2]
