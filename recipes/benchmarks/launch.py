@@ -18,11 +18,14 @@ from recipes.benchmarks.job import Job
 from recipes.benchmarks.loss_job import LossJob
 from recipes.benchmarks.planner_job import PlannerJob
 from recipes.benchmarks.sparse_job import SparseJob
+from recipes.benchmarks.trainer_job import TrainerJob
 from recipes.benchmarks.tuner_job import TunerJob
 from recipes.cluster import Cluster
 from recipes.cluster.launch import run_workers
 
-AnyJob: TypeAlias = Job | CompiledJob | EmbraceJob | HalvesJob | SparseJob | LossJob | PlannerJob | TunerJob
+AnyJob: TypeAlias = (
+    Job | CompiledJob | EmbraceJob | HalvesJob | SparseJob | LossJob | PlannerJob | TrainerJob | TunerJob
+)
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 GRACE_S = 5.0  # for the other workers, once one has failed
