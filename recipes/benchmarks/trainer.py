@@ -31,9 +31,10 @@ COLUMNS = ("variant", "s/step", "min–max", "× the fastest plain one", "traini
 INTRODUCTION = """\
 A GPT-2 of `transformers` learns from random tokens in a `Trainer`; everything is computed, on one core per worker.
 Every worker runs in a network namespace of its own behind a shaped link. A fresh Trainer per variant and round, all
-variants in turns in one run; seconds are medians of steps, of the slowest rank. *plain* is the Trainer as it comes, which looks
-for unused parameters in every step; the other plain ones are told not to. `× the fastest plain one`: how many times as
-fast. *topk*, sparse all-reduce with a hundredth of the elements, is not exact; the losses of all others are equal."""
+variants in turns in one run; seconds are medians of steps, of the slowest rank. *plain* is the Trainer as it comes,
+which looks for unused parameters in every step; the other plain ones are told not to. `× the fastest plain one`: how
+many times as fast. *topk*, sparse all-reduce with a hundredth of the elements, is not exact; the losses of all others
+are equal."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
