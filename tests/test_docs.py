@@ -22,18 +22,26 @@ def blocks_of(page: str) -> list[str]:
 
 
 def run_page(rank: int, world_size: int, page: str, path: str) -> int:
-    torch.manual_seed(0)
-    kind: type[nn.Module] = _Net
-    loader: list[Any] = [torch.randn(6, 8) for _ in range(3)]
-    if page == "tables.md":
-        kind, loader = _Words, [{"ids": torch.randint(0, 5000, (6, 3))} for _ in range(3)]
-    names: dict[str, Any] = {"Net": kind, "model": kind(), "loader": loader, "path": path, "loss_of": _loss_of}
+    return len(run_blocks(page, names_for(page, path)))
+
+
+def run_blocks(page: str, names: dict[str, Any]) -> list[str]:
+    """Run a page's blocks, one after the other, with what the reader has already; they add to ``names``."""
     blocks = blocks_of(page)
     without_c_compiler = partial(torch.compile, backend="aot_eager")
     with mock.patch("torch.compile", without_c_compiler):
         for number, block in enumerate(blocks):
             exec(compile(block, f"{page}, block {number + 1}", "exec"), names)
-    return len(blocks)
+    return blocks
+
+
+def names_for(page: str, path: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    kind: type[nn.Module] = _Net
+    loader: list[Any] = [torch.randn(6, 8) for _ in range(3)]
+    if page == "tables.md":
+        kind, loader = _Words, [{"ids": torch.randint(0, 5000, (6, 3))} for _ in range(3)]
+    return {"Net": kind, "model": kind(), "loader": loader, "path": path, "loss_of": _loss_of}
 
 
 class _Net(nn.Sequential):
@@ -65,3 +73,42 @@ def _loss_of(output: Tensor) -> Tensor:
 def test_every_block_of_a_page_runs(workers: WorkerPools, tmp_path: Path, page: str, least: int) -> None:
     counts = workers(2).run(run_page, page, str(tmp_path / "checkpoint.pt"))
     assert counts == [len(blocks_of(page))] * 2 and counts[0] >= least
+
+
+def run_tour(rank: int, world_size: int, folder: str) -> tuple[int, float, float]:
+    """How many blocks ran, and how much the hooks of two frameworks' loops have sent, in MiB."""
+    from tests.integrations.launched import as_torchrun_does, gpt2
+    from tests.integrations.test_lightning import loader, module
+    from tests.integrations.test_transformers import make
+
+    with as_torchrun_does(rank, world_size):
+        names = names_for("tour.md", f"{folder}/checkpoint.pt")
+        trainer = make(Path(folder), None, gpt2())
+        quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
+        settings = {"accelerator": "cpu", "devices": world_size, "max_steps": 2, "enable_checkpointing": False, **quiet}
+        names |= {"trainer": trainer, "module": module(), "batches": loader(8), "settings": settings}
+        blocks = run_blocks("tour.md", names)
+        sent_mb = [numbers["ddp_hooks/sent_mb"] for numbers in (trainer.comm_hook_stats(), names["numbers"])]
+        trainer._detach()
+    return len(blocks), sent_mb[0], sent_mb[1]
+
+
+def test_every_block_of_the_tour_runs(workers: WorkerPools, tmp_path: Path) -> None:
+    for num_blocks, *sent_mb in workers(2).run(run_tour, str(tmp_path)):
+        assert num_blocks == len(blocks_of("tour.md")) >= 8
+        assert all(sent > 0 for sent in sent_mb), "no hook was at work"
+
+
+def test_every_gain_that_choosing_names_stands_on_its_page() -> None:
+    text = (DOCS / "choosing.md").read_text()
+    rows = re.findall(r"^\|.*\| (\d+\.\d+) × \| \{doc\}`(results/\w+)` \|$", text, re.MULTILINE)
+    assert len(rows) >= 15
+    for gain, page in rows:
+        assert f"| {gain} |" in (DOCS / f"{page}.md").read_text(), (gain, page)
+
+
+def test_every_page_is_in_one_toctree() -> None:
+    trees = re.findall(r"^```\{toctree\}\n(.*?)^```", (DOCS / "index.md").read_text(), re.DOTALL | re.MULTILINE)
+    listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
+    pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")} - {"index"}
+    assert len(listed) == len(set(listed)) and pages <= set(listed)

@@ -1,7 +1,8 @@
 """One way to talk: algorithms as generators, three executors, lanes, accounting and agreement."""
 
 from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
-from ddp_hooks.comm.agreement import agree
+from ddp_hooks.comm.advice import see
+from ddp_hooks.comm.agreement import agree, compare
 from ddp_hooks.comm.bruck import bruck_all_gather, num_rounds
 from ddp_hooks.comm.choice import Collective, CollectiveRule
 from ddp_hooks.comm.collectives import (
@@ -51,6 +52,7 @@ __all__ = [
     "aligned_bounds",
     "at_exit",
     "bruck_all_gather",
+    "compare",
     "in_order_of",
     "in_storage_order",
     "is_dense",
@@ -65,6 +67,7 @@ __all__ = [
     "ring_reduce_scatter",
     "round_of",
     "run_on_fabric",
+    "see",
     "shaped_like",
     "special_tag",
     "suited_to",

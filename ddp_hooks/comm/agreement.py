@@ -8,19 +8,39 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
+from ddp_hooks.comm.advice import see
+
+
+class Disagreement(NamedTuple):
+    """Why ranks cannot go on, in the same words on all of them; at most one of the two."""
+
+    problem: str | None = None  # of some ranks, or of all
+    difference: str | None = None  # the first entry that differs, its values, and the ranks on each side
+
 
 def agree(entries: Mapping[str, object], problem: str | None, group: dist.ProcessGroup, subject: str) -> None:
+    """Compare as :func:`compare` does.
+
+    Raises:
+        ValueError: on every rank, if any rank has a problem or the entries differ.
+    """
+    found = compare(entries, problem, group, subject)
+    if found.problem is not None:
+        raise ValueError(f"{found.problem}{see('set-up-is-refused', quoted=found.problem)}")
+    if found.difference is not None:
+        raise ValueError(f"{found.difference}{see('ranks-differ')}")
+
+
+def compare(
+    entries: Mapping[str, object], problem: str | None, group: dist.ProcessGroup, subject: str
+) -> Disagreement:
     """Compare ``entries`` (name -> anything with a stable ``str``) and this rank's ``problem`` over all ranks.
 
     Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ.
-
-    Raises:
-        ValueError: on every rank, if any rank has a problem or the entries differ; names the first entry that
-            differs, its values, and the ranks on each side.
     """
     lines = {name: str(value) for name, value in entries.items()}
     digest = hashlib.sha256("\n".join(f"{k}={v}" for k, v in lines.items()).encode()).hexdigest()
@@ -35,9 +55,11 @@ def agree(entries: Mapping[str, object], problem: str | None, group: dist.Proces
             text if len(where) == len(verdicts) else f"on ranks {where}: {text}"
             for text, where in problems.items()
         ]
-        raise ValueError("; ".join(texts))
+        return Disagreement(problem="; ".join(texts))
     if len({digest for _, digest in verdicts}) > 1:
-        raise ValueError(f"{subject} differs between ranks: {first_difference(_gather(lines, group), ranks)}")
+        found = first_difference(_gather(lines, group), ranks)
+        return Disagreement(difference=f"{subject} differs between ranks: {found}")
+    return Disagreement()
 
 
 def first_difference(lines_by_rank: list[dict[str, str]], ranks: Sequence[int]) -> str:

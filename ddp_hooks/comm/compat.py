@@ -24,6 +24,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ddp_hooks.comm.advice import see
+
 _COMPILED_CALLS = ("compile_wrapper", "_fn")
 
 NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
@@ -203,7 +205,7 @@ def evaluated_once(closure: Callable[[], Any], then: Callable[[], None], who: st
         if evaluations > 1:
             raise RuntimeError(
                 f"the optimizer evaluated its closure more than once in one step; {who} one evaluation: use an "
-                f"optimizer that needs one, such as SGD or AdamW"
+                f"optimizer that needs one, such as SGD or AdamW{see('how-step-is-called')}"
             )
         loss = closure()
         then()

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ddp_hooks.comm import compat
 from ddp_hooks.comm.accounting import Recorder, Traffic
+from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.choice import CollectiveRule
 from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm, Recv, Send
@@ -195,7 +196,9 @@ class ThreadLane:
     def _serve(self) -> None:
         while (submission := self._submissions.get()) is not None:
             if self._error is None and self._stopping:
-                self._error = LaneError(f"{self.describe()}: this rank ends, {submission.work.label} was not done")
+                self._error = LaneError(
+                    f"{self.describe()}: this rank ends, {submission.work.label} was not done{see('a-rank-died')}"
+                )
             if self._error is None:
                 try:
                     self._wait_for(submission.after, submission.work.label)
@@ -204,7 +207,9 @@ class ThreadLane:
                 except LaneError as error:
                     self._error = error
                 except Exception as error:  # anything else is ours; it must reach the training thread too
-                    self._error = LaneError(f"{self.describe()} failed: {type(error).__name__}: {error}")
+                    self._error = LaneError(
+                        f"{self.describe()} failed: {type(error).__name__}: {error}{see('please-report', quoted=error)}"
+                    )
                     self._error.__cause__ = error
             self._doing = "idle"
             submission.work.finish(self._error)
@@ -250,7 +255,7 @@ class ThreadLane:
         """Start the next slice that has anything to send, in the buffer of ``slot``."""
         for piece in slices:
             if self._stopping:
-                raise LaneError(f"{self.describe()} was cut short, because this rank ends")
+                raise LaneError(f"{self.describe()} was cut short, because this rank ends{see('a-rank-died')}")
             # The slot in the tag keeps the buffers apart; the counter keeps slices of one slot apart on the wire.
             tag = (self._num_slices * WINDOW + slot) % _FIRST_SPECIAL_TAG if piece.tag is None else piece.tag
             self._num_slices += 1
@@ -306,8 +311,11 @@ class ThreadLane:
         text = str(error).splitlines()[0]
         if "timed out" in text.lower() or "timeout" in text.lower():
             hint = self._witness.report_wait(self.describe())
-            return LaneTimeout(f"{self.describe()} timed out waiting for rank {peer}. {hint} ({text})")
-        return LaneError(f"{self.describe()} failed: {self._witness.blame(peer)} ({text})")
+            return LaneTimeout(
+                f"{self.describe()} timed out waiting for rank {peer}. {hint} ({text}){see('a-wait-timed-out')}"
+            )
+        culprit = self._witness.blame(peer)
+        return LaneError(f"{self.describe()} failed ({text}): {culprit}{see('a-rank-died', quoted=culprit)}")
 
     def _scratch_for(self, piece: Slice, slot: int) -> Tensor:
         buffers = self._scratch.setdefault(piece.dtype, [torch.empty(0, dtype=piece.dtype)] * WINDOW)
@@ -575,11 +583,14 @@ class Lanes:
         # Ranks may be at different places of the lane's order: a tag of its own keeps the roll call apart.
         work = lane.run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection", tag=_ROLL_CALL_TAG)
         deadline_s = time.monotonic() + patience_s
-        while not work.done and time.monotonic() < deadline_s:
-            found = work.error_within(0.25) or self._witness.first_failure()
-            if found is not None:
-                return str(found)
-        return self._witness.first_failure()
+        failure = None
+        while not work.done and failure is None and time.monotonic() < deadline_s:
+            broken = work.error_within(0.25)
+            if broken is not None:
+                return str(broken)
+            failure = self._witness.first_failure()
+        failure = failure or self._witness.first_failure()
+        return None if failure is None else f"{failure}{see('a-rank-died', quoted=failure)}"
 
     def annotate(self, error: BaseException | None, what: str) -> None:
         """If ``error`` says that ``what`` lost a connection, find out who was lost; log it, and add it to the error."""
@@ -597,7 +608,7 @@ class Lanes:
         if explanation is not None:
             logger.error("this process ends with a lost connection: %s", explanation)
         elif self._witness is not None and not isinstance(error, LaneError):
-            self._witness.confess(f"{type(error).__name__}: {error}"[:500])
+            self._witness.confess(_shortened(f"{type(error).__name__}: {error}"))
         self._end_threads(time.monotonic() + farewell_s, unfinished=True)
 
     @property
@@ -611,6 +622,11 @@ class Lanes:
         for thread in self._ending:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self.stuck
+
+
+def _shortened(reason: str) -> str:
+    """A reason that fits a note in the store; its end stays, where our own errors name the place that explains them."""
+    return reason if len(reason) <= 500 else f"{reason[:390]} … {reason[-100:]}"
 
 
 def _dismiss(lanes: list[Lane]) -> None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 
+from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
 
 logger = logging.getLogger("ddp_hooks")
@@ -64,7 +65,7 @@ class ThreadWork:
         while not self._finished.wait(_POLL_S):
             failure = self._witness.first_failure()
             if failure is not None:
-                raise LaneError(f"{self._describe()} cannot end: {failure}")
+                raise LaneError(f"{self._describe()} cannot end: {failure}{see('a-rank-died', quoted=failure)}")
         self._raise_error()
 
     def error_within(self, seconds: float) -> LaneError | None:
@@ -85,14 +86,16 @@ class ThreadWork:
             waited_s = time.monotonic() - start_s
             failure = self._witness.first_failure()  # a rank whose own connections stand hears of it here
             if failure is not None:
-                raise LaneError(f"{self._describe()} cannot end: {failure}")
+                raise LaneError(f"{self._describe()} cannot end: {failure}{see('a-rank-died', quoted=failure)}")
             if waited_s >= self._stall_warning_s and not warned:
                 warned = True
                 hint = self._witness.report_wait(self._describe())
                 logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.label, self._describe(), hint)
             if waited_s >= give_up_s:
                 hint = self._witness.report_wait(self._describe())
-                raise LaneTimeout(f"waited {waited_s:.0f} s for {self.label}; {self._describe()}. {hint}")
+                raise LaneTimeout(
+                    f"waited {waited_s:.0f} s for {self.label}; {self._describe()}. {hint}{see('a-wait-timed-out')}"
+                )
         if warned and self._error is None:  # a wait that failed stays on record, for ranks that still wait
             self._witness.end_wait()
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import CollectiveRule, Partition
+from ddp_hooks.comm import CollectiveRule, Partition, see
 from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.order import SumOrder
@@ -165,6 +165,7 @@ class Arrangement:
                 raise RuntimeError(
                     f"the memory of {self._names[index]} was replaced (by .to() or .data = ...), so the optimizer "
                     f"would update memory that the model no longer reads: convert the model before wrapping it"
+                    f"{see('storage-was-replaced')}"
                 )
 
 

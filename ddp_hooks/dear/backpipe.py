@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, Partition, Work
+from ddp_hooks.comm import Lanes, Partition, Work, see
 from ddp_hooks.dear.layout import Atom, Layout
 from ddp_hooks.dear.order import OrderedSums
 
@@ -151,5 +151,5 @@ class Reduction:
             if self.atoms[index] != atom or self.gradients[index].data_ptr() != gradient.data_ptr():
                 raise RuntimeError(
                     "DDP handed over a bucket with other gradients, or in other memory, than those whose reduction had "
-                    "begun; please report this, with the versions of torch and ddp_hooks"
+                    f"begun; please report this, with the versions of torch and ddp_hooks{see('please-report')}"
                 )

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, shaped_like
+from ddp_hooks.comm import agree, see, shaped_like
 from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import State
@@ -95,7 +95,7 @@ class OptimizerCheckpoint:
             raise RuntimeError(
                 f"this rank's optimizer holds a shard of its state, so optimizer.state_dict() would save 1/P of it: "
                 f"call state.consolidate(to=0) on all ranks after the last step, then optimizer.state_dict() on rank "
-                f"0, or state.full_optimizer_state_dict() on all ranks{where}"
+                f"0, or state.full_optimizer_state_dict() on all ranks{where}{see('optimizer-state-is-sharded')}"
             )
 
     def after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
@@ -156,6 +156,7 @@ class OptimizerCheckpoint:
                     raise RuntimeError(
                         f"the optimizer also holds a parameter of shape {tuple(slot.shape)} that DDP does not reduce, "
                         f"whose state has no place in a sharded checkpoint: use state.full_optimizer_state_dict()"
+                        f"{see('optimizer-state-is-sharded')}"
                     )
         spread = self._spread
         if spread is None:

@@ -14,6 +14,8 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from ddp_hooks.comm import see
+
 
 @runtime_checkable
 class GradientShards(Protocol):
@@ -69,6 +71,7 @@ def clip_grad_norm_(
             raise RuntimeError(
                 f"the gradients' norm of order {norm_type} is {total.item()} on every rank, so it cannot be clipped: "
                 f"skip such steps with DearConfig(on_nonfinite='skip'), or clip with error_if_nonfinite=False"
+                f"{see('gradients-are-not-finite')}"
             )
         scale_down([*(gradient for part in gradients for gradient in part), *replicated], max_norm, total)
     return total

@@ -38,6 +38,7 @@ from ddp_hooks.comm import (
     agree,
     compat,
     mebibytes,
+    see,
 )
 from ddp_hooks.dear import checks
 from ddp_hooks.dear.arrangement import Arrangement
@@ -244,7 +245,7 @@ class StepCycle:
         if compat.inside_compiled_region():
             raise RuntimeError(
                 "optimizer.step() was called from compiled code, which cannot wait for gradients: compile the model "
-                "alone, and call optimizer.step() outside"
+                f"alone, and call optimizer.step() outside{see('how-step-is-called')}"
             )
         replaced = compat.with_closure(args, kwargs, self._attaching)
         if replaced is None:
@@ -303,7 +304,10 @@ class StepCycle:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise RuntimeError("DearState was closed: wrap the model in a new DistributedDataParallel to train on")
+            raise RuntimeError(
+                "DearState was closed: wrap the model in a new DistributedDataParallel to train on"
+                f"{see('the-state-was-closed')}"
+            )
 
     def _refuse_unfinished_backward(self) -> None:
         if self._in_backward and self._reduction is not None:
@@ -312,6 +316,7 @@ class StepCycle:
                 f"the last backward ended without gradients for {checks.missing_names(self._names, seen)} or "
                 f"parameters of the same bucket, so they were not reduced: pass find_unused_parameters=True to "
                 f"DistributedDataParallel; if it ended with an exception, wrap the model again"
+                f"{see('a-backward-did-not-end')}"
             )
 
     # -- layouts ----------------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import compat, see
 from ddp_hooks.dear.shards import Shard, ShardSet, held_in_shards
 from ddp_hooks.feed import GradientGuard
 
@@ -85,6 +85,7 @@ class GradientKeeper:
                     f"the gradient of {name} was not reduced over the ranks: either the last backward ran "
                     f"under no_sync(); {left_out}or the hook is missing: call "
                     f"ddp.register_comm_hook(state, dear_hook) after creating DearState"
+                    f"{see('gradients-were-not-reduced')}"
                 )
 
     # -- reduced, but not stepped on yet ----------------------------------------------------------------------------
@@ -196,6 +197,7 @@ class GradientKeeper:
                 raise RuntimeError(
                     f"a backward under no_sync() follows a synchronised one without optimizer.step() or zero_grad() "
                     f"between them ({self._names[index]}): accumulate under no_sync() first, and synchronise last"
+                    f"{see('no-sync-comes-too-late')}"
                 )
         for shard in self._sharded.shards:
             if shard.interval.parameter in marks and shard.tensor.grad is not None:

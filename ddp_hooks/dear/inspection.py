@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ddp_hooks.comm import see
 from ddp_hooks.dear.clipping import GradientShards, gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.shards import ShardSet
@@ -61,7 +62,9 @@ class Inspector:
         if self.config.on_nonfinite is not None and count > 0:
             found = self._where()
             if self.config.on_nonfinite == "raise":
-                raise RuntimeError(f"gradients are not finite, so no rank updates anything: {found}")
+                raise RuntimeError(
+                    f"gradients are not finite, so no rank updates anything: {found}{see('gradients-are-not-finite')}"
+                )
             self.skipped_steps += 1
             logger.warning("skipped an update on all ranks, gradients are not finite: %s", found)
             self.sharded.drop_gradients()

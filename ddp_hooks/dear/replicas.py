@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, in_storage_order
+from ddp_hooks.comm import compare, in_storage_order, see
 
 
 def refuse_parted_replicas(
@@ -17,12 +17,12 @@ def refuse_parted_replicas(
 ) -> None:
     """Raise RuntimeError, on every rank, if a parameter differs between ranks in any bit; collective."""
     digests = {f"the hash of {name}": _digest(p) for name, p in zip(names, parameters, strict=True)}
-    try:
-        agree(digests, None, group, f"the model after step {step}")
-    except ValueError as error:
+    difference = compare(digests, None, group, f"the model after step {step}").difference
+    if difference is not None:
         raise RuntimeError(
-            f"{error}. Look for what only some ranks do: writing parameters, seeding, skipping a step or a backward"
-        ) from error
+            f"{difference}. Look for what only some ranks do: writing parameters, seeding, skipping a step or a "
+            f"backward{see('replicas-differ')}"
+        )
 
 
 def _digest(parameter: Tensor) -> str:

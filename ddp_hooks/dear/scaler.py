@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
+from ddp_hooks.comm import see
 from ddp_hooks.dear.clipping import GradientShards
 from ddp_hooks.dear.registry import state_of
 from ddp_hooks.feed.companions import companions_of, left_behind_by
@@ -32,15 +33,15 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and left_behind_by(optimizer):
             raise RuntimeError(
                 "sharded tables have scaled gradients, and follow no optimizer with which they would be unscaled: call "
-                "tables.follow(optimizer) once, with the optimizer that the scaler steps"
+                f"tables.follow(optimizer) once, with the optimizer that the scaler steps{see('stock-gradscaler')}"
             )
         if not self._enabled or (state_of(optimizer) is None and not companions_of(optimizer)):
             return super().step(optimizer, *args, **kwargs)
         if any(given is not None for given in (*args, kwargs.pop("closure", None))):
-            raise RuntimeError("GradScaler.step() takes no closure: run backward before it")
+            raise RuntimeError(f"GradScaler.step() takes no closure: run backward before it{see('how-step-is-called')}")
         progress = self._per_optimizer_states[id(optimizer)]
         if progress["stage"] is OptState.STEPPED:
-            raise RuntimeError("step() has already been called since the last update()")
+            raise RuntimeError(f"step() has already been called since the last update(){see('how-step-is-called')}")
         if progress["stage"] is OptState.READY:
             self.unscale_(optimizer)
         # Not torch's way for fused optimizers, which step even then and ignore the gradients by themselves.

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
+from ddp_hooks.comm import see
+
 
 def refuse_state_dict(*_: Any) -> None:
     """A hook for saving and loading an optimizer whose shards are no longer looked after; raises."""
     raise RuntimeError(
         "DearState was closed, and this optimizer still holds a shard of its state: save it before close(), with "
-        "state.consolidate() or state.full_optimizer_state_dict()"
+        f"state.consolidate() or state.full_optimizer_state_dict(){see('the-state-was-closed')}"
     )
 
 
@@ -17,6 +19,7 @@ def refuse_step(*_: Any) -> None:
     """A step hook for an optimizer whose shards are no longer reduced; raises."""
     raise RuntimeError(
         "DearState was closed, and this optimizer still holds shards: make a new optimizer over the model's parameters"
+        f"{see('the-state-was-closed')}"
     )
 
 
@@ -26,4 +29,5 @@ def refuse_join(*_: Any, **__: Any) -> Any:
         "join() cannot work with DearState: a rank that has run out of data makes no forward, in which parameters "
         "are gathered. Give every rank the same number of batches: DistributedSampler(drop_last=True), or stop with "
         "the rank that has the fewest (itertools.islice(loader, smallest), all-reduced with ReduceOp.MIN)"
+        f"{see('uneven-batches')}"
     )

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes
+from ddp_hooks.comm import Lanes, see
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import State, is_elementwise
 from ddp_hooks.dear.pending import PendingGradient
@@ -115,7 +115,7 @@ class ShardSet:
         if len(self._optimizer.param_groups) != len(self.slots.groups):
             raise RuntimeError(
                 f"the optimizer had {len(self.slots.groups)} param_groups when DearState was created and has "
-                f"{len(self._optimizer.param_groups)} now: add them before"
+                f"{len(self._optimizer.param_groups)} now: add them before{see('set-up-changed-later')}"
             )
 
     def _on_device(self, interval: Interval, state: State) -> State:

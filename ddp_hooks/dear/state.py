@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Span, agree, at_exit
+from ddp_hooks.comm import Span, agree, at_exit, see
 from ddp_hooks.dear import checks, clipping, registry, seams
 from ddp_hooks.dear.config import DearConfig, Fusion
 from ddp_hooks.dear.cycle import StepCycle
@@ -128,7 +128,7 @@ class DearState(StepCycle):
             if self._replicated.is_stepping:
                 raise RuntimeError(
                     "gradients were asked for inside of optimizer.step(), when they are already on their way: clip or "
-                    "change them before step(), or use DearConfig(max_grad_norm=...)"
+                    f"change them before step(), or use DearConfig(max_grad_norm=...){see('gradients-are-guarded')}"
                 )
             self._finish_gathers()  # an update of the last step may still need the gradients as they are
         self._attach_gradients(stepping=False)
@@ -241,10 +241,14 @@ class DearState(StepCycle):
             RuntimeError: a backward has not been followed by a step yet.
         """
         if self._reduction is not None:
-            raise RuntimeError("set_fusion between backward and optimizer.step(): call it after the step instead")
+            raise RuntimeError(
+                "set_fusion between backward and optimizer.step(): call it after the step instead"
+                f"{see('called-at-the-wrong-moment')}"
+            )
         if self.tuning is not None and not self.tuning.finished:
             raise RuntimeError(
                 "set_fusion while a tuner searches: leave the tuner out, or wait for state.tuning.finished"
+                f"{see('called-at-the-wrong-moment')}"
             )
         present = self._arrangement.rule
         rule = FusionRule(

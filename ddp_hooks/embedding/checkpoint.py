@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm
+from ddp_hooks.comm import Algorithm, see
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.columns import gather_columns
 from ddp_hooks.embedding.table import Table
@@ -69,6 +69,7 @@ class TableCheckpoint:
                 "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
                 "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
                 "tables.optimizer.state_dict() on the rank that saves then, before the next step and tables.close()"
+                f"{see('optimizer-state-is-sharded')}"
             )
 
     def after_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:

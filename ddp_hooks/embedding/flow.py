@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, compat
+from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, compat, see
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.expected import ExpectedGradients
@@ -132,7 +132,7 @@ class TableFlow:
             raise RuntimeError(
                 "tables have gradients of an earlier backward that no step has applied: call tables.step() after "
                 "optimizer.step(), or tables.follow(optimizer) once; to add up gradients of several backwards use "
-                "no_sync(), to drop them tables.zero_grad()"
+                f"no_sync(), to drop them tables.zero_grad(){see('tables-miss-a-step')}"
             )
         self._forward += 1
         self._in_forward, self._in_backward, self._is_blind = True, False, False
@@ -213,7 +213,7 @@ class TableFlow:
         if torch.is_grad_enabled() and self._root.training:
             raise RuntimeError(
                 "a training forward inside of tables.local(), where tables are copies: leave it before training on, "
-                "and evaluate under torch.no_grad()"
+                f"and evaluate under torch.no_grad(){see('called-at-the-wrong-moment')}"
             )
         return torch.nn.functional.embedding(ids, self._whole[index], self._all[index].padding_idx)
 
@@ -236,7 +236,7 @@ class TableFlow:
         raise RuntimeError(
             f"a forward was repeated during backward and asks {self._all[index].name} for ids whose vectors are not "
             f"here: activation checkpointing needs the same ids again, and no more than two forwards before their "
-            f"backward"
+            f"backward{see('late-gradients')}"
         )
 
     def _find_prefetched(self, index: int, values: Ids, prefetched: Prepared) -> tuple[Lookup, Tensor] | None:
@@ -322,12 +322,13 @@ class TableFlow:
             raise RuntimeError(
                 f"a gradient of {lookup.table.name} belongs to a forward whose gradients have been sent, or left "
                 f"behind by a step: run one backward per forward, or add the losses of several forwards up first"
+                f"{see('late-gradients')}"
             )
         if self._is_blind and not self._in_backward:
             raise RuntimeError(
                 "the model's forward returned nothing in which tensors can be found, so a rank whose loss leaves "
                 "tables out would not notice the backward: return tensors, or tuples, lists or dicts of them, or "
-                "register the class with torch.utils._pytree"
+                f"register the class with torch.utils._pytree{see('late-gradients')}"
             )
         self._notice_backward()
         lookup.add_gradient(positions, gradient)
@@ -389,11 +390,14 @@ class TableFlow:
         self._refuse_closed()
         self._refuse_parted()
         if self._whole is not None:
-            raise RuntimeError("a step inside of tables.local(), where tables are copies: leave it before training on")
+            raise RuntimeError(
+                "a step inside of tables.local(), where tables are copies: leave it before training on"
+                f"{see('called-at-the-wrong-moment')}"
+            )
         if self._expected.has_gradients:
             raise RuntimeError(
                 "step() after backwards under no_sync() only: their gradients have not been sent. Run the last "
-                "backward before a step without no_sync()"
+                f"backward before a step without no_sync(){see('gradients-were-not-reduced')}"
             )
         had_gradients = self._step.has_gradients
         if had_gradients:
@@ -402,18 +406,18 @@ class TableFlow:
             raise RuntimeError(
                 "the model's gradients were zeroed between backward and this step, and those of the tables were not: "
                 "call tables.step() before optimizer.zero_grad(), or let the tables follow() the optimizer; to drop "
-                "gradients call tables.zero_grad(), too"
+                f"gradients call tables.zero_grad(), too{see('tables-miss-a-step')}"
             )
         if self._is_spoilt and had_gradients:
             raise RuntimeError(
                 "a backward after a step, without zero_grad() between them, would have added to gradients that the "
                 "tables had applied and not kept: call optimizer.zero_grad() (with tables that follow it) or "
-                "tables.zero_grad() before it"
+                f"tables.zero_grad() before it{see('tables-miss-a-step')}"
             )
         if self._was_applied and not had_gradients:
             raise RuntimeError(
                 "a second step with the same gradients, which the tables have applied and not kept: call zero_grad() "
-                "and run a backward before it"
+                f"and run a backward before it{see('tables-miss-a-step')}"
             )
         self._step.begin(self._ahead.batch if self._ahead is not None else None)
         if had_gradients:
@@ -478,4 +482,6 @@ class TableFlow:
 
     def _refuse_closed(self) -> None:
         if self._closed:
-            raise RuntimeError("the tables were closed: build the model again to train on")
+            raise RuntimeError(
+                f"the tables were closed: build the model again to train on{see('the-state-was-closed')}"
+            )

@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import nn
 
+from ddp_hooks.comm import see
 from ddp_hooks.embedding.module import ShardedEmbedding
 from ddp_hooks.embedding.table import Table
 
@@ -62,6 +63,7 @@ class Freezing:
                     f"does not reach the sharded table {name}, which is no parameter of its module: call "
                     f'tables.requires_grad_(False, ["{name}"]) on all ranks to freeze it, too, or '
                     f'tables.requires_grad_(True, ["{name}"]) to go on training it'
+                    f"{see('set-up-changed-later')}"
                 )
 
 

@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, bruck_all_gather
+from ddp_hooks.comm import Algorithm, bruck_all_gather, see
 from ddp_hooks.embedding.table import Table
 
 Ids = npt.NDArray[np.int64]
@@ -172,18 +172,21 @@ def _first_fault(headers: Sequence[Sequence[int]], tables: Sequence[Table], rank
                 f"on rank {rank} forward {serial} asks {tables[table].name} for id {detail}, which is not among those "
                 f"that prefetch was told of for this batch: return all ids of a batch from the function given to "
                 f"tables.prefetch(), and do not skip, reorder or change batches after it (do it before, in the sampler "
-                f"or the collate function)"
+                f"or the collate function){see('batches-were-not-announced')}"
             )
     if len({tuple(header[:2]) for header in headers}) > 1:
         places = [f"rank {rank}: {_place(header)}" for header, rank in zip(headers, ranks, strict=True)]
         return (
             f"ranks are at different places ({'; '.join(places)}): every rank must skip the same batches and run the "
-            f"same forwards; for evaluation with other numbers of batches use tables.local()"
+            f"same forwards; for evaluation with other numbers of batches use tables.local(){see('ranks-out-of-step')}"
         )
     present = [tuple(count == _ABSENT for count in header[5:]) for header in headers]
     if len({absent for absent in present if not all(absent)}) > 1:
         sides = [f"rank {rank}: {_present(row, tables)}" for row, rank in zip(present, ranks, strict=True)]
-        return f"ranks look up rows in different tables ({'; '.join(sides)}): every rank must use the same ones"
+        return (
+            f"ranks look up rows in different tables ({'; '.join(sides)}): every rank must use the same ones"
+            f"{see('ranks-out-of-step')}"
+        )
     return None
 
 

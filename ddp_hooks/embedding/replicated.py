@@ -33,6 +33,7 @@ from ddp_hooks.comm import (
     bruck_all_gather,
     compat,
     pairwise_exchange,
+    see,
 )
 from ddp_hooks.embedding.gradients import RowSum
 from ddp_hooks.embedding.packing import as_rows, packed, packed_length, parts_of
@@ -114,7 +115,10 @@ class EmbeddingState:
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Start reducing a bucket; called by DDP, through the hook, during backward."""
         if self._closed:
-            raise RuntimeError("EmbeddingState was closed: wrap the model in a new DistributedDataParallel to train on")
+            raise RuntimeError(
+                "EmbeddingState was closed: wrap the model in a new DistributedDataParallel to train on"
+                f"{see('the-state-was-closed')}"
+            )
         buffer = bucket.buffer()
         if not buffer.is_sparse:
             return self._dense(bucket) if self._dense is not None else self._all_reduce(buffer)

@@ -9,6 +9,8 @@ from typing import Any, overload
 import torch
 from torch import Tensor
 
+from ddp_hooks.comm import see
+
 
 class RowwiseAdamW(torch.optim.Optimizer):
     """AdamW (loshchilov2019) that updates the rows which a sparse gradient has, and no others.
@@ -73,7 +75,7 @@ class RowwiseAdamW(torch.optim.Optimizer):
         if not parameter.grad.is_sparse:  # type: ignore[union-attr]
             raise RuntimeError(
                 "RowwiseAdamW takes sparse gradients, this one is dense: construct the table with "
-                "nn.Embedding(..., sparse=True), or use torch.optim.AdamW"
+                f"nn.Embedding(..., sparse=True), or use torch.optim.AdamW{see('set-up-is-refused')}"
             )
         state = self.state[parameter]
         if not state:

@@ -13,7 +13,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
-from ddp_hooks.comm import Work
+from ddp_hooks.comm import Work, see
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.gradients import GradientExchange, RowSum, merged, send_delayed
 from ddp_hooks.embedding.ids import BatchRows
@@ -183,7 +183,7 @@ class TableStep:
             raise RuntimeError(
                 "a step of the tables was interrupted by an exception before it had sent its delayed rows, so a part "
                 "of them is not updated: go on with the next forward of training, or call tables.full_state_dict() "
-                "on all ranks, either of which completes it"
+                f"on all ranks, either of which completes it{see('tables-miss-a-step')}"
             )
         late, self._late = self._late, None
         self._channels.wait(_there(late.work), self._tally.gradients)

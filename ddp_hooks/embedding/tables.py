@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddp_hooks.comm import Work, at_exit, compat
+from ddp_hooks.comm import Work, at_exit, compat, see
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.columns import scatter_columns
 from ddp_hooks.embedding.config import TableConfig
@@ -192,6 +192,7 @@ class EmbeddingTables(TableFlow):
         raise RuntimeError(
             "clip tables together with the rest of the model, whose norm is one: "
             "ddp_hooks.clip_grad_norm_([ddp.parameters(), tables], max_norm), or [state, tables] with DearState"
+            f"{see('gradients-are-guarded')}"
         )
 
     @contextmanager
@@ -336,19 +337,22 @@ class EmbeddingTables(TableFlow):
         if self._closed:
             raise RuntimeError(
                 f"{what}: the tables were closed, and rank {rank} has kept some columns of {self._all[index].name} "
-                f"only: call tables.full_state_dict() on all ranks before tables.close()"
+                f"only: call tables.full_state_dict() on all ranks before tables.close(){see('the-state-was-closed')}"
             )
         raise RuntimeError(
             f"{what}: rank {rank} has some columns of {self._all[index].name} only, and to gather the others takes all "
             f"ranks. To save call tables.full_state_dict() on all ranks, or tables.consolidate() on all ranks and "
             f"state_dict() on the rank that saves then, before the next step; to evaluate or read weights use "
-            f"tables.local() on all ranks"
+            f"tables.local() on all ranks{see('tables-are-sharded')}"
         )
 
     def load_weight(self, index: int, full: Tensor) -> None:
         """Take this rank's columns of (num_rows, dim)."""
         if self._whole is not None:
-            raise RuntimeError("weights were loaded inside of tables.local(), where tables are copies: leave it before")
+            raise RuntimeError(
+                "weights were loaded inside of tables.local(), where tables are copies: leave it before"
+                f"{see('called-at-the-wrong-moment')}"
+            )
         self.flush()
         self._weights_change()
         table = self._all[index]
@@ -365,7 +369,7 @@ class EmbeddingTables(TableFlow):
         if converted.device != weight.device:
             raise RuntimeError(
                 f"sharded tables cannot move from {weight.device} to {converted.device}: move the model before "
-                f"shard_embeddings()"
+                f"shard_embeddings(){see('storage-was-replaced')}"
             )
         weight.data = converted
 
@@ -402,7 +406,7 @@ class EmbeddingTables(TableFlow):
         if compat.with_closure(args, kwargs, lambda closure: closure) is not None:
             raise RuntimeError(
                 "tables.optimizer.step() takes no closure: run backward before it, or let the tables follow() the "
-                "optimizer whose step() has the closure"
+                f"optimizer whose step() has the closure{see('how-step-is-called')}"
             )
         self._forget_kept()
         self._begin_step()
@@ -448,7 +452,7 @@ class EmbeddingTables(TableFlow):
             raise RuntimeError(
                 "torch.amp.GradScaler does not see the gradients of sharded tables, which would stay scaled: use "
                 "ddp_hooks.GradScaler instead, with the same arguments, and let the tables follow() the optimizer that "
-                "it steps"
+                f"it steps{see('stock-gradscaler')}"
             )
 
     def _is_of_the_model(self, optimizer: torch.optim.Optimizer) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import compat, see
 
 
 class DeferredUpdates:
@@ -57,7 +57,7 @@ class DeferredUpdates:
             if position >= len(params) or params[position] is not self._parameters[index]:
                 raise RuntimeError(
                     "the optimizer's param_groups are not those that it had when the hook's state was created: change "
-                    "them before, or wrap the model again"
+                    f"them before, or wrap the model again{see('set-up-changed-later')}"
                 )
         self._settings = [
             {key: copied(value) for key, value in group.items() if key != "params"}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import compat, see
 
 # What may be asked of a gradient without touching its values.
 METADATA: frozenset[Any] = frozenset(
@@ -62,8 +62,12 @@ class GradientGuard(Tensor):
             return args[0] if args else None
         what = getattr(func, "__name__", str(func))
         if not guards:
-            raise RuntimeError(f"{what}() met a gradient that may not be used between backward and step")
-        raise RuntimeError(f"{what}() met the gradient of {guards[0].owner}, {guards[0].explain(what)}")
+            raise RuntimeError(
+                f"{what}() met a gradient that may not be used between backward and step{see('gradients-are-guarded')}"
+            )
+        raise RuntimeError(
+            f"{what}() met the gradient of {guards[0].owner}, {guards[0].explain(what)}{see('gradients-are-guarded')}"
+        )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientGuard({self.owner}, {self.explain('repr').split('.')[0]})"

@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ddp_hooks.comm import Recorder, Stall, Work, compat
+from ddp_hooks.comm import Recorder, Stall, Work, compat, see
 from ddp_hooks.feed.inert import InertOnCopy
 from ddp_hooks.feed.regions import START, Clearance, Passable, nearest_above, order_below, stand_ins
 from ddp_hooks.feed.trace import ForwardTrace
@@ -295,7 +295,7 @@ class FeedPipe:
         raise RuntimeError(
             f"{self._names[parameter]} was {what} while its gather was under way, so its value is undefined: call "
             f"state.synchronize() before writing or converting parameters after optimizer.step(), or use "
-            f"{self._remedy}"
+            f"{self._remedy}{see('a-parameter-was-written')}"
         )
 
     def _assign_groups_to_modules(self) -> None:

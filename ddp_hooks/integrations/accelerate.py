@@ -21,6 +21,7 @@ from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
 
+from ddp_hooks.comm import see
 from ddp_hooks.dear import GradScaler
 from ddp_hooks.integrations.binding import ddp_of, replaced
 from ddp_hooks.integrations.bindings import Bindings
@@ -68,17 +69,21 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment:
     engine = _OTHER_ENGINES.get(accelerator.distributed_type)
     if engine is not None:
         raise ValueError(
-            f"these are hooks of DistributedDataParallel, and this accelerator trains with {engine}: launch without it"
+            f"these are hooks of DistributedDataParallel, and this accelerator trains with {engine}: launch without "
+            f"it{see('in-a-trainer')}"
         )
     handler = accelerator.ddp_handler
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(
             f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) is a hook of its own, and DDP has one: "
-            f"leave it out"
+            f"leave it out{see('in-a-trainer')}"
         )
     # Accelerate marks what it returns: DDP around a model, or the model itself where it only evaluates.
     if any(not getattr(model, "_is_accelerate_prepared", False) for model in accelerator._models):
-        raise ValueError("this accelerator has prepared a model already: call attach() before accelerator.prepare()")
+        raise ValueError(
+            f"this accelerator has prepared a model already: call attach() before accelerator.prepare()"
+            f"{see('in-a-trainer')}"
+        )
     attachment = Attachment(accelerator, combination)
     if accelerator.num_processes > 1:
         attachment.install()

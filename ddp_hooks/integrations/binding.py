@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import compat, see
 from ddp_hooks.dear import DearConfig, DearState, dear_hook
 from ddp_hooks.embedding import EmbeddingTables
 from ddp_hooks.feed.companions import companions_in
@@ -119,7 +119,7 @@ class Binding:
                 raise ValueError(
                     f"clipping was asked for {len(self._parameters) - missing} of the model's "
                     f"{len(self._parameters)} trained parameters, but ranks hold shards of all of them: pass "
-                    f"model.parameters()"
+                    f"model.parameters(){see('in-a-trainer')}"
                 )
             return [self.dear]
         if self.topk is not None:

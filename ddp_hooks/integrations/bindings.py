@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import compat, see
 from ddp_hooks.dear import clip_grad_norm_
 from ddp_hooks.integrations.binding import Binding
 from ddp_hooks.integrations.settings import Dense
@@ -135,6 +135,7 @@ def _numbered(folder: str | Path, number: int) -> Path:
 def _refuse_without_optimizer(module: nn.Module, *_: Any) -> None:
     if module.training and torch.is_grad_enabled():
         raise RuntimeError(
-            "this model was prepared, but no optimizer with all of its trained parameters, so its gradients would not "
-            "travel by the hook that was attached: prepare (or set up) one optimizer of model.parameters(), too"
+            f"this model was prepared, but no optimizer with all of its trained parameters, so its gradients would not "
+            f"travel by the hook that was attached: prepare (or set up) one optimizer of model.parameters(), too"
+            f"{see('in-a-trainer')}"
         )

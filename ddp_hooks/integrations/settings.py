@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
+from ddp_hooks.comm import see
 from ddp_hooks.dear import DearConfig
 from ddp_hooks.embedding import TableConfig
 from ddp_hooks.topk import TopKConfig
@@ -81,8 +82,8 @@ def combination_of(config: Config) -> Combination:
             )
     if {type(part) for part in dense} == {DearConfig, TopKConfig}:
         raise ValueError(
-            "DearConfig and TopKConfig are two hooks, and DDP has one: for sparse gradients that arrive in the next "
-            'forward write TopKConfig(pipeline="forward")'
+            f"DearConfig and TopKConfig are two hooks, and DDP has one: for sparse gradients that arrive in the next "
+            f'forward write TopKConfig(pipeline="forward"){see("in-a-trainer")}'
         )
     if len(dense) > 1 or len(tables) > 1:
         raise ValueError(f"one configuration of a kind is enough, got {parts}")

@@ -24,6 +24,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
+from ddp_hooks.comm import see
 from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
 from ddp_hooks.integrations import accelerate
 from ddp_hooks.integrations.binding import TABLES, tables_of
@@ -115,7 +116,7 @@ class CommHookMixin(_Trainer):
                 raise RuntimeError(
                     f"{error}\n\nIn a Trainer with a communication hook that is "
                     f"TrainingArguments(ddp_find_unused_parameters=True); left out, it means False here, which spares "
-                    f"every step a walk through the graph."
+                    f"every step a walk through the graph{see('in-a-trainer')}"
                 ) from error
             raise
 
@@ -125,8 +126,9 @@ class CommHookMixin(_Trainer):
         spent = any(binding.has_sharded_optimizer for binding in self._attachment.bindings)
         if spent and self._has_users_optimizer:
             raise ValueError(
-                "auto_find_batch_size wraps the model anew, and the optimizer that was passed holds shards of it: pass "
-                "optimizer_cls_and_kwargs instead of optimizers, or DearConfig(update='replicated')"
+                f"auto_find_batch_size wraps the model anew, and the optimizer that was passed holds shards of it: "
+                f"pass optimizer_cls_and_kwargs instead of optimizers, or DearConfig(update='replicated')"
+                f"{see('in-a-trainer')}"
             )
         self._attachment.bindings.release()
         if spent:
@@ -152,9 +154,9 @@ class CommHookMixin(_Trainer):
     def _refuse_early_optimizer(self) -> None:
         if self.optimizer is not None:
             raise ValueError(
-                "the optimizer was made before tables are cut out of the model, and holds whole ones: pass "
-                "optimizer_cls_and_kwargs=(class, arguments) instead of optimizers, or call shard_embeddings() "
-                "yourself before making it"
+                f"the optimizer was made before tables are cut out of the model, and holds whole ones: pass "
+                f"optimizer_cls_and_kwargs=(class, arguments) instead of optimizers, or call shard_embeddings() "
+                f"yourself before making it{see('in-a-trainer')}"
             )
 
     # -- steps ------------------------------------------------------------------------------------------------------
@@ -276,6 +278,7 @@ def _refuse_checkpoint_without_tables(checkpoint: Path) -> None:
         raise ValueError(
             f"{checkpoint} was saved without sharded tables, so its optimizer has a state for whole ones: resume it "
             f"without tables, or begin with its weights alone, with model.from_pretrained({str(checkpoint)!r})"
+            f"{see('in-a-trainer')}"
         )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ddp_hooks.comm import Span
+from ddp_hooks.comm import Span, see
 from ddp_hooks.planning import bounds
 from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, Waiting, turns
 from ddp_hooks.planning.network import Network
@@ -106,7 +106,9 @@ def simulate(
     run.engine.start(_main(strategy, run))
     run.engine.run()
     if len(run.step_ends_s) < steps:
-        raise RuntimeError(f"{strategy.name}: the simulated training waits for something that never happens")
+        raise RuntimeError(
+            f"{strategy.name}: the simulated training waits for something that never happens{see('please-report')}"
+        )
     step_s = (run.step_ends_s[-1] - run.step_ends_s[0]) / (steps - 1)  # steps may differ, in turns
     return Prediction(
         strategy.name,

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import compat, see
 from ddp_hooks.feed import PARAMETERWISE
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.variants import candidates
@@ -74,6 +74,7 @@ def refuse_join(*_: Any, **__: Any) -> Any:
     raise RuntimeError(
         "join() cannot work with TopKState: a rank that has run out of data selects nothing. Give every rank the same "
         "number of batches: DistributedSampler(drop_last=True), or stop with the rank that has the fewest"
+        f"{see('uneven-batches')}"
     )
 
 

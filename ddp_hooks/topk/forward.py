@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Recorder, Work, compat
+from ddp_hooks.comm import Recorder, Work, compat, see
 from ddp_hooks.feed import (
     DeferredUpdates,
     FeedPipe,
@@ -116,7 +116,7 @@ class ForwardPipeline:
         if self._held is not None or self._flying is not None:
             raise RuntimeError(
                 "a backward follows a forward that has gone around DDP's hooks, so gradients of the step before are "
-                "still on their way: call ddp(...), not ddp.forward(...)"
+                f"still on their way: call ddp(...), not ddp.forward(...){see('late-gradients')}"
             )
 
     def plan(self, groups: Sequence[tuple[int, ...]]) -> None:
@@ -169,7 +169,7 @@ class ForwardPipeline:
         if compat.inside_compiled_region():
             raise RuntimeError(
                 "optimizer.step() was called from compiled code, which cannot leave updates to the next forward: "
-                "compile the model alone, and call optimizer.step() outside"
+                f"compile the model alone, and call optimizer.step() outside{see('how-step-is-called')}"
             )
         replaced = compat.with_closure(args, kwargs, self._settling)
         if replaced is None:

@@ -26,6 +26,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
+from ddp_hooks.comm import see
 from ddp_hooks.topk.primitives import are_in
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
@@ -96,6 +97,7 @@ class Ledger:
             raise RuntimeError(
                 "gradients are finite on every rank, and their sum over the ranks is not, or not in bfloat16: they are "
                 "of the order of 1e38. Lower the learning rate, or clip gradients before they become so large"
+                f"{see('gradients-are-not-finite')}"
             )
         if self._collection == "global":
             self._collect(result.indices)

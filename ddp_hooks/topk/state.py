@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, compat
+from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, compat, see
 from ddp_hooks.feed import companions
 from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.algorithms import Sparsity
@@ -228,7 +228,10 @@ class TopKState:
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Submit the groups that are complete with this bucket; called by DDP, through the hook, during backward."""
         if self._closed:
-            raise RuntimeError("TopKState was closed: wrap the model in a new DistributedDataParallel to train on")
+            raise RuntimeError(
+                "TopKState was closed: wrap the model in a new DistributedDataParallel to train on"
+                f"{see('the-state-was-closed')}"
+            )
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
@@ -236,7 +239,7 @@ class TopKState:
         if None in indices:
             raise RuntimeError(
                 "DDP reduces a parameter that was frozen when TopKState was created: freeze it before wrapping the "
-                "model, or after creating the state"
+                f"model, or after creating the state{see('set-up-changed-later')}"
             )
         if self._backward is None:
             self._backward = self._begin_backward()
@@ -334,7 +337,7 @@ class TopKState:
             raise RuntimeError(
                 f"no rank has used {', '.join(stale[:5])} in this backward, and gradients of an earlier one are still "
                 f"there, which would be added to what is left out: call zero_grad() for all parameters of the model "
-                f"before a backward, also for those of other optimizers"
+                f"before a backward, also for those of other optimizers{see('late-gradients')}"
             )
 
     # -- or: they arrive in the next forward ------------------------------------------------------------------------
@@ -363,7 +366,10 @@ class TopKState:
     def _refuse_or_skip(self, ranks: Sequence[int]) -> None:
         where = f"gradients were not finite on ranks {[dist.get_global_rank(self._lanes.group, r) for r in ranks]}"
         if self.config.on_nonfinite == "raise":
-            raise RuntimeError(f"{where}, so no rank has any; what was finite is kept for the next step")
+            raise RuntimeError(
+                f"{where}, so no rank has any; what was finite is kept for the next step"
+                f"{see('gradients-are-not-finite')}"
+            )
         self._num_skipped += 1
         self._stats = replace(self._stats, skipped_steps=self._num_skipped)
         if self._scaler is not None:
@@ -401,22 +407,30 @@ class TopKState:
 
     def _refuse_under_way(self, what: str) -> None:
         if self._backward is not None:
-            raise RuntimeError(f"{what} in the middle of a backward: call it between two steps")
+            raise RuntimeError(
+                f"{what} in the middle of a backward: call it between two steps{see('called-at-the-wrong-moment')}"
+            )
         if self._pipeline is not None:
             self._pipeline.finish()
             if self._pipeline.is_holding:
-                raise RuntimeError(f"{what} between a backward and optimizer.step(): call it between two steps")
+                raise RuntimeError(
+                    f"{what} between a backward and optimizer.step(): call it between two steps"
+                    f"{see('called-at-the-wrong-moment')}"
+                )
 
     def _before_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() or self._backward is None:
             return
         missing = [name for index, name in enumerate(self._names) if index not in self._backward.places]
         if not missing:
-            raise RuntimeError("the last backward ended with an error in its exchange: wrap the model again")
+            raise RuntimeError(
+                "the last backward ended with an error in its exchange: wrap the model again"
+                f"{see('a-backward-did-not-end')}"
+            )
         raise RuntimeError(
             f"the last backward ended without gradients for {', '.join(missing[:5])} or parameters of the same bucket, "
             f"so they were not reduced: pass find_unused_parameters=True to DistributedDataParallel; if it ended with "
-            f"an exception, wrap the model again"
+            f"an exception, wrap the model again{see('a-backward-did-not-end')}"
         )
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:

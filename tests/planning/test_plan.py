@@ -165,7 +165,8 @@ def plan_that_fails(rank: int, world_size: int) -> str:
 
 def test_an_error_of_one_rank_is_everyones(workers: WorkerPools) -> None:
     for message in workers(2).run(plan_that_fails):
-        assert message == "on ranks [1]: IndexError: no more batches"
+        place = " (see docs/troubleshooting.md#set-up-is-refused)"
+        assert message == f"on ranks [1]: IndexError: no more batches{place}"
 
 
 def plan_with_hook(rank: int, world_size: int) -> str:
