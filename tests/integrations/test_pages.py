@@ -106,4 +106,4 @@ def run_readme(rank: int, world_size: int, folder: str) -> int:
 
 
 def test_the_readmes_lines_run(workers: WorkerPools, tmp_path: Path) -> None:
-    assert workers(2).run(run_readme, str(tmp_path)) == [2, 2]
+    assert workers(2).run(run_readme, str(tmp_path)) == [3, 3]
