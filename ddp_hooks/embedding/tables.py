@@ -257,6 +257,11 @@ class EmbeddingTables(TableFlow):
         self._kept = self._checkpoint.weights(to, torch.device("cpu"))
         self._checkpoint.keep(self._checkpoint.optimizer_state(to))
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether ``state_dict()`` has whole tables on this rank now: after :meth:`consolidate`, in :meth:`local`."""
+        return self._whole is not None or self._kept is not None or self._channels.world_size == 1
+
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's columns of tables and optimizer state, DTensors, for ``torch.distributed.checkpoint.save``.
 

@@ -42,7 +42,10 @@ _EXTENDED = (
     "clip_grad_value_",
     "save_state",
     "load_state",
+    "get_state_dict",
+    "unwrap_model",
     "free_memory",
+    "end_training",
 )
 
 
@@ -113,6 +116,7 @@ class Attachment:
         """Of the models that were prepared with their optimizers, in that order."""
         self.keeps_models = False
         """Whether models that were prepared train on after ``free_memory``, as a Trainer's do."""
+        self._is_complete = False  # whether what the loop saves was gathered already
         self._undo = ExitStack()
 
     # -- what users call --------------------------------------------------------------------------------------------
@@ -186,12 +190,21 @@ class Attachment:
             self.bindings.release()
         return original(*objects)
 
+    def _unwrap_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self.synchronize()  # whoever unwraps is about to look at parameters
+        return original(*args, **kwargs)
+
+    def _end_training(self, original: Callable[..., Any]) -> Any:
+        self.bindings.release()  # before the process group is gone
+        return original()
+
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def _clip_grad_norm(
         self, original: Callable[..., Any], parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Any:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._refuse_between_parts("clip_grad_norm_")
         self.accelerator.unscale_gradients()
         norm = self.bindings.clip_grad_norm(given, max_norm, norm_type)
         return original(given, max_norm, norm_type) if norm is None else norm
@@ -200,10 +213,18 @@ class Attachment:
         self, original: Callable[..., Any], parameters: Iterable[Tensor] | Tensor, clip_value: float
     ) -> None:
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._refuse_between_parts("clip_grad_value_")
         self.accelerator.unscale_gradients()
         rest = self.bindings.clip_grad_value(given, clip_value)
         if rest:
             original(rest, clip_value)
+
+    def _refuse_between_parts(self, name: str) -> None:
+        if not self.accelerator.sync_gradients and any(binding.dear is not None for binding in self.bindings):
+            raise RuntimeError(
+                f"{name}() was called while gradients are being accumulated, of which every rank has its own: write "
+                f"`if accelerator.sync_gradients:` before it{see('in-a-trainer')}"
+            )
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -216,11 +237,16 @@ class Attachment:
         """
         with ExitStack() as stack:
             stack.enter_context(self.bindings.complete(everywhere))
-            has_tables = any(binding.tables is not None for binding in self.bindings)
-            if has_tables and not everywhere and not self.accelerator.is_main_process:
-                # Accelerate asks every rank for the model's state, and writes the first one's.
-                stack.enter_context(replaced(self.accelerator, "get_state_dict", lambda *_, **__: {}))
+            stack.enter_context(replaced(self, "_is_complete", True))
             yield
+
+    def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Accelerate asks every rank for the model's state, and writes the first one's."""
+        with_tables = [binding for binding in self.bindings if binding.tables is not None]
+        if not self._is_complete:
+            for binding in with_tables:
+                binding.consolidate_tables()
+        return original(*args, **kwargs) if all(binding.has_whole_tables for binding in with_tables) else {}
 
     def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         everywhere = self.accelerator.project_configuration.save_on_each_node
@@ -234,8 +260,7 @@ class Attachment:
         self, original: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
         for binding in self.bindings:
-            if binding.tables is not None:
-                binding.tables.consolidate(None)  # Accelerate compares what it loads with state_dict()
+            binding.consolidate_tables(everywhere=True)  # Accelerate compares what it loads with state_dict()
         original(input_dir, *args, **kwargs)
         self.bindings.load(input_dir if input_dir is not None else self._latest_folder())
 

@@ -152,6 +152,16 @@ class Binding:
             self.dear.consolidate()
         return self.optimizer.state_dict() if self.dear is None or self.rank == 0 else {}
 
+    def consolidate_tables(self, everywhere: bool = False) -> None:
+        """Gather tables, if there are any, on the first rank or on all of them, until the next step; collective."""
+        if self.tables is not None:
+            self.tables.consolidate(None if everywhere else 0)
+
+    @property
+    def has_whole_tables(self) -> bool:
+        """Whether the model's ``state_dict`` can be had on this rank."""
+        return self.tables is None or self.tables.is_whole
+
     @contextmanager
     def complete(self, everywhere: bool = False) -> Iterator[None]:
         """While it lasts, the optimizer's ``state_dict`` is complete where a loop writes it; collective.
@@ -168,8 +178,7 @@ class Binding:
                 stack.enter_context(replaced(self.optimizer, "state_dict", lambda: state))
             if self.topk is not None:
                 self.topk.synchronize()
-            if self.tables is not None:
-                self.tables.consolidate(None if everywhere else 0)
+            self.consolidate_tables(everywhere)
             yield
 
     def save(self, folder: str | os.PathLike[str], everywhere: bool = False) -> None:
@@ -222,8 +231,7 @@ class Binding:
     def finish(self) -> None:
         """:meth:`close`, after which the state of the end can still be saved, from memory; collective."""
         optimizer = self.optimizer_state()
-        if self.tables is not None:
-            self.tables.consolidate()
+        self.consolidate_tables()
         self._final = _Final(optimizer, self.topk.state_dict() if self.topk is not None else {})
         self.close()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import compat, see
 from ddp_hooks.dear import clip_grad_norm_
-from ddp_hooks.integrations.binding import Binding
+from ddp_hooks.integrations.binding import Binding, tables_of
 from ddp_hooks.integrations.settings import Dense
+from ddp_hooks.topk import TopKConfig
 
 
 class Bindings:
@@ -43,28 +44,38 @@ class Bindings:
         """Bind models that have all their parameters in one of these optimizers; returns the new ones. Collective."""
         made = []
         for ddp, guard in list(self._waiting.items()):
-            wanted = {id(parameter) for parameter in compat.managed_parameters(ddp).values()}
-            for optimizer in optimizers:
-                held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-                if wanted <= held:
-                    made.append(Binding(ddp, optimizer, self._dense, scaler))
-                    guard.remove()
-                    del self._waiting[ddp]
-                    break
+            optimizer = self._optimizer_of(ddp, list(optimizers))
+            if optimizer is not None:
+                made.append(Binding(ddp, optimizer, self._dense, scaler))
+                guard.remove()
+                del self._waiting[ddp]
         self._bound += made
         return made
+
+    def _optimizer_of(
+        self, ddp: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
+    ) -> torch.optim.Optimizer | None:
+        """The one that holds all parameters of a model; with hooks that leave optimizers alone the first with some."""
+        wanted = {id(parameter) for parameter in compat.managed_parameters(ddp).values()}
+        alone = isinstance(self._dense, TopKConfig) and self._dense.pipeline == "backward"
+        takes_any = alone and tables_of(ddp.module) is None
+        for optimizer in optimizers:
+            held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+            if wanted <= held or (takes_any and wanted & held):
+                return optimizer
+        return None
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[Binding]:
         """Those of an optimizer's models."""
         return [binding for binding in self._bound if binding.optimizer is optimizer]
 
-    def release(self) -> None:
-        """Finish communication, and forget all models; all ranks do it."""
-        for guard in self._waiting.values():
-            guard.remove()
-        self._waiting.clear()
-        while self._bound:
-            self._bound.pop().close()
+    def release(self, but: nn.Module | None = None) -> None:
+        """Finish communication, and forget all models, ``but`` one; all ranks do it."""
+        for ddp in [ddp for ddp in self._waiting if ddp.module is not but]:
+            self._waiting.pop(ddp).remove()
+        for binding in [binding for binding in self._bound if binding.ddp.module is not but]:
+            self._bound.remove(binding)
+            binding.close()
 
     def finish(self) -> None:
         """Finish communication; what was trained can still be saved. All ranks do it."""
@@ -135,7 +146,7 @@ def _numbered(folder: str | Path, number: int) -> Path:
 def _refuse_without_optimizer(module: nn.Module, *_: Any) -> None:
     if module.training and torch.is_grad_enabled():
         raise RuntimeError(
-            f"this model was prepared, but no optimizer with all of its trained parameters, so its gradients would not "
-            f"travel by the hook that was attached: prepare (or set up) one optimizer of model.parameters(), too"
-            f"{see('in-a-trainer')}"
+            f"this model was prepared, but no single optimizer with all of its trained parameters, which hooks and "
+            f"tables step with: prepare (or set up) one optimizer of model.parameters(), with several param_groups if "
+            f"need be{see('in-a-trainer')}"
         )

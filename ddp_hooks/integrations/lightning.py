@@ -21,13 +21,14 @@ from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.strategies import DDPStrategy
 else:  # the same under their former names
     from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
+    from pytorch_lightning import Callback, LightningModule
     from pytorch_lightning.strategies import DDPStrategy
 
 from ddp_hooks.dear import GradScaler
-from ddp_hooks.integrations.binding import Binding
 from ddp_hooks.integrations.bindings import Bindings
 from ddp_hooks.integrations.settings import BUCKET_MB, Config, combination_of
 
@@ -52,6 +53,10 @@ class _Hooked:
     def stats(self) -> dict[str, float]:
         """Numbers of this rank's last step: for ``self.log_dict`` or ``fabric.log_dict``."""
         return self.bindings.stats()
+
+    def synchronize(self) -> None:
+        """Wait until parameters hold their new values, for code that reads them outside of any forward."""
+        self.bindings.synchronize()
 
     def _expect(self, ddp: DistributedDataParallel) -> None:
         if self._has_peers:
@@ -80,19 +85,15 @@ class _Hooked:
 
     def _module_state(self, ask: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         """The model's state; with sharded tables on the first rank alone, and collective."""
-        with_tables = self._consolidate_tables()
-        return {} if with_tables and with_tables[0].rank != 0 else ask()
-
-    def _consolidate_tables(self) -> list[Binding]:
-        found = [binding for binding in self.bindings if binding.tables is not None]
-        for binding in found:
-            assert binding.tables is not None
-            binding.tables.consolidate()
-        return found
+        for binding in self.bindings:
+            binding.consolidate_tables()
+        return ask() if all(binding.has_whole_tables for binding in self.bindings) else {}
 
     def _save_beside(self, path: str | Path) -> None:
         """Write what is not in model and optimizer into a folder beside the checkpoint; all ranks do it."""
-        if self._consolidate_tables() or any(binding.topk is not None for binding in self.bindings):
+        if any(binding.tables is not None or binding.topk is not None for binding in self.bindings):
+            for binding in self.bindings:
+                binding.consolidate_tables()
             self.bindings.save(_beside(path))
 
 
@@ -134,6 +135,8 @@ class CommHookStrategy(_Hooked, DDPStrategy):
             self.bindings.bind([_unwrapped(optimizer) for optimizer in self.optimizers], scaler)
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
             self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
+            if not any(isinstance(callback, _CompleteParameters) for callback in trainer.callbacks):
+                trainer.callbacks.insert(0, _CompleteParameters())
 
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         parameters = self._parameters_of(optimizer)
@@ -148,7 +151,7 @@ class CommHookStrategy(_Hooked, DDPStrategy):
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """What an optimizer updates; those of the model where it holds shards of them."""
         bound = self.bindings.of(_unwrapped(optimizer))
-        if not bound:
+        if not any(binding.has_sharded_optimizer for binding in bound):
             return [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [parameter for binding in bound for parameter in binding.ddp.parameters() if parameter.requires_grad]
 
@@ -200,6 +203,32 @@ class CommHookStrategy(_Hooked, DDPStrategy):
         else:
             self.bindings.finish()
         super().teardown()
+
+
+class _CompleteParameters(Callback):
+    """Waits for gathers before others look at the model; in steps only if somebody has code there.
+
+    Between two steps parameters may be on their way, and a copy of them, for a moving average, would be of the past.
+    """
+
+    def _wait(self, trainer: Any, *_: Any, **__: Any) -> None:
+        if isinstance(trainer.strategy, CommHookStrategy):
+            trainer.strategy.synchronize()
+
+    def _wait_in_step(self, trainer: Any, module: Any, *_: Any, **__: Any) -> None:
+        ours = ("lightning.", "pytorch_lightning.", "ddp_hooks.")
+        others = [callback for callback in trainer.callbacks if not type(callback).__module__.startswith(ours)]
+        if any(_overrides(callback, Callback) for callback in others) or _overrides(module, LightningModule):
+            self._wait(trainer)
+
+    on_train_batch_end = on_before_zero_grad = _wait_in_step  # type: ignore[assignment]
+    on_train_epoch_start = on_train_epoch_end = on_train_end = _wait
+
+
+def _overrides(found: Any, base: type) -> bool:
+    """Whether something looks at steps, which its base class does not."""
+    events = ("on_train_batch_end", "on_before_zero_grad")
+    return any(getattr(type(found), event) is not getattr(base, event) for event in events)
 
 
 class CommHookFabricStrategy(_Hooked, FabricDDPStrategy):

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor, nn
+from transformers.integrations.neftune import activate_neftune, deactivate_neftune
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ddp_hooks.comm import see
@@ -33,6 +34,8 @@ from ddp_hooks.integrations.settings import Config, combination_of
 
 logger = logging.getLogger("ddp_hooks")
 
+_Callback = transformers.TrainerCallback
+_STEP_EVENTS = ("on_optimizer_step", "on_step_end", "on_log")
 _TRAINER_STATE = "trainer_state.json"  # the last file that a Trainer writes into a checkpoint
 
 if TYPE_CHECKING:
@@ -62,17 +65,31 @@ class CommHookMixin(_Trainer):
     _tables: EmbeddingTables | None = None
     _lookahead: Lookahead | None = None
     _follows_schedule: bool = False
+    _has_consolidated: bool = False  # since the last step, on every rank
     _has_users_optimizer: bool | None = None
+    _num_attempts: int = 0  # of the present train() to find a batch size
+    _carried: dict[str, Any] | None = None  # the state of an optimizer that is made anew
 
     def __init__(self, *args: Any, comm_hook: Config | None = None, **kwargs: Any) -> None:
         if comm_hook is not None:
             combination_of(comm_hook)  # a wrong one is refused before anything is moved
         self._comm_hook = comm_hook
         super().__init__(*args, **kwargs)
+        self._go_first()
+
+    def _go_first(self) -> None:
+        """Let parameters be complete before other callbacks see the model."""
+        if self._comm_hook is not None:
+            self.callback_handler.callbacks.insert(0, _CompleteParameters(self))
 
     def comm_hook_stats(self) -> dict[str, float]:
         """Numbers of this rank's last step, as they are logged."""
         return self._attachment.stats() if self._attachment is not None else {}
+
+    def synchronize(self) -> None:
+        """Wait until parameters hold their new values, for code that reads them outside of any forward."""
+        if self._attachment is not None:
+            self._attachment.synchronize()
 
     # -- what is made -----------------------------------------------------------------------------------------------
 
@@ -108,7 +125,9 @@ class CommHookMixin(_Trainer):
                 self._has_users_optimizer = self.optimizer is not None
             if self.args.auto_find_batch_size:
                 self._unwrap()
+            self._attachment.bindings.release(but=self.model)  # model_init may have made another one
             self._shard()
+        self._num_attempts += 1
         try:
             return super()._inner_training_loop(batch_size, *args, **kwargs)
         except RuntimeError as error:
@@ -123,16 +142,27 @@ class CommHookMixin(_Trainer):
     def _unwrap(self) -> None:
         """Let go of a model that the Trainer is about to wrap again, as it does for every batch size that it tries."""
         assert self._attachment is not None
-        spent = any(binding.has_sharded_optimizer for binding in self._attachment.bindings)
+        bound = list(self._attachment.bindings)
+        spent = any(binding.has_sharded_optimizer for binding in bound)
         if spent and self._has_users_optimizer:
             raise ValueError(
                 f"auto_find_batch_size wraps the model anew, and the optimizer that was passed holds shards of it: "
                 f"pass optimizer_cls_and_kwargs instead of optimizers, or DearConfig(update='replicated')"
                 f"{see('in-a-trainer')}"
             )
+        if spent and self._num_attempts == 0 and bound[0].dear is not None:  # nothing has failed: a second train()
+            self._carried = bound[0].dear.full_optimizer_state_dict()
         self._attachment.bindings.release()
         if spent:
             self.optimizer = None  # which makes the Trainer create another one
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
+        """The Trainer's, with the state of the one whose model was wrapped anew."""
+        optimizer = super().create_optimizer(*args, **kwargs)
+        if self._carried is not None:
+            optimizer.load_state_dict(self._carried)
+            self._carried = None
+        return optimizer
 
     def _shard(self) -> None:
         """Make tables of the model's embeddings, if they were asked for and are not there yet."""
@@ -141,13 +171,19 @@ class CommHookMixin(_Trainer):
             return
         self._follows_schedule = settings.follow_schedule
         assert self.model is not None
+        if self._tables is not None and self._tables is not tables_of(self.model):
+            self._tables.close()
         self._tables = tables_of(self.model)
         if self._tables is None:
             self._refuse_early_optimizer()
             options = {"lr": self.args.learning_rate, **settings.options}
+            if self.neftune_noise_alpha is not None:  # a hook on the embedding that is about to be replaced
+                deactivate_neftune(self.model, self.neftune_hook_handle, self.accelerator)
             self._tables = shard_embeddings(
                 self.model, None, settings.modules, settings.optimizer_class, config=settings.config, **options
             )
+            if self.neftune_noise_alpha is not None:
+                self.neftune_hook_handle = activate_neftune(self.model, self.neftune_noise_alpha, self.accelerator)
         if settings.ids is not None:
             self._lookahead = Lookahead(self._tables, settings.ids)
 
@@ -168,6 +204,7 @@ class CommHookMixin(_Trainer):
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
         """The Trainer's."""
+        self._has_consolidated = False
         if self._tables is not None and self._follows_schedule and self.optimizer is not None:
             _follow_learning_rate(self._tables, self.optimizer)
         if self._lookahead is not None:
@@ -189,21 +226,30 @@ class CommHookMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """The Trainer's; ``resume_from_checkpoint=True`` takes the last checkpoint that is complete."""
+        self._num_attempts = 0
         if resume_from_checkpoint is True and self._attachment is not None:
             assert self.args.output_dir is not None
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        result = super()._finalize_training(*args, **kwargs)
+        self.synchronize()  # from now on anybody may look at the model
+        self._consolidate_tables()  # for save_model() on the first rank alone
+        return super()._finalize_training(*args, **kwargs)
+
+    def _load_best_model(self) -> None:
+        super()._load_best_model()
+        self._consolidate_tables()
+
+    def _consolidate_tables(self) -> None:
         if self._tables is not None:
-            self._tables.consolidate()  # for save_model() on the first rank alone
-        return result
+            self._tables.consolidate(None if self.args.save_on_each_node else 0)
+            self._has_consolidated = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """The Trainer's; while training goes on, all ranks call it where there are sharded tables."""
-        if self._tables is not None and self.is_in_train and not _internal_call:
-            self._tables.consolidate()
+        if self.is_in_train and not _internal_call and not self._has_consolidated:
+            self._consolidate_tables()
         super().save_model(output_dir, _internal_call)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
@@ -215,9 +261,15 @@ class CommHookMixin(_Trainer):
         with attachment.complete(everywhere):
             if with_optimizer:
                 folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
+                if self.args.should_save:
+                    _forget_former(folder)
+                self.accelerator.wait_for_everyone()
                 attachment.bindings.save(folder, everywhere)
-                self.accelerator.wait_for_everyone()  # the Trainer's last file says that all are there
             super()._save_checkpoint(model, trial)
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)
+        self.accelerator.wait_for_everyone()  # the Trainer's last file, which comes next, says that all are there
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._tables is not None:
@@ -225,6 +277,40 @@ class CommHookMixin(_Trainer):
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._attachment is not None:
             self._attachment.bindings.load(checkpoint)
+
+
+class _CompleteParameters(transformers.TrainerCallback):
+    """Waits for gathers before callbacks look at the model; in steps only if there are some that are not the Trainer's.
+
+    Between two steps parameters may be on their way, and a copy of them, for a moving average, would be of the past.
+    """
+
+    def __init__(self, trainer: CommHookMixin) -> None:
+        self._trainer = trainer
+        self._has_told = False
+
+    def _wait(self, *_: Any, **__: Any) -> None:
+        self._trainer.synchronize()
+
+    def _wait_in_step(self, *_: Any, **__: Any) -> None:
+        others = [
+            callback
+            for callback in self._trainer.callback_handler.callbacks
+            if not type(callback).__module__.startswith(("transformers.", "ddp_hooks."))
+            and any(getattr(type(callback), event) is not getattr(_Callback, event) for event in _STEP_EVENTS)
+        ]
+        if not others:
+            return
+        self._wait()
+        if not self._has_told:
+            self._has_told = True
+            names = ", ".join(sorted({type(callback).__name__ for callback in others}))
+            logger.info(
+                "%s may look at parameters after a step, so gathers end before it instead of under the forward", names
+            )
+
+    on_optimizer_step = on_step_end = on_log = _wait_in_step
+    on_epoch_begin = on_epoch_end = on_evaluate = on_save = on_train_end = _wait
 
 
 def attach(trainer: transformers.Trainer, config: Config) -> None:
@@ -246,6 +332,7 @@ def attach(trainer: transformers.Trainer, config: Config) -> None:
     assert isinstance(trainer, CommHookMixin)
     trainer._comm_hook = config
     trainer._attach()
+    trainer._go_first()
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
@@ -273,6 +360,12 @@ def _is_complete(folder: Path) -> bool:
     return True
 
 
+def _forget_former(checkpoint: Path) -> None:
+    """A checkpoint of another run in the same place is none any more, as soon as this one is begun."""
+    for path in [checkpoint / _TRAINER_STATE, *checkpoint.glob("ddp_hooks*.bin")]:
+        path.unlink(missing_ok=True)
+
+
 def _refuse_checkpoint_without_tables(checkpoint: Path) -> None:
     if (checkpoint / "optimizer.pt").exists() and not (checkpoint / TABLES).exists():
         raise ValueError(
@@ -285,6 +378,7 @@ def _refuse_checkpoint_without_tables(checkpoint: Path) -> None:
 def _follow_learning_rate(tables: EmbeddingTables, optimizer: torch.optim.Optimizer) -> None:
     """Multiply the tables' rates as a scheduler has multiplied the first one of the model's optimizer."""
     leading = optimizer.param_groups[0]
-    factor = leading["lr"] / leading["initial_lr"] if leading.get("initial_lr") else 1.0
+    first = leading.get("initial_lr", optimizer.defaults.get("lr"))  # some schedulers leave no mark
+    factor = leading["lr"] / first if first else 1.0
     for group in tables.optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

@@ -50,7 +50,7 @@ def gpt2(**settings: Any) -> nn.Module:
 
     torch.manual_seed(3)
     sizes: dict[str, Any] = {"n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": VOCABULARY, "n_positions": 32}
-    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **sizes, **settings))
+    return GPT2LMHeadModel(GPT2Config(bos_token_id=0, eos_token_id=0, **{**sizes, **settings}))
 
 
 def bert(**settings: Any) -> nn.Module:

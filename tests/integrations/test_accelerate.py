@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -229,6 +230,13 @@ def misuse(rank: int, world_size: int, case: str) -> str:
             if case == "no optimizer":
                 model = accelerator.prepare(model)
                 model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
+            if case == "between parts":
+                model, optimizer = accelerator.prepare(model, optimizer)
+                ids = torch.zeros(1, 4, dtype=torch.int64)
+                with accelerator.no_sync(model):
+                    accelerator.gradient_state._set_sync_gradients(False)
+                    accelerator.backward(model(input_ids=ids, labels=ids).loss)
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
             if case == "part of the model":
                 model, optimizer = accelerator.prepare(model, optimizer)
                 ids = torch.zeros(1, 4, dtype=torch.int64)
@@ -246,12 +254,74 @@ def misuse(rank: int, world_size: int, case: str) -> str:
     [
         ("another hook", "is a hook of its own, and DDP has one: leave it out"),
         ("prepared before", "call attach() before accelerator.prepare()"),
-        ("no optimizer", "no optimizer with all of its trained parameters"),
+        ("no optimizer", "no single optimizer with all of its trained parameters"),
+        ("between parts", "write `if accelerator.sync_gradients:` before it"),
         ("part of the model", "clipping was asked for 3 of the model's"),
     ],
 )
 def test_refusals(workers: WorkerPools, case: str, expected: str) -> None:
     assert all(expected in message for message in workers(2).run(misuse, case))
+
+
+def save_model(rank: int, world_size: int, folder: str) -> None:
+    from accelerate import Accelerator
+    from safetensors.torch import load_file
+
+    from ddp_hooks.integrations.accelerate import attach
+
+    with as_torchrun_does(rank, world_size):
+        accelerator = Accelerator(cpu=True)
+        attachment = attach(accelerator, DEAR)
+        model: Any = nn.Sequential(nn.Embedding(4200, 12), nn.Flatten(), nn.Linear(96, 3))
+        tables = shard_embeddings(model, optimizer_class=torch.optim.SGD, lr=0.1)
+        optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+        model, optimizer = accelerator.prepare(model, optimizer)
+        accelerator.backward(model(torch.arange(32).view(4, 8) + rank).square().sum())
+        optimizer.step()
+        accelerator.save_model(model, folder)
+        expected = tables.full_state_dict()
+        tables.close()
+        with mock.patch.object(accelerator.state, "destroy_process_group"):  # which other tests need
+            accelerator.end_training()
+        assert not list(attachment.bindings)
+    if rank == 0:
+        assert_same_bits(load_file(Path(folder) / "model.safetensors"), expected)
+
+
+def test_models_are_saved_whole(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(save_model, str(tmp_path))
+
+
+def several_optimizers(rank: int, world_size: int) -> Any:
+    """Sparse all-reduce leaves optimizers alone, so a model may have two."""
+    from accelerate import Accelerator
+
+    from ddp_hooks.integrations.accelerate import attach
+
+    outcomes = []
+    for hook in (None, TopKConfig(density=1.0, lanes=2)):
+        with as_torchrun_does(rank, world_size):
+            accelerator = Accelerator(cpu=True)
+            attachment = attach(accelerator, hook) if hook is not None else None
+            torch.manual_seed(0)
+            model: Any = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+            first, second = (torch.optim.SGD(layer.parameters(), lr=0.1) for layer in model)
+            model, one, two = accelerator.prepare(model, first, second)
+            for step in range(3):
+                accelerator.backward(model(torch.full((2, 8), 1.0 + rank + step)).square().sum())
+                for optimizer in (one, two):
+                    optimizer.step()
+                    optimizer.zero_grad()
+            outcomes.append(weights_of(accelerator.unwrap_model(model)))
+            if attachment is not None:
+                assert attachment.stats()["ddp_hooks/sent_mb"] > 0
+                attachment.close()
+    return outcomes
+
+
+def test_sparse_all_reduce_with_several_optimizers(workers: WorkerPools) -> None:
+    for plain, ours in workers(2).run(several_optimizers):
+        assert_close(ours, plain)
 
 
 def free_and_train_another(rank: int, world_size: int) -> bool:

@@ -164,6 +164,36 @@ def test_clipping(workers: WorkerPools, tmp_path: Path, hook: str, algorithm: st
         assert any(not torch.allclose(value, unclipped[name], atol=1e-3) for name, value in plain[0].items())
 
 
+def average_weights(rank: int, world_size: int, folder: str, hook: Any, kind: str) -> Any:
+    """Callbacks that copy parameters: Lightning's own at the ends of epochs, and somebody's after each step."""
+    from lightning.pytorch import Callback
+    from lightning.pytorch.callbacks import StochasticWeightAveraging
+
+    class Average(Callback):
+        total: dict[str, Tensor]
+
+        def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+            copies = {name: value.detach().clone() for name, value in pl_module.named_parameters()}
+            former = getattr(self, "total", copies)
+            self.total = {name: 0.5 * (value + former[name]) for name, value in copies.items()}
+
+    outcomes = []
+    for config in (None, hook):
+        with as_torchrun_does(rank, world_size):
+            model = module()
+            torch.manual_seed(0)
+            callback: Any = StochasticWeightAveraging(0.05, swa_epoch_start=1) if kind == "swa" else Average()
+            trainer(config, folder, callbacks=[callback], max_epochs=4).fit(model, loader())
+            outcomes.append(weights_of(model) if kind == "swa" else callback.total)
+    return outcomes
+
+
+@pytest.mark.parametrize("kind", ["swa", "after each step"])
+def test_callbacks_that_average(workers: WorkerPools, tmp_path: Path, kind: str) -> None:
+    for plain, ours in workers(2).run(average_weights, str(tmp_path), DEAR, kind):
+        assert_same_bits(ours, plain)
+
+
 def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: Any) -> Any:
     with as_torchrun_does(rank, world_size):
         model = module()

@@ -119,6 +119,34 @@ def test_models_are_saved_whole(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(save_the_end, str(tmp_path))
 
 
+def save_in_the_end(rank: int, world_size: int, folder: str) -> None:
+    """A callback that saves on the first rank alone when training ends; noise on embeddings; a scheduler of its own."""
+    import transformers
+
+    class Saving(transformers.TrainerCallback):
+        def on_train_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            if state.is_world_process_zero:
+                given["model"].save_pretrained(Path(folder) / "end")
+
+    with as_torchrun_does(rank, world_size):
+        settings = {**SETTINGS, "neftune_noise_alpha": 5.0, "lr_scheduler_type": "reduce_lr_on_plateau"}
+        settings |= {"eval_dataset": samples(4, seed=1), "eval_strategy": "steps", "eval_steps": 1}
+        settings |= {"lr_scheduler_kwargs": {"patience": 0, "threshold": 10.0}, "callbacks": [Saving]}
+        trainer = make(Path(folder), [DEAR, TABLES], model(), **settings)
+        trainer.train()
+        expected = whole_weights(trainer)
+        rates = {group["lr"] for group in trainer._tables.optimizer.param_groups}
+        assert rates != {0.5}, "the plateau was to lower the rate"
+        finish(trainer)
+        if rank == 0:
+            saved = transformers.GPT2LMHeadModel.from_pretrained(Path(folder) / "end")
+            assert_same_bits(weights_of(saved), expected)
+
+
+def test_callbacks_noise_and_plateaus(workers: WorkerPools, tmp_path: Path) -> None:
+    workers(2).run(save_in_the_end, str(tmp_path))
+
+
 def misuse(rank: int, world_size: int, folder: str, case: str) -> str:
     with as_torchrun_does(rank, world_size):
         settings = {**SETTINGS, "save_strategy": "steps", "save_steps": 3}

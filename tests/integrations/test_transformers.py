@@ -459,6 +459,107 @@ def test_a_second_train(workers: WorkerPools, tmp_path: Path) -> None:
 # Batch sizes and searches -----------------------------------------------------------------------------------------
 
 
+def look_at_parameters(rank: int, world_size: int, folder: str) -> list[float]:
+    """By how much parameters, read where no forward is, differ from what they become: in callbacks, and at the end."""
+    import transformers
+
+    from ddp_hooks.integrations.transformers import attach
+
+    differences: list[float] = []
+
+    def compare(model: nn.Module) -> None:
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        waited = model.state_dict()  # which waits
+        differences.append(max((waited[name] - value).abs().max().item() for name, value in before.items()))
+
+    class Average(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+            compare(given["model"])
+
+    with as_torchrun_does(rank, world_size):
+        for callbacks in ([Average], []):
+            trainer = make(Path(folder), None, gpt2(n_embd=512), callbacks=callbacks, max_steps=3, optim="sgd")
+            attach(trainer, DearConfig())
+            trainer.train()
+            compare(trainer.model)
+            finish(trainer)
+    return differences
+
+
+def test_parameters_are_complete_wherever_they_are_read(workers: WorkerPools, tmp_path: Path) -> None:
+    assert workers(2).run(look_at_parameters, str(tmp_path)) == [[0.0] * 5] * 2
+
+
+def train_two_models(rank: int, world_size: int, folder: str) -> Any:
+    """model_init makes another model for the second train()."""
+    outcomes = []
+    for hook in (None, TopKConfig(density=1.0, lanes=2)):
+        with as_torchrun_does(rank, world_size):
+            trainer = make(Path(folder), hook, gpt2(), model_init=lambda _: gpt2(), max_steps=3)
+            trainer.train()
+            first = trainer.model
+            trainer.train()
+            assert trainer.model is not first
+            if hook is not None:
+                assert hooked(trainer).ddp.module is trainer.model
+            outcomes.append(weights_of(trainer.model))
+            finish(trainer)
+    return outcomes
+
+
+def test_another_model_in_the_same_trainer(workers: WorkerPools, tmp_path: Path) -> None:
+    for plain, ours in workers(2).run(train_two_models, str(tmp_path)):
+        assert_close(ours, plain, 1e-3)
+
+
+def train_twice_with_batch_sizes(rank: int, world_size: int, folder: str) -> Any:
+    outcomes = []
+    for hook in (None, DEAR):
+        with as_torchrun_does(rank, world_size):
+            trainer = make(Path(folder), hook, gpt2(), auto_find_batch_size=True, max_steps=3)
+            trainer.train()
+            trainer.train()
+            outcomes.append(weights_of(trainer.model))
+            finish(trainer)
+    return outcomes
+
+
+def test_a_second_train_keeps_the_optimizer_when_batch_sizes_are_tried(workers: WorkerPools, tmp_path: Path) -> None:
+    for plain, ours in workers(2).run(train_twice_with_batch_sizes, str(tmp_path)):
+        assert_same_bits(ours, plain)
+
+
+def write_over_a_checkpoint(rank: int, world_size: int, folder: str) -> list[str | None]:
+    """What is resumed when a second run in the same folder ends while it writes."""
+    from ddp_hooks.integrations.transformers import last_complete_checkpoint
+
+    found = []
+    with as_torchrun_does(rank, world_size):
+        for fails in (False, True):
+            trainer = make(Path(folder), TOPK, gpt2(), save_strategy="steps", save_steps=3)
+            if fails:
+                trainer._save_scaler = _fail
+            try:
+                trainer.train()
+            except OSError:
+                pass
+            finally:
+                finish(trainer)
+            found.append(last_complete_checkpoint(folder))
+    return found
+
+
+def _fail(*_: Any) -> None:
+    raise OSError("no space left")
+
+
+def test_a_checkpoint_that_is_written_over_is_none(workers: WorkerPools, tmp_path: Path) -> None:
+    for first, second in workers(2).run(write_over_a_checkpoint, str(tmp_path)):
+        assert first == str(tmp_path / "checkpoint-6") and second == first
+        # the second run has ended at step 3
+    assert not (tmp_path / "checkpoint-3" / "trainer_state.json").exists()
+
+
 def find_batch_size(rank: int, world_size: int, folder: str, when: int) -> Any:
     """Weights after a batch of 4 did not fit into memory, in the ``when``-th forward."""
     from transformers import Trainer
