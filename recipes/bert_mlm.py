@@ -15,14 +15,9 @@ and ``--hook dear`` see the same data, masks and dropout, and their final losses
 from __future__ import annotations
 
 import argparse
-import gc
-import hashlib
 import itertools
-import os
 import sys
-import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,14 +26,14 @@ import torch
 import torch.distributed as dist
 from rich.console import Console
 from rich.table import Table
-from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, trainers
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler
 from transformers import (
     BertConfig,
     BertForMaskedLM,
     DataCollatorForLanguageModeling,
+    PreTrainedTokenizerBase,
     PreTrainedTokenizerFast,
     get_linear_schedule_with_warmup,
 )
@@ -46,15 +41,10 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import DearState, DearStats, dear_hook
+from recipes.processes import clock_s, mean_over_ranks, pick_device, process_group
 from recipes.texts import add_text_arguments, positive, read_texts
+from recipes.tokens import Blocks, check_same_on_all_ranks, cut_into_blocks, shared_tokenizer
 
-SPECIAL_TOKENS = {
-    "pad_token": "[PAD]",
-    "unk_token": "[UNK]",
-    "cls_token": "[CLS]",
-    "sep_token": "[SEP]",
-    "mask_token": "[MASK]",
-}
 UNTIMED_STEPS = 5  # allocators, caches and DDP's bucket rebuild settle in the first steps
 
 
@@ -123,80 +113,7 @@ def train(args: argparse.Namespace, texts: list[str], device: torch.device) -> R
     return Result(num_parameters, len(blocks), mean_over_ranks(loss), step_s, stats)
 
 
-# Tokens -------------------------------------------------------------------------------------------------
-
-
-def shared_tokenizer(texts: list[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """Train the tokenizer on rank 0 and give every rank the same one."""
-    message: list[Any] = [train_tokenizer(texts, vocab_size).to_str() if dist.get_rank() == 0 else None]
-    dist.broadcast_object_list(message, src=0)
-    return PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(message[0]), **SPECIAL_TOKENS)
-
-
-def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A lower-case WordPiece tokenizer of at most ``vocab_size`` tokens; the same texts give the same one."""
-    tokenizer = word_piece(vocab={})
-    # The trainer numbers the pieces "##a", "##b", … in the order of a randomly seeded hash map and breaks
-    # ties by number, so that no two runs would agree. Naming them first fixes their numbers.
-    normalize = tokenizer.normalizer.normalize_str
-    characters = sorted({character for text in texts for character in normalize(text)})
-    trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[*SPECIAL_TOKENS.values(), *(f"##{character}" for character in characters)],
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    # A fresh tokenizer, in which the pieces are ordinary tokens again.
-    return word_piece(tokenizer.get_vocab())
-
-
-def word_piece(vocab: dict[str, int]) -> Tokenizer:
-    tokenizer = Tokenizer(models.WordPiece(vocab, unk_token=SPECIAL_TOKENS["unk_token"]))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=True)
-    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
-    return tokenizer
-
-
-def cut_into_blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast, block_length: int) -> Tensor:
-    """All texts as one stream, cut into ``[CLS] … [SEP]`` blocks: (num_blocks, block_length), int64.
-
-    What is left at the end and does not fill a block is dropped, so no block needs padding.
-    """
-    documents = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
-    stream = torch.tensor(list(itertools.chain.from_iterable(documents)), dtype=torch.int64)
-    rows = stream[: len(stream) - len(stream) % (block_length - 2)].view(-1, block_length - 2)
-    cls = torch.full((len(rows), 1), tokenizer.cls_token_id)
-    sep = torch.full((len(rows), 1), tokenizer.sep_token_id)
-    return torch.cat([cls, rows, sep], dim=1)
-
-
-def check_same_on_all_ranks(blocks: Tensor) -> None:
-    """Raise everywhere if ranks read different text, as they might on machines with different files."""
-    fingerprint = f"{len(blocks)} blocks with hash {hashlib.sha256(blocks.numpy().tobytes()).hexdigest()[:8]}"
-    fingerprints: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(fingerprints, fingerprint)
-    if len(set(fingerprints)) > 1:
-        found = ", ".join(f"{text} on rank {rank}" for rank, text in enumerate(fingerprints))
-        raise ValueError(
-            f"expected the same text on every rank, found {found}; read the same files with the same Python "
-            "on every machine"
-        )
-
-
 # Batches ------------------------------------------------------------------------------------------------
-
-
-class Blocks(Dataset[dict[str, Tensor]]):
-    """Blocks of text in the form that the collator of transformers expects."""
-
-    def __init__(self, blocks: Tensor) -> None:
-        self.blocks = blocks  # (num_blocks, block_length), int64
-
-    def __len__(self) -> int:
-        return len(self.blocks)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"input_ids": self.blocks[index]}
 
 
 def make_loader(
@@ -226,7 +143,7 @@ def endless_batches(loader: DataLoader[dict[str, Tensor]]) -> Iterator[dict[str,
 # Model --------------------------------------------------------------------------------------------------
 
 
-def bert_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerFast) -> BertConfig:
+def bert_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> BertConfig:
     return BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=args.hidden_size,
@@ -245,51 +162,6 @@ def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, An
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},
         {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
     ]
-
-
-# Processes and devices ----------------------------------------------------------------------------------
-
-
-def pick_device(kind: str) -> torch.device:
-    """The CPU, or the GPU that belongs to this local rank."""
-    if kind == "cpu":
-        return torch.device("cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if local_rank >= torch.cuda.device_count():
-        raise SystemExit(
-            f"error: --device cuda expects a GPU for every rank of a machine, found {torch.cuda.device_count()} "
-            f"for local rank {local_rank}; start fewer ranks or use --device cpu"
-        )
-    torch.cuda.set_device(local_rank)
-    return torch.device("cuda", local_rank)
-
-
-@contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """Join the ranks that the launcher started; without a launcher, be the only one."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    if "RANK" in os.environ:
-        dist.init_process_group(backend)
-    else:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        gc.collect()  # a model in reference cycles would keep its group alive, and with it threads that torch ends
-        dist.destroy_process_group()
-
-
-def mean_over_ranks(value: Tensor) -> float:
-    total = value.detach().double()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
-
-
-def clock_s(device: torch.device) -> float:
-    """Seconds on a monotonic clock, once the device has done all it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 # Command line -------------------------------------------------------------------------------------------

@@ -38,8 +38,9 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import EmbeddingTables, TableStats, shard_embeddings
-from recipes.bert_mlm import check_same_on_all_ranks, process_group
+from recipes.processes import process_group
 from recipes.texts import add_text_arguments, positive, read_texts
+from recipes.tokens import check_same_on_all_ranks, hold_out
 
 UNKNOWN = "<unk>"
 UNTIMED_STEPS = 5  # DDP rebuilds its buckets, and allocators settle
@@ -180,12 +181,6 @@ def cut_into_blocks(words: Sequence[str], vocabulary: dict[str, int], length: in
     if len(stream) <= length:
         raise ValueError(f"expected a text of more than --sequence-length = {length} words, found {len(stream)} words")
     return stream.unfold(0, length + 1, length).contiguous()
-
-
-def hold_out(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks to train on, and every tenth one for validation."""
-    is_held_out = torch.arange(len(blocks)) % 10 == 0
-    return blocks[~is_held_out], blocks[is_held_out]
 
 
 def make_loader(

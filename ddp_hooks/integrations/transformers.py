@@ -34,8 +34,6 @@ from ddp_hooks.integrations.settings import Config, combination_of
 
 logger = logging.getLogger("ddp_hooks")
 
-_Callback = transformers.TrainerCallback
-_STEP_EVENTS = ("on_optimizer_step", "on_step_end", "on_log")
 _TRAINER_STATE = "trainer_state.json"  # the last file that a Trainer writes into a checkpoint
 
 if TYPE_CHECKING:
@@ -292,24 +290,31 @@ class _CompleteParameters(transformers.TrainerCallback):
     def _wait(self, *_: Any, **__: Any) -> None:
         self._trainer.synchronize()
 
-    def _wait_in_step(self, *_: Any, **__: Any) -> None:
+    def _wait_for_others(self, event: str) -> None:
         others = [
             callback
             for callback in self._trainer.callback_handler.callbacks
             if not type(callback).__module__.startswith(("transformers.", "ddp_hooks."))
-            and any(getattr(type(callback), event) is not getattr(_Callback, event) for event in _STEP_EVENTS)
+            and getattr(type(callback), event) is not getattr(transformers.TrainerCallback, event)
         ]
-        if not others:
-            return
-        self._wait()
-        if not self._has_told:
+        if others:
+            self._wait()
+        if others and event != "on_log" and not self._has_told:
             self._has_told = True
             names = ", ".join(sorted({type(callback).__name__ for callback in others}))
             logger.info(
                 "%s may look at parameters after a step, so gathers end before it instead of under the forward", names
             )
 
-    on_optimizer_step = on_step_end = on_log = _wait_in_step
+    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+        self._wait_for_others("on_optimizer_step")
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._wait_for_others("on_step_end")
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        self._wait_for_others("on_log")
+
     on_epoch_begin = on_epoch_end = on_evaluate = on_save = on_train_end = _wait
 
 

@@ -1,4 +1,4 @@
-"""The BERT recipe: the same tokens, batches and losses in every run, whatever the hook."""
+"""The BERT recipe: the same batches and losses in every run, whatever the hook."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 
 from recipes import bert_mlm
 from recipes.texts import python_documentation
+from recipes.tokens import cut_into_blocks, shared_tokenizer
 from tests.workers import WorkerPools
 
 TINY = [
@@ -31,39 +32,12 @@ def texts() -> list[str]:
 
 @pytest.fixture(scope="module")
 def tokenizer(texts: list[str]) -> PreTrainedTokenizerFast:
-    trained = bert_mlm.train_tokenizer(texts, vocab_size=1000)
-    return PreTrainedTokenizerFast(tokenizer_object=trained, **bert_mlm.SPECIAL_TOKENS)
+    return shared_tokenizer(texts, vocab_size=1000)
 
 
 @pytest.fixture(scope="module")
 def blocks(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> Tensor:
-    return bert_mlm.cut_into_blocks(texts, tokenizer, block_length=32)
-
-
-# Tokens -----------------------------------------------------------------------------------------------
-
-
-def test_tokenizer_is_the_same_every_time(texts: list[str]) -> None:
-    """The trainer alone picks other tokens every time; losses of two runs could then not be compared."""
-    assert len({bert_mlm.train_tokenizer(texts, vocab_size=1000).to_str() for _ in range(3)}) == 1
-
-
-def test_tokenizer_knows_its_text(tokenizer: PreTrainedTokenizerFast) -> None:
-    assert len(tokenizer) == 1000
-    tokens = tokenizer.tokenize("The statement is compiled")
-    assert "".join(tokens).replace("##", "") == "thestatementiscompiled"
-    assert tokenizer.unk_token not in tokens
-    assert set(tokenizer.all_special_tokens) == set(bert_mlm.SPECIAL_TOKENS.values())
-
-
-def test_blocks_hold_the_text_in_order(texts: list[str], tokenizer: PreTrainedTokenizerFast) -> None:
-    blocks = bert_mlm.cut_into_blocks(texts, tokenizer, block_length=32)
-    assert blocks.shape[1] == 32
-    assert bool((blocks[:, 0] == tokenizer.cls_token_id).all())
-    assert bool((blocks[:, -1] == tokenizer.sep_token_id).all())
-    stream = [token for text in texts for token in tokenizer.encode(text, add_special_tokens=False)]
-    assert blocks[:, 1:-1].flatten().tolist() == stream[: len(blocks) * 30]
-    assert len(stream) - len(blocks) * 30 < 30
+    return cut_into_blocks(texts, tokenizer, block_length=32)
 
 
 # Batches ------------------------------------------------------------------------------------------------
