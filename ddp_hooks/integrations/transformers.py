@@ -267,7 +267,8 @@ class CommHookMixin(_Trainer):
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
-        self.accelerator.wait_for_everyone()  # the Trainer's last file, which comes next, says that all are there
+        if self._attachment is not None:
+            self.accelerator.wait_for_everyone()  # the Trainer's last file, which comes next, says that all are there
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._tables is not None:
