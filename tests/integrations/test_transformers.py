@@ -143,8 +143,9 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_same_bits_whatever_the_arguments(workers: WorkerPools, tmp_path: Path, settings: str) -> None:
-    for plain, ours in workers(2).run(train_both, str(tmp_path), "gpt2", DEAR, "attach", SETTINGS[settings]):
+@pytest.mark.parametrize("model", MODELS)
+def test_same_bits_whatever_the_arguments(workers: WorkerPools, tmp_path: Path, model: str, settings: str) -> None:
+    for plain, ours in workers(2).run(train_both, str(tmp_path), model, DEAR, "attach", SETTINGS[settings]):
         assert_same_bits(ours["weights"], plain["weights"])
         assert ours["losses"] == plain["losses"] != []
 
