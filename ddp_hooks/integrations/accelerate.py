@@ -29,6 +29,7 @@ from ddp_hooks.integrations.settings import BUCKET_MB, Combination, Config, comb
 
 logger = logging.getLogger("ddp_hooks")
 
+_INCOMPLETE = "ddp_hooks_incomplete"  # in a checkpoint's folder while it is written
 _OTHER_ENGINES = {
     DistributedType.FSDP: "FSDP",
     DistributedType.DEEPSPEED: "DeepSpeed",
@@ -147,6 +148,7 @@ class Attachment:
         self._undo.enter_context(replaced(accelerator, "ddp_handler", self._handler()))
         if accelerator.scaler is not None:
             self._undo.enter_context(replaced(accelerator, "scaler", self._scaler()))
+        self._undo.callback(accelerator.register_save_state_pre_hook(self._begin_checkpoint).remove)
         for name in _EXTENDED:
             original = getattr(accelerator, name)
             extended = wraps(original)(partial(getattr(self, f"_{name.rstrip('_')}"), original))
@@ -253,21 +255,49 @@ class Attachment:
         with self.complete(everywhere):
             folder = original(*args, **kwargs)
             self.bindings.save(folder, everywhere)
-        self.accelerator.wait_for_everyone()  # whoever returns finds all ranks' parts
+        self.accelerator.wait_for_everyone()
+        if self._writes:
+            (Path(folder) / _INCOMPLETE).unlink()
+        self.accelerator.wait_for_everyone()  # whoever returns finds a complete one
         return folder
+
+    @property
+    def _writes(self) -> bool:
+        """Whether this process writes what is the same on all ranks."""
+        accelerator = self.accelerator
+        everywhere = accelerator.project_configuration.save_on_each_node
+        return bool(accelerator.is_local_main_process if everywhere else accelerator.is_main_process)
+
+    def _begin_checkpoint(self, models: Any, weights: Any, folder: str) -> None:
+        """Mark a folder, which Accelerate has just made, until everything is in it."""
+        if self._writes:
+            (Path(folder) / _INCOMPLETE).touch()
 
     def _load_state(
         self, original: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
+        if input_dir is None and not self.accelerator.project_configuration.automatic_checkpoint_naming:
+            original(None, *args, **kwargs)  # which says what is missing
+        folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_complete()
+        if (folder / _INCOMPLETE).exists():
+            raise ValueError(
+                f"{folder} was not written to its end, perhaps because a process was killed: load an earlier one"
+                f"{see('in-a-trainer')}"
+            )
         for binding in self.bindings:
             binding.consolidate_tables(everywhere=True)  # Accelerate compares what it loads with state_dict()
-        original(input_dir, *args, **kwargs)
-        self.bindings.load(input_dir if input_dir is not None else self._latest_folder())
+        original(str(folder), *args, **kwargs)
+        self.bindings.load(folder)
 
-    def _latest_folder(self) -> Path:
-        """The checkpoint that Accelerate has just found by its own names."""
-        folders = (Path(self.accelerator.project_dir) / "checkpoints").iterdir()
-        return max(folders, key=lambda folder: int(folder.name.rpartition("_")[2]))
+    def _latest_complete(self) -> Path:
+        """Of the checkpoints under Accelerate's own names, the last one that was written to its end."""
+        folders = (Path(self.accelerator.project_dir) / "checkpoints").glob("checkpoint_*")
+        newest_first = sorted(folders, key=lambda folder: int(folder.name.rpartition("_")[2]), reverse=True)
+        for folder in newest_first:
+            if not (folder / _INCOMPLETE).exists():
+                return folder
+            logger.warning("%s was not written to its end, so it is not loaded", folder)
+        raise ValueError(f"there is no complete checkpoint in {self.accelerator.project_dir}{see('in-a-trainer')}")
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

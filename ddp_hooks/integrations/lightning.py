@@ -95,6 +95,7 @@ class _Hooked:
             for binding in self.bindings:
                 binding.consolidate_tables()
             self.bindings.save(_beside(path))
+            self.barrier()  # type: ignore[attr-defined]  # where there is a checkpoint, all ranks' parts are there
 
 
 class CommHookStrategy(_Hooked, DDPStrategy):

@@ -33,10 +33,11 @@ class Loop:
         from ddp_hooks.integrations.accelerate import attach
 
         project = ProjectConfiguration(folder, automatic_checkpoint_naming=True)
+        no_dropout = settings.pop("deterministic", False)
         handlers = settings.pop("kwargs_handlers", [DistributedDataParallelKwargs(broadcast_buffers=False)])
         self.accelerator = Accelerator(cpu=True, project_config=project, kwargs_handlers=handlers, **settings)
         self.attachment = attach(self.accelerator, hook) if hook is not None else None
-        model = gpt2()
+        model = gpt2(**(dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0) if no_dropout else {}))
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)
         loader: Any = torch.utils.data.DataLoader(samples(48), batch_size=2)  # type: ignore[arg-type]
         scheduler = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, 24)
@@ -151,6 +152,36 @@ def test_save_state_and_load_state(
     outcomes = workers(2).run(save_and_load, str(tmp_path), HOOKS[saved_by], HOOKS[loaded_by], everywhere)
     for expected, found in outcomes:
         assert_same_bits(found, expected)
+
+
+def load_incomplete(rank: int, world_size: int, folder: str) -> tuple[str, str]:
+    """What is loaded when the last checkpoint was not written to its end, and what is said when it is asked for."""
+    with as_torchrun_does(rank, world_size):
+        loop = Loop(DEAR, folder)
+        loop.train(2)
+        loop.accelerator.save_state()
+        expected = loop.weights()
+        loop.train(2)
+        second = loop.accelerator.save_state()
+        assert not list(Path(folder).rglob("ddp_hooks_incomplete"))
+        torch.distributed.barrier()
+        if rank == 0:
+            (Path(second) / "ddp_hooks_incomplete").touch()
+        torch.distributed.barrier()
+        loop.accelerator.load_state()
+        assert_same_bits(loop.weights(), expected)
+        try:
+            loop.accelerator.load_state(str(second))
+        except ValueError as error:
+            return str(second), str(error)
+        finally:
+            loop.end()
+    return "", "nothing"
+
+
+def test_incomplete_checkpoints_are_left_out(workers: WorkerPools, tmp_path: Path) -> None:
+    for name, message in workers(2).run(load_incomplete, str(tmp_path)):
+        assert f"{name} was not written to its end" in message
 
 
 def test_sparse_all_reduce_saves_what_was_left_out(workers: WorkerPools, tmp_path: Path) -> None:

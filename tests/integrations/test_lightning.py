@@ -69,7 +69,7 @@ def loader(number: int = 32, seed: int = 0) -> Any:
     return torch.utils.data.DataLoader(samples(number, seed), batch_size=2)  # type: ignore[arg-type]
 
 
-def trainer(hook: Any, folder: str, **settings: Any) -> Any:
+def trainer(hook: Any, folder: str, num_processes: int = 2, **settings: Any) -> Any:
     from lightning.pytorch import Trainer
     from lightning.pytorch.strategies import DDPStrategy
 
@@ -78,7 +78,8 @@ def trainer(hook: Any, folder: str, **settings: Any) -> Any:
     strategy = DDPStrategy() if hook is None else CommHookStrategy(hook)
     quiet: dict[str, Any] = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False}
     settings = {"max_epochs": 2, "enable_checkpointing": False} | settings
-    return Trainer(accelerator="cpu", devices=2, strategy=strategy, default_root_dir=folder, **quiet, **settings)
+    cpus: dict[str, Any] = {"accelerator": "cpu", "devices": num_processes}
+    return Trainer(strategy=strategy, default_root_dir=folder, **cpus, **quiet, **settings)
 
 
 class Watch:

@@ -1,4 +1,4 @@
-"""Trainers that torchrun has started: as many processes as were asked for, and checkpoints that survive being killed.
+"""Loops that torchrun has started: as many processes as were asked for, and checkpoints that survive being killed.
 
 Prevents: launchers that silently start one process; a checkpoint that was never finished and is resumed, or of which
 one rank's part is missing.
@@ -20,12 +20,14 @@ from torch import Tensor
 from tests.integrations.launched import assert_same_bits
 
 
-def torchrun(folder: Path, num_processes: int, *arguments: str, fails: bool = False) -> str:
-    """Run the job; its output."""
+def torchrun(
+    folder: Path, num_processes: int, *arguments: str, fails: bool = False, job: str = "trainer_job"
+) -> str:
+    """Run a job; its output."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--standalone"]
     done = subprocess.run(
-        [*command, "-m", "tests.integrations.trainer_job", str(folder), *arguments],
+        [*command, "-m", f"tests.integrations.{job}", str(folder), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         cwd=Path(__file__).resolve().parents[2],
         stdout=subprocess.PIPE,
@@ -72,3 +74,20 @@ def test_killed_while_saving(tmp_path: Path, hook: str, file: str, num_processes
     text = torchrun(tmp_path / "killed", num_processes, "--hook", hook, "--resume")
     assert "checkpoint-6 was not written to its end" in text
     assert_same_bits(outcome(tmp_path / "killed")[1], outcome(tmp_path / "whole")[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("loop", "hook"),
+    # With Lightning and DeAR the first rank writes everything, and renames it when it is complete.
+    [("accelerate", "dear"), ("accelerate", "topk"), ("lightning", "topk")],
+)
+def test_other_loops_killed_while_saving(tmp_path: Path, loop: str, hook: str) -> None:
+    given = ["--loop", loop, "--hook", hook]
+    torchrun(tmp_path / "whole", 2, *given, job="loops_job")
+    torchrun(tmp_path / "killed", 2, *given, "--die", fails=True, job="loops_job")
+    assert not (tmp_path / "killed" / "weights.pt").exists()
+    text = torchrun(tmp_path / "killed", 2, *given, "--resume", job="loops_job")
+    if loop == "accelerate":
+        assert "checkpoint_1 was not written to its end" in text
+    assert_same_bits(torch.load(tmp_path / "killed" / "weights.pt"), torch.load(tmp_path / "whole" / "weights.pt"))
