@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -112,3 +114,10 @@ def test_every_page_is_in_one_toctree() -> None:
     listed = [line for tree in trees for line in tree.splitlines() if line and not line.startswith(":")]
     pages = {path.relative_to(DOCS).with_suffix("").as_posix() for path in DOCS.rglob("*.md")} - {"index"}
     assert len(listed) == len(set(listed)) and pages <= set(listed)
+
+
+def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110)
+    assert done.returncode == 0, done.stdout[-3000:]
+    assert (tmp_path / "index.html").exists() and (tmp_path / "troubleshooting.html").exists()

@@ -150,6 +150,13 @@ def test_same_bits_whatever_the_arguments(workers: WorkerPools, tmp_path: Path, 
         assert ours["losses"] == plain["losses"] != []
 
 
+def test_the_default_optimizer(workers: WorkerPools, tmp_path: Path) -> None:
+    """A fused AdamW, whose rounding depends on where a tensor ends, and shards end elsewhere."""
+    settings = {"optim": "adamw_torch_fused"}
+    for plain, ours in workers(2).run(train_both, str(tmp_path), "gpt2", DEAR, "attach", settings):
+        assert_close(ours["weights"], plain["weights"], 1e-5)
+
+
 def test_sync_each_batch(workers: WorkerPools, tmp_path: Path) -> None:
     """Without no_sync() every micro-batch is reduced; sums of means, not means of sums: equal but for rounding."""
     settings = {
@@ -414,6 +421,16 @@ def test_sparse_all_reduce_resumes_with_what_was_left_out(workers: WorkerPools, 
         assert_same_bits(resumed["weights"], whole["weights"])
     folder = tmp_path / "first" / "checkpoint-4"
     assert sorted(path.name for path in folder.glob("ddp_hooks*")) == ["ddp_hooks_rank0.bin", "ddp_hooks_rank1.bin"]
+
+
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [(None, TOPK), (TOPK, None)], ids=["from plain", "to plain"])
+def test_sparse_all_reduce_from_and_to_plain_checkpoints(
+    workers: WorkerPools, tmp_path: Path, saved_by: Any, resumed_by: Any
+) -> None:
+    """Weights and optimizer are the same files; what was left out begins with zero, or is left behind."""
+    outcomes = workers(2).run(resume, str(tmp_path), saved_by, resumed_by, {})
+    assert_same_bits(outcomes[0][1]["weights"], outcomes[1][1]["weights"])
+    assert all(len(resumed["losses"]) == 8 for _, resumed in outcomes)
 
 
 def test_old_checkpoints_go_with_all_their_files(workers: WorkerPools, tmp_path: Path) -> None:
