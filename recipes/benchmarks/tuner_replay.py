@@ -55,9 +55,14 @@ class Curve:
 
 
 def trials_needed(
-    curve: Curve, search: SearchName, seed: int, max_trials: int = 40, start_mb: float | None = None
+    curve: Curve,
+    search: SearchName,
+    seed: int,
+    max_trials: int = 40,
+    start_mb: float | None = None,
+    near: float = NEAR,
 ) -> int:
-    """Trials until one of a size within 3 % of the best was made; one more than allowed if none was.
+    """Trials until one of a size within 3 % (``near``) of the best was made; one more than allowed if none was.
 
     Every search begins with ``start_mb``, or with 25 MB, as the tuner does. What it is told is wrong by the recorded
     spread.
@@ -72,7 +77,7 @@ def trials_needed(
     following = candidate_of(candidates, Setting(tuner.start_mb, 1))
     while following is not None and len(observed) < max_trials:
         step_s = curve.step_s(candidates[following].setting.mb)
-        if step_s <= (1 + NEAR) * best_s:
+        if step_s <= (1 + near) * best_s:
             return len(observed) + 1
         observed.append(Observation(following, 1 / (step_s * (1 + curve.spread * dice.gauss(0, 1)))))
         following = proposer.next(observed)

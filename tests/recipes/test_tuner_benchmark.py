@@ -28,6 +28,8 @@ def test_replays_count_trials() -> None:
     assert 2 <= trials_needed(VALLEY, "gp", 0) <= 10
     assert trials_needed(VALLEY, "grid", 0) > trials_needed(VALLEY, "gp", 0)
     assert trials_needed(VALLEY, "gp", 0, start_mb=10.0) == 1, "a prediction that is right is the first trial"
+    slope = Curve((1.0, 25.0, 100.0), (1.0, 1.02, 1.5), 0.0)
+    assert trials_needed(slope, "gp", 0) == 1 < trials_needed(slope, "gp", 0, near=0.01), "the bar counts"
     peak = Curve((1.0, 25.0, 99.0, 100.0), (2.0, 2.0, 2.0, 1.0), 0.0)
     assert trials_needed(peak, "grid", 0, max_trials=5) == 6, "one more than allowed: not found"
 
@@ -35,7 +37,7 @@ def test_replays_count_trials() -> None:
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tuner.main(["--quick", "--loopback", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
-    assert "What was found, 2 workers, loopback" in printed and "Trials to come near" in printed
+    assert "What was found, 2 workers, loopback" in printed and "Trials to come within 3 % / 1 %" in printed
     path = tmp_path / "tuner.json"
     (found,) = json.loads(path.read_text())["found"]
     measured_mb = [point["mb"] for point in found["grid"]]
