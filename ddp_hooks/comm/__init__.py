@@ -22,6 +22,7 @@ from ddp_hooks.comm.ordered import Segment, ordered_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
+from ddp_hooks.comm.values import above, at_least
 from ddp_hooks.comm.work import ThreadWork, Work
 
 __all__ = [
@@ -48,9 +49,11 @@ __all__ = [
     "Traffic",
     "Undo",
     "Work",
+    "above",
     "agree",
     "aligned_bounds",
     "at_exit",
+    "at_least",
     "bruck_all_gather",
     "compare",
     "in_order_of",

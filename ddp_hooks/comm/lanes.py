@@ -12,6 +12,7 @@ wait for each other; between two pieces of work the other lanes keep the link bu
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import queue
 import threading
@@ -35,7 +36,7 @@ from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm, Recv, Send
 from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness, is_lost_connection
 from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
-from ddp_hooks.comm.work import StreamWork, ThreadWork, Work
+from ddp_hooks.comm.work import Joined, StreamWork, ThreadWork, Work
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -147,10 +148,15 @@ class ThreadLane:
         self._thread = threading.Thread(target=self._serve, name=f"ddp_hooks lane {index}", daemon=True)
         self._thread.start()
 
-    def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
-        """Reduce-scatters, slice by slice; see :class:`Lane`."""
+    def reduce_scatter(
+        self, partitions: Sequence[Partition], label: str, divisor: int = 1, part: tuple[int, int] = (0, 1)
+    ) -> Work:
+        """Reduce-scatters, slice by slice; see :class:`Lane`.
+
+        Of ``part = (i, n)`` only slices i, i + n, i + 2n, …: the others are other lanes'.
+        """
         slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes, divisor, self._rule)
-        return self._submit("reduce-scatter", slices, label)
+        return self._submit("reduce-scatter", itertools.islice(slices, part[0], None, part[1]), label)
 
     def all_gather(
         self,
@@ -158,9 +164,11 @@ class ThreadLane:
         label: str,
         after: Collection[Work] = (),
         only_if: Callable[[], bool] | None = None,
+        part: tuple[int, int] = (0, 1),
     ) -> Work:
-        """All-gathers, slice by slice; see :class:`Lane`."""
-        slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._rule)
+        """All-gathers, slice by slice, of a part as above; see :class:`Lane`."""
+        all_slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._rule)
+        slices = itertools.islice(all_slices, part[0], None, part[1])
         return self._submit("all-gather", slices if only_if is None else _slices_if(only_if, slices), label, after)
 
     def run(
@@ -537,6 +545,18 @@ class Lanes:
     ) -> Work:
         """:meth:`Lane.all_gather` on the next lane."""
         return self.next_lane().all_gather(partitions, label, after, only_if)
+
+    def spread_reduce_scatter(self, partition: Partition, label: str, divisor: int = 1) -> Work:
+        """:meth:`Lane.reduce_scatter` on all lanes, each of which moves some slices: for one that is waited for."""
+        return self._spread(lambda lane, part: lane.reduce_scatter([partition], label, divisor, part))
+
+    def spread_all_gather(self, partition: Partition, label: str) -> Work:
+        """:meth:`Lane.all_gather` on all lanes, likewise."""
+        return self._spread(lambda lane, part: lane.all_gather([partition], label, part=part))
+
+    def _spread(self, submit: Callable[[ThreadLane, tuple[int, int]], Work]) -> Work:
+        lanes = [lane for lane in self._lanes[: len(self)] if isinstance(lane, ThreadLane)]
+        return Joined([submit(lane, (index, len(lanes))) for index, lane in enumerate(lanes)])
 
     def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
         """:meth:`Lane.run` on the next lane."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 import torch
@@ -115,3 +115,19 @@ class StreamWork:
     def wait(self) -> None:
         if self._event is not None:
             torch.cuda.current_stream(self._device).wait_event(self._event)
+
+
+class Joined:
+    """Several submissions that are one collective."""
+
+    def __init__(self, works: Sequence[Work]) -> None:
+        self.label = works[0].label
+        self._works = works
+
+    @property
+    def done(self) -> bool:
+        return all(work.done for work in self._works)
+
+    def wait(self) -> None:
+        for work in self._works:
+            work.wait()

@@ -31,7 +31,10 @@ def find_problem(
     if not isinstance(config, DearConfig):
         return f"DearState takes its settings as DearConfig(...), got {type(config).__name__}"
     if state_of(optimizer) is not None:
-        return "the optimizer already steps under a DearState, of another model: give every model an optimizer"
+        return (
+            "the optimizer already steps under a DearState. If it is of this model, go on with it, or close() it "
+            "first; if it is of another model, give every model an optimizer of its own"
+        )
     return _problem_of_ddp(ddp) or _problem_of_optimizer(ddp, optimizer, config) or _problem_of_parameters(ddp)
 
 
@@ -96,7 +99,10 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
     if compat.uses_mixed_precision(ddp):
         return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
     if compat.comm_hook_registered(ddp):
-        return "the DDP module already has a communication hook, and takes only one: wrap the model again"
+        return (
+            "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
+            "state, close() it, and wrap the model again"
+        )
     if ddp.module in _claimed:
         return (
             "the module already has a DearState, so another optimizer or state would step on the same "

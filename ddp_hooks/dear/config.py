@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
+from ddp_hooks.comm import above, at_least
 from ddp_hooks.tuning import BucketTuner
 
 Fusion: TypeAlias = Literal["size", "layers", "none"]
@@ -113,14 +114,14 @@ class DearConfig:
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite must be None or one of {get_args(OnNonfinite)}, got {self.on_nonfinite!r}")
         for name in ("fusion_mb", "atom_mb", "slice_mb", "max_grad_norm", "timeout_s", "stall_warning_s"):
-            if getattr(self, name) is not None and not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+            if getattr(self, name) is not None and not above(getattr(self, name), 0):
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
         if self.tuner is not None and not isinstance(self.tuner, BucketTuner):
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
         if self.tuner is not None and self.fusion != "size":
             raise ValueError(f'tuner searches for fusion_mb, so it needs fusion="size", got {self.fusion!r}')
-        if self.early_gathers is not None and not 0 <= self.early_gathers <= 1:
-            raise ValueError(f"early_gathers must be None or from 0 to 1, got {self.early_gathers}")
+        if self.early_gathers is not None and not (at_least(self.early_gathers, 0) and self.early_gathers <= 1):
+            raise ValueError(f"early_gathers must be None or from 0 to 1, got {self.early_gathers!r}")
         for name in ("fusion_layers", "lanes", "node_size"):
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)}")
+            if getattr(self, name) is not None and not at_least(getattr(self, name), 1):
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)!r}")

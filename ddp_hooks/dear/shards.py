@@ -141,7 +141,10 @@ class ShardSet:
 
 def held_in_shards(what: str) -> str:
     """Why the function of that name may not touch a gradient, and what to do instead."""
-    reason = "which DearState holds in shards: between backward and step it is neither local nor reduced here."
+    reason = (
+        "which DearState holds in shards: from backward until gradients are None again it is neither local nor reduced "
+        "here."
+    )
     if "non_finite_check" in what:
         return (
             f"{reason} torch.amp.GradScaler looks for overflows on one rank alone, so ranks would part: use "
@@ -149,6 +152,8 @@ def held_in_shards(what: str) -> str:
         )
     return (
         f"{reason} To clip, call state.clip_grad_norm_(max_norm) or state.clip_grad_value_(clip_value), or set "
-        f"DearConfig(max_grad_norm=...). To read or change gradients, use `with state.reduced_gradients() as shards:`, "
-        f"which gives this rank's reduced shard of each parameter."
+        f"DearConfig(max_grad_norm=...), which also serves where there is no state at hand; a Trainer clips by its "
+        f"max_grad_norm, Accelerate by accelerator.clip_grad_norm_(...), Lightning by gradient_clip_val. To read or "
+        f"change gradients, use `with state.reduced_gradients() as shards:` before the step, which gives this rank's "
+        f"reduced shard of each parameter."
     )

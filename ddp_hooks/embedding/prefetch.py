@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
 import numpy as np
 from torch import Tensor
 
+from ddp_hooks.comm import see
 from ddp_hooks.embedding.ids import BatchRows, Ids, as_ids
 
 if TYPE_CHECKING:
@@ -144,7 +145,10 @@ def ids_by_table(given: BatchIds, index_of: Mapping[str, int]) -> dict[int, Ids]
     for name, values in given.items():
         key = name.removesuffix(".weight")
         if key not in index_of:
-            raise ValueError(f"the function given to prefetch() returned ids for {name!r}; the tables are {names}")
+            raise ValueError(
+                f"the function that tells the ids of a batch named {name!r}; the tables, by whose names its dictionary "
+                f"has to go, are {names}{see('batches-were-not-announced')}"
+            )
         tensors = [values] if isinstance(values, Tensor) else list(values)
         parts.setdefault(index_of[key], []).extend(as_ids(tensor) for tensor in tensors)
     return {index: np.concatenate(several) if several else np.zeros(0, np.int64) for index, several in parts.items()}

@@ -263,7 +263,10 @@ def _find_problem(ddp: Any) -> str | None:
     if not isinstance(ddp, DistributedDataParallel):
         return f"EmbeddingState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
     if compat.comm_hook_registered(ddp):
-        return "the DDP module already has a communication hook, and takes only one: wrap the model again"
+        return (
+            "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
+            "state, close() it, and wrap the model again"
+        )
     if not compat.sparse_parameters(ddp):
         return (
             "the model has no sparse table: construct embeddings with nn.Embedding(..., sparse=True), or split them "

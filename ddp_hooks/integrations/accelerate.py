@@ -77,6 +77,11 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment:
             f"it{see('in-a-trainer')}"
         )
     handler = accelerator.ddp_handler
+    if isinstance(handler, HookedDdpKwargs):
+        raise ValueError(
+            f"this accelerator has a communication hook already: pass attach() one configuration, or a list of those "
+            f"that go together{see('in-a-trainer')}"
+        )
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         raise ValueError(
             f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) is a hook of its own, and DDP has one: "

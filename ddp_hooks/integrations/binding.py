@@ -205,6 +205,12 @@ class Binding:
                 self.topk.load_state_dict([_read(path) for path in files])
             elif self.rank == 0:
                 logger.info("%s keeps nothing of former gradients: what was left out begins with zero", folder)
+        elif self.rank == 0 and next(Path(folder).glob(KEPT.format("*")), None) is not None:
+            logger.warning(
+                "%s holds what sparse all-reduce has left out of former gradients, and this run has no sparse "
+                "all-reduce: it is dropped",
+                folder,
+            )
         path = Path(folder) / TABLES
         if self.tables is not None and path.exists():
             self.tables.optimizer.load_state_dict(_read(path))

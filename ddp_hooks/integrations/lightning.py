@@ -23,6 +23,8 @@ if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
     from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.strategies import DDPStrategy
+elif find_spec("lightning_fabric") is None or find_spec("pytorch_lightning") is None:
+    raise ImportError("this needs Lightning: pip install lightning")
 else:  # the same under their former names
     from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
     from pytorch_lightning import Callback, LightningModule

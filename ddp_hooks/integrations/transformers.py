@@ -331,7 +331,10 @@ def attach(trainer: transformers.Trainer, config: Config) -> None:
     """
     combination_of(config)
     if isinstance(trainer, CommHookMixin) and trainer._comm_hook is not None:
-        raise ValueError("this trainer has a communication hook already")
+        raise ValueError(
+            f"this trainer has a communication hook already: pass attach() one configuration, or a list of those that "
+            f"go together{see('in-a-trainer')}"
+        )
     if not isinstance(trainer, CommHookMixin):
         kind = type(trainer)
         trainer.__class__ = type(kind.__name__, (CommHookMixin, kind), {"__module__": kind.__module__})

@@ -151,7 +151,7 @@ class _Session:
         kind = "DistributedDataParallel" if wrapped else "module"
         raise _Refused(
             f"no single {kind} that was called in training mode holds all parameters of the optimizers; several "
-            f"models, and losses with parameters of their own, cannot be profiled"
+            f"models, losses with parameters of their own, and scripts that use a hook already, cannot be profiled"
         )
 
 

@@ -99,7 +99,10 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
     if compat.uses_mixed_precision(ddp):
         return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
     if compat.comm_hook_registered(ddp):
-        return "the DDP module already has a communication hook, and takes only one: wrap the model again"
+        return (
+            "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
+            "state, close() it, and wrap the model again"
+        )
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
     if compat.delays_all_reduce(ddp):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
+from ddp_hooks.comm import above, at_least
 from ddp_hooks.topk.ledger import Collection
 from ddp_hooks.topk.spardl import Split
 from ddp_hooks.topk.wire import Format
@@ -81,8 +82,8 @@ class TopKConfig:
 
     def __post_init__(self) -> None:
         for name in ("density", "warmup_density"):
-            if not 0 < getattr(self, name) <= 1:
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)}")
+            if not (above(getattr(self, name), 0) and getattr(self, name) <= 1):
+                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
         allowed = {
             "algorithm": _ALGORITHMS,
             "sag": get_args(Sag),
@@ -99,14 +100,14 @@ class TopKConfig:
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
         if self.teams != "auto" and (not isinstance(self.teams, int) or self.teams < 1):
             raise ValueError(f'teams must be a number >= 1 or "auto", got {self.teams!r}')
-        if self.momentum is not None and not 0 <= self.momentum < 1:
-            raise ValueError(f"momentum must be None or in [0, 1), got {self.momentum}")
+        if self.momentum is not None and not (at_least(self.momentum, 0) and self.momentum < 1):
+            raise ValueError(f"momentum must be None or in [0, 1), got {self.momentum!r}")
         for name in ("group_mb", "timeout_s", "stall_warning_s"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)}")
+            if not above(getattr(self, name), 0):
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
         for name, least in (("lanes", 1), ("warmup_steps", 0), ("dense_below_numel", 0)):
-            if getattr(self, name) < least:
-                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)}")
+            if not at_least(getattr(self, name), least):
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")
 
     def density_at(self, step: int) -> float:
         """The density of a step, counted from 0."""

@@ -1,7 +1,8 @@
 """The ways to train that are compared: plain DDP, DDP with bf16 all-reduce, FSDP2, DeAR, and sparse all-reduce.
 
-A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp2`, `dear`, `topk`, or one of these two
-with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1` or `topk:density=0.001,pipeline=forward`.
+A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp2`, `fsdp2-ext`, `dear`, `topk`, or one
+of these four with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`,
+`topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or `fsdp2-ext:block_mb=5,defer=False`.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
@@ -23,7 +24,7 @@ from recipes.benchmarks.workloads import Workload
 
 DDP_BUCKETS_MB = (1, 5, 25, 64)
 DEFAULT_VARIANTS = (*(f"ddp-{mb}mb" for mb in DDP_BUCKETS_MB), "ddp-bf16", "fsdp2", "dear", "dear:update=replicated")
-FSDP_BLOCK_BYTES = 25 * 2**20  # DDP's default bucket size
+FSDP_BLOCK_MB = 25.0  # DDP's default bucket size
 HOOK_BUCKET_MB = 5  # the smallest that keeps messages large; see docs/dear.md
 
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -43,11 +44,11 @@ class Trainee:
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """A variant's name, taken apart; `settings` are fields of `DearConfig` or `TopKConfig`."""
+    """A variant's name, taken apart; `settings` are fields of `DearConfig`, `TopKConfig` or `ExtConfig`."""
 
     name: str
-    kind: str  # "ddp", "ddp-bf16", "fsdp2", "dear" or "topk"
-    bucket_mb: float = 25.0  # DDP's default
+    kind: str  # "ddp", "ddp-bf16", "fsdp2", "fsdp2-ext", "dear" or "topk"
+    bucket_mb: float = 25.0  # DDP's default, and of FSDP2's blocks
     settings: dict[str, Any] = field(default_factory=dict)
 
     @property
@@ -59,15 +60,19 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
     """The variant called `name`; `dear_settings` apply to every DeAR variant and yield to its own."""
     if match := re.fullmatch(r"ddp-(\d+(?:\.\d+)?)mb", name):
         return VariantSpec(name, "ddp", float(match[1]))
-    if name in ("ddp-bf16", "fsdp2"):
+    if name == "ddp-bf16":
         return VariantSpec(name, name)
     kind, _, own = name.partition(":")
+    if kind in ("fsdp2", "fsdp2-ext"):
+        settings = parse_settings(own.split(",") if own else [])
+        return VariantSpec(name, kind, settings.pop("block_mb", FSDP_BLOCK_MB), settings)
     if kind in ("dear", "topk"):
         common = dear_settings or {} if kind == "dear" else {}
         settings = {**common, **parse_settings(own.split(",") if own else [])}
         return VariantSpec(name, kind, settings.pop("bucket_mb", HOOK_BUCKET_MB), settings)
     raise ValueError(
-        f"variant must be ddp-<size>mb, ddp-bf16, fsdp2, dear, topk, dear:key=value,… or topk:key=value,…, got {name!r}"
+        f"variant must be ddp-<size>mb, ddp-bf16, fsdp2, fsdp2-ext, dear or topk, the last four with :key=value,… "
+        f"behind them for other settings, got {name!r}"
     )
 
 
@@ -87,15 +92,16 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 def why_unavailable(spec: VariantSpec) -> str | None:
     """Why this variant cannot run here, or None if it can. Wrong settings raise."""
-    if spec.kind not in ("dear", "topk"):
+    if spec.kind not in ("dear", "topk", "fsdp2", "fsdp2-ext"):
         return None
     if importlib.util.find_spec("ddp_hooks") is None:
         return "package ddp_hooks is not installed"
     try:
         from ddp_hooks import DearConfig, TopKConfig
+        from fsdp_ext import ExtConfig
     except ImportError as error:
         return str(error)
-    config: Any = DearConfig if spec.kind == "dear" else TopKConfig
+    config: Any = {"dear": DearConfig, "topk": TopKConfig, "fsdp2-ext": ExtConfig, "fsdp2": _Stock}[spec.kind]
     unknown = set(spec.settings) - {entry.name for entry in dataclasses.fields(config)}
     if unknown:
         raise ValueError(f"{spec.name}: {config.__name__} has no field {', '.join(sorted(unknown))}")
@@ -103,10 +109,21 @@ def why_unavailable(spec: VariantSpec) -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class _Stock:
+    """What can be set about FSDP2 with its own communication.
+
+    Args:
+        ahead: ask for every gather at the start of the step, through the public `unshard(async_op=True)`.
+    """
+
+    ahead: bool = True
+
+
 def build(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
     """Makes the model and wraps it. Every rank calls this at the same time."""
-    if spec.kind == "fsdp2":
-        return _fsdp2(workload, slow, make_optimizer)
+    if spec.kind in ("fsdp2", "fsdp2-ext"):
+        return _fsdp2(spec, workload, slow, make_optimizer)
     ddp = DistributedDataParallel(
         emulate(workload, slow),
         bucket_cap_mb=spec.bucket_mb,
@@ -139,30 +156,46 @@ def bf16_allreduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future
     return dist.all_reduce(compressed, async_op=True).get_future().then(decompress)
 
 
-def _fsdp2(workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
-    """FSDP2 with its stock communication, sharding blocks of about 25 MB and the rest at the root.
+def _fsdp2(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
+    """FSDP2, sharding blocks of about one size and the rest at the root; with its own communication, or extended.
 
-    On accelerators FSDP2 prefetches because the host runs ahead of the device. A CPU has no such lead, so
-    every gather is asked for at the start of the step through the public `unshard(async_op=True)`: without
-    it no gather would overlap anything.
+    On accelerators FSDP2 prefetches because the host runs ahead of the device. A CPU has no such lead, so with its own
+    communication every gather is asked for at the start of the step: without that no gather would overlap anything, as
+    with `fsdp2:ahead=False`.
     """
     # Imported here: it takes a second, which the other variants need not pay.
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import FSDPModule, fully_shard
 
-    model = emulate(workload, slow, block_bytes=FSDP_BLOCK_BYTES)
+    model = emulate(workload, slow, block_bytes=int(spec.bucket_mb * 2**20))
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model:
         if isinstance(block, nn.Sequential):
             fully_shard(block, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    optimizer = make_optimizer(model.parameters())
+    if spec.kind == "fsdp2-ext":
+        return _extended(model, optimizer, spec)
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root first
 
     def launch_gathers() -> None:
         for module in sharded:
             module.unshard(async_op=True)
 
-    return Trainee(model, make_optimizer(model.parameters()), begin_step=launch_gathers)
+    return Trainee(model, optimizer, begin_step=launch_gathers if _Stock(**spec.settings).ahead else lambda: None)
+
+
+def _extended(model: nn.Module, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:
+    from fsdp_ext import ExtConfig, extend, restore
+
+    extension = extend(model, ExtConfig(**spec.settings))
+
+    def finish() -> dict[str, float]:
+        statistics = dataclasses.asdict(extension.stats())
+        restore(model)
+        return statistics
+
+    return Trainee(model, optimizer, finish=finish)
 
 
 def _hooked(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:

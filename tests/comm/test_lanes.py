@@ -91,6 +91,28 @@ def test_results_and_accounting(workers: WorkerPools, world_size: int, num_lanes
         pool.end()  # large pools are used once
 
 
+def spread(rank: int, world_size: int, num_lanes: int) -> list[int]:
+    """Collectives of which every lane moves some slices; the number of rounds of each lane."""
+    lanes = lanes_of(num_lanes)
+    for numel in (0, 5, 4097, 3000):
+        values = [whole(numel, numel + r) for r in range(world_size)]
+        flat = Partition(values[rank].clone(), aligned_bounds(numel, world_size, 4))
+        scatter = lanes.spread_reduce_scatter(flat, "numbers", world_size)
+        gather = lanes.spread_all_gather(flat, "numbers")  # the lanes keep their order
+        gather.wait()
+        assert scatter.done and gather.done
+        assert torch.equal(flat.flat, torch.stack(values).sum(0) / world_size)
+    rounds = [lane.traffic.rounds for lane in lanes._lanes]
+    lanes.close()
+    return rounds
+
+
+@pytest.mark.parametrize(("world_size", "num_lanes"), [(1, 2), (2, 1), (2, 3), (3, 2), (4, 3)])
+def test_one_collective_on_all_lanes(workers: WorkerPools, world_size: int, num_lanes: int) -> None:
+    for rounds in workers(world_size).run(spread, num_lanes):
+        assert len(rounds) == num_lanes and (world_size == 1 or min(rounds) > 0)
+
+
 def native_lane(rank: int, world_size: int) -> None:
     """The stream lane's native collectives, whose stream verbs do nothing on CPU."""
     lane = StreamLane(0, dist.group.WORLD, CPU, Recorder())  # type: ignore[arg-type]

@@ -1,0 +1,85 @@
+"""What cannot work is refused before anything is changed, with the module's name and what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+
+from fsdp_ext import compat
+from fsdp_ext.config import ExtConfig
+
+_STOCK = ("DefaultAllGather", "DefaultReduceScatter")
+
+
+def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
+    """``model`` and what is inside of it, as far as FSDP2 wraps it, with names for messages."""
+    for name, module in model.named_modules():
+        if isinstance(module, FSDPModule):
+            yield name or "the root module", module
+
+
+def find_problem(model: object, config: object) -> str | None:
+    """Why ``model`` cannot be extended, or None."""
+    if not isinstance(config, ExtConfig):
+        return f"config must be an ExtConfig(...), got {type(config).__name__}"
+    if not isinstance(model, nn.Module):
+        return f"extend(...) takes a module, got {type(model).__name__}"
+    for name, module in model.named_modules():
+        if isinstance(module, FullyShardedDataParallel):
+            return (
+                f"{name or 'the root module'} is wrapped by FSDP1 (FullyShardedDataParallel), which cannot be "
+                f"extended: wrap with torch.distributed.fsdp.fully_shard instead; in Trainer's fsdp_config set "
+                f'"fsdp_version": 2, in Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)'
+            )
+    modules = list(fsdp_modules(model))
+    if not modules:
+        return (
+            f"no module of {type(model).__name__} is wrapped by FSDP2: call fully_shard(module) on its blocks and on "
+            f"itself first, then extend(model, ...)"
+        )
+    return next((found for name, module in modules if (found := _problem_of(name, module)) is not None), None)
+
+
+def _problem_of(name: str, module: FSDPModule) -> str | None:
+    groups = compat.num_param_groups(module)
+    if groups is not None and groups > 1:
+        return (
+            f"{name} has {groups} groups of parameters, on meshes of their own (shard_placement_fn): FSDP2 takes one "
+            f"communication object per module. Wrap the parts by themselves with fully_shard(...), so that each "
+            f"module has one mesh"
+        )
+    for communication in compat.communication_of(module) or ():
+        kind = type(communication).__name__
+        if kind.startswith("SymmMem"):
+            return (
+                f"{name} communicates through symmetric memory (set_symm_mem_for_comm), which needs FSDP2's own "
+                f"communication: leave that call out, or do not extend this model"
+            )
+        if kind.startswith("ProcessGroupAlloc"):
+            return (
+                f"{name} takes memory from its process group (set_allocate_memory_from_process_group_for_comm), which "
+                f"needs FSDP2's own communication: call it with False first, or do not extend this model"
+            )
+        if kind.startswith("Ring"):
+            return (
+                f"{name} is extended already, with another module: call restore(...) with that one first, or extend "
+                f"only the outermost module, which covers what is inside of it"
+            )
+        if kind not in _STOCK:
+            return (
+                f"{name} already has a communication object of its own, {kind}: leave its set_custom_... call out, or "
+                f"do not extend this model"
+            )
+    return None
+
+
+def fingerprint(model: nn.Module, config: ExtConfig) -> dict[str, object]:
+    """What all ranks must have in common."""
+    modules = [name for name, _ in fsdp_modules(model)]
+    entries: dict[str, object] = {"torch": torch.__version__, "config": config, "modules": modules}
+    for name, parameter in model.named_parameters():
+        entries[name] = (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+    return entries

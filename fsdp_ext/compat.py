@@ -1,0 +1,98 @@
+"""What FSDP2 does not tell publicly, read in one place; where a version of torch has it otherwise, None.
+
+Everything is only read. Nothing depends on it for being right: without an answer the caller does what is always right
+(it waits), or what FSDP2's own default is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+
+@dataclass(frozen=True)
+class GroupFacts:
+    """What decides whether a module's reduced gradients are read before the backward ends.
+
+    Args:
+        parameters: sharded, in the order in which FSDP2 flattens them.
+        original_dtype: of the sharded parameters; None if they differ.
+        all_reduces: whether a reduce-scatter is followed by an all-reduce over replicas (HSDP).
+        hooked: whether a hook of :meth:`FSDPModule.set_all_reduce_hook` is given the result.
+        offloads: whether gradients are copied to the CPU.
+        forces_sums: whether means are formed by division afterwards (set_force_sum_reduction_for_comms).
+    """
+
+    parameters: tuple[Tensor, ...]
+    original_dtype: torch.dtype | None
+    all_reduces: bool
+    hooked: bool
+    offloads: bool
+    forces_sums: bool
+
+
+def _param_groups(module: FSDPModule) -> Sequence[Any] | None:
+    try:
+        state = module._get_fsdp_state()
+    except AttributeError:
+        return None
+    if hasattr(state, "_fsdp_param_groups"):
+        return list(state._fsdp_param_groups)
+    single = getattr(state, "_fsdp_param_group", None)  # before several were possible
+    return None if single is None else [single]
+
+
+def num_param_groups(module: FSDPModule) -> int | None:
+    """Groups of parameters that the module communicates separately; 0 if it has no parameters of its own."""
+    groups = _param_groups(module)
+    return None if groups is None else len(groups)
+
+
+def facts_of(module: FSDPModule) -> GroupFacts | None:
+    """See :class:`GroupFacts`."""
+    groups = _param_groups(module)
+    if groups is None or len(groups) != 1:
+        return None
+    try:
+        (group,) = groups
+        return GroupFacts(
+            parameters=tuple(param.sharded_param for param in group.fsdp_params),
+            original_dtype=group._orig_dtype,
+            all_reduces=hasattr(group.mesh_info, "replicate_process_group"),
+            hooked=group._all_reduce_hook is not None,
+            offloads=any(param.offload_to_cpu for param in group.fsdp_params),
+            forces_sums=group.force_sum_reduction_for_comms,
+        )
+    except AttributeError:
+        return None
+
+
+def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
+    """The module's all-gather and reduce-scatter objects."""
+    groups = _param_groups(module)
+    if not groups:
+        return None
+    gather = getattr(groups[0], "_all_gather_comm", None)
+    scatter = getattr(groups[0], "_reduce_scatter_comm", None)
+    return None if gather is None or scatter is None else (gather, scatter)
+
+
+def prefetches_by_itself(module: FSDPModule) -> bool:
+    """Whether the user has set lists of modules to prefetch."""
+    groups = _param_groups(module)
+    if groups is None:
+        return False
+    state = module._get_fsdp_state()
+    return bool(
+        getattr(state, "_states_to_forward_prefetch", ()) or getattr(state, "_states_to_backward_prefetch", ())
+    )
+
+
+def keeps_parameters(module: FSDPModule) -> bool:
+    """Whether parameters stay whole between forward and backward."""
+    return all(getattr(group, "post_forward_mesh_info", module) is None for group in _param_groups(module) or ())

@@ -1,0 +1,47 @@
+"""Settings of the extension, one frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_hooks.comm import above, at_least
+
+
+@dataclass(frozen=True)
+class ExtConfig:
+    """How FSDP2's shards are gathered and its gradients reduced; what is None is chosen for the link.
+
+    Args:
+        defer: on CPUs let reduce-scatters end with the backward instead of one after the other, where nothing reads
+            their results earlier; see :func:`~fsdp_ext.extend`. False waits for each.
+        pending_mb: gradients in MiB whose reduce-scatters may be under way at a time, before the backward waits for the
+            oldest. They are kept whole until then, as DDP keeps its buckets. None: no limit.
+        prefetch: modules whose parameters are gathered ahead of the one that runs, on CPUs, each as soon as one before
+            it runs; 0 leaves that to FSDP2, which on CPUs gathers nothing ahead in forward and one module in backward.
+            Each keeps a further module's parameters whole. Lists that were set on a module before stay as they are.
+            None: 2; all where every module keeps its parameters whole after forward (``reshard_after_forward=False``),
+            since then all are whole at its end.
+        lanes: streams of communication side by side, for gathers and for reduce-scatters each. None: chosen by a short
+            measurement of the link.
+        slice_mb: largest message of rings in MiB. None: chosen by the same measurement as ``lanes``.
+        trace: record spans for :meth:`Extension.timeline`.
+        timeout_s: a wait that takes longer fails.
+        stall_warning_s: a wait that takes longer is logged, with what it waits for.
+    """
+
+    defer: bool = True
+    pending_mb: float | None = None
+    prefetch: int | None = None
+    lanes: int | None = None
+    slice_mb: float | None = None
+    trace: bool = False
+    timeout_s: float = 600.0
+    stall_warning_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("pending_mb", "slice_mb", "timeout_s", "stall_warning_s"):
+            if getattr(self, name) is not None and not above(getattr(self, name), 0):
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        for name, least in (("lanes", 1), ("prefetch", 0)):
+            if getattr(self, name) is not None and not at_least(getattr(self, name), least):
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")

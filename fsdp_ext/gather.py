@@ -1,0 +1,65 @@
+"""All-gathers of parameters for FSDP2: rings on lanes, which end when their parameters are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
+
+from ddp_hooks.comm import Partition, Work
+from fsdp_ext.transport import equal_bounds
+
+if TYPE_CHECKING:
+    from fsdp_ext.extension import Extension
+
+
+class RingAllGather(AllGather):
+    """Starts a ring all-gather; FSDP2 waits for it where it copies parameters out (foreach_all_gather_copy_out).
+
+    On CPUs FSDP2's own all-gather blocks, as there are no streams, even where the gather is only prefetched.
+    """
+
+    def __init__(self, extension: Extension, module: FSDPModule, name: str) -> None:
+        self._extension = extension
+        self._module = module
+        self._name = name
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the whole parameters, of which this rank's shards fill its part."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
+        self._extension.prefetcher.note(self._module)
+        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        partition = Partition(output_tensor, equal_bounds(output_tensor.numel(), world_size))
+        own = partition.ranges[rank]
+        if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 makes it a part of the output
+            own.copy_(input_tensor)
+        work = self._extension.transport_of(group).gathers.spread_all_gather(partition, self._name)
+        self._extension.counts.gathers += 1
+        return _Gathering(self._extension, work)
+
+
+class _Gathering(dist.Work):
+    """What FSDP2 waits for."""
+
+    def __init__(self, extension: Extension, work: Work) -> None:
+        super().__init__()
+        self._extension = extension
+        self._work = work
+
+    def wait(self, timeout: Any = None) -> bool:
+        with self._extension.gather_stall.measure(self._extension.recorder, self._work.label):
+            self._work.wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.done

@@ -1,0 +1,67 @@
+"""Which parameters to gather ahead: those of the modules that ran next in the first forward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_ext import compat
+
+_FEW = 2
+
+
+class Prefetcher:
+    """Learns the order of modules from the first forward's gathers, then lets FSDP2 gather ahead in that order.
+
+    Args:
+        root: whose forward begins a step.
+        depth: modules to gather ahead; 0: none; None: few, or all that stay whole anyway.
+    """
+
+    def __init__(self, root: nn.Module, depth: int | None) -> None:
+        self._depth = depth
+        self._root = root
+        self._order: list[FSDPModule] = []  # in which their parameters were gathered first
+        self._num_forwards = 0
+        self._listed: list[FSDPModule] = []  # modules whose lists are ours
+        self._handle = root.register_forward_pre_hook(torch.compiler.disable(self._begin_forward), prepend=True)
+
+    def note(self, module: FSDPModule) -> None:
+        """Parameters of ``module`` are being gathered."""
+        if self._num_forwards == 1 and module not in self._order:
+            self._order.append(module)
+
+    def remove(self) -> None:
+        """Leave the modules as they were before."""
+        self._handle.remove()
+        for module in self._listed:
+            module.set_modules_to_forward_prefetch([])
+            module.set_modules_to_backward_prefetch([])
+
+    def _begin_forward(self, *ignored: Any) -> None:
+        self._num_forwards += 1
+        if self._num_forwards == 2:
+            if self._depth is None:
+                self._depth = len(self._order) if all(map(compat.keeps_parameters, self._order)) else _FEW
+            if self._depth:
+                self._set_lists(self._depth)
+        if self._num_forwards > 1 and self._depth:
+            # FSDP2 waits for the first module's parameters before it asks for those after it.
+            for module in self._order[: self._depth + 1]:
+                module.unshard(async_op=True)
+
+    def _set_lists(self, depth: int) -> None:
+        order = self._order
+        for index, module in enumerate(order):
+            if not compat.prefetches_by_itself(module):
+                self._listed.append(module)
+                module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
+                module.set_modules_to_backward_prefetch(order[max(0, index - depth) : index][::-1])
+        # The root runs first in backward, too, as its output is the last one.
+        root = self._root
+        if isinstance(root, FSDPModule) and (root in self._listed or not compat.prefetches_by_itself(root)):
+            self._listed.append(root)
+            root.set_modules_to_backward_prefetch([module for module in order[::-1] if module is not root][:depth])

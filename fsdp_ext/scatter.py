@@ -1,0 +1,128 @@
+"""Reduce-scatters of gradients for FSDP2: rings on lanes, under the rest of the backward where that is right."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from ddp_hooks.comm import Partition
+from ddp_hooks.comm import compat as comm_compat
+from fsdp_ext import compat
+from fsdp_ext.pending import Delivery
+from fsdp_ext.transport import equal_bounds
+
+if TYPE_CHECKING:
+    from fsdp_ext.extension import Extension
+
+logger = logging.getLogger("fsdp_ext")
+
+
+class RingReduceScatter(ReduceScatter):
+    """A ring in the memory that FSDP2 has copied the gradients to.
+
+    gloo's own reduce-scatter moves an all-reduce. FSDP2 drops what a reduce-scatter returns, as on accelerators its
+    result is read in stream order; see :meth:`reason_to_wait` for when it can be ready later on CPUs, too.
+    """
+
+    def __init__(self, extension: Extension, module: FSDPModule, name: str) -> None:
+        self._extension = extension
+        self._module = module
+        self._name = name
+        self._told: set[str] = set()
+        self._input_numel = 0  # of the input that an output is to be allocated for
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory for the whole gradients, then for this rank's part of their mean.
+
+        FSDP2 converts a mean in bfloat16 to the parameters' type, inside of the backward. Where nothing else is done to
+        it, its memory is of that type from the start: then there is nothing to convert, and it may come later.
+        """
+        (numel,) = map(int, size)
+        is_output = 0 < numel < self._input_numel and self._input_numel % numel == 0
+        self._input_numel = 0 if is_output else numel
+        if is_output and dtype == torch.bfloat16 and self._extension.config.defer:
+            facts = compat.facts_of(self._module)
+            if facts is not None and not (facts.all_reduces or facts.hooked or facts.forces_sums):
+                dtype = facts.original_dtype or dtype
+        return torch.empty(numel, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor``, (P * numel,), over all ranks; this rank's part goes to ``output_tensor``, (numel,).
+
+        The input is overwritten.
+        """
+        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        divisor = self._divisor(input_tensor, op, world_size)
+        partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
+        work = self._extension.transport_of(group).scatters.spread_reduce_scatter(partition, self._name, divisor)
+        delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes)
+        counts, pending = self._extension.counts, self._extension.pending
+        counts.reduce_scatters += 1
+        reason = self.reason_to_wait(output_tensor.dtype, op)
+        if reason is None:
+            counts.deferred += 1
+            pending.defer(delivery)
+        else:
+            self._tell(reason)
+            with self._extension.scatter_stall.measure(self._extension.recorder, work.label):
+                delivery.complete()
+        return None
+
+    def reason_to_wait(self, dtype: torch.dtype, op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str | None:
+        """Why the result must be ready when the call returns, or None: it is read after the backward only.
+
+        FSDP2 adds it to a gradient that is there already, divides it, reduces it over replicas, converts it, copies it,
+        or gives it to a hook, all inside of the backward (foreach_reduce).
+        """
+        if not self._extension.config.defer:
+            return "defer=False"
+        if not comm_compat.in_backward():
+            return "it runs outside of a backward"
+        facts = compat.facts_of(self._module)
+        if facts is None:
+            return f"torch {torch.__version__} does not tell what follows it"
+        if facts.all_reduces:
+            return "an all-reduce over replicas follows (HSDP)"
+        if facts.hooked:
+            return "a hook of set_all_reduce_hook follows"
+        if facts.offloads:
+            return "gradients are offloaded"
+        if dtype != facts.original_dtype:
+            return f"gradients of {dtype} are converted to {facts.original_dtype}"
+        if op == dist.ReduceOp.SUM:
+            return "the sum is divided afterwards"
+        if any(parameter.grad is not None for parameter in facts.parameters):
+            return "it is added to gradients that are there already"
+        if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in facts.parameters):
+            return "parameters have hooks of register_post_accumulate_grad_hook"
+        return None
+
+    def _divisor(self, gradients: Tensor, op: Any, world_size: int) -> int:
+        """What the sum is to be divided by; factors are multiplied by before."""
+        if op == dist.ReduceOp.AVG:
+            return world_size
+        if op == dist.ReduceOp.SUM:
+            return 1
+        if op == dist.ReduceOp.PREMUL_SUM:  # set_gradient_divide_factor
+            gradients.mul_(op.factor)
+            return 1
+        raise NotImplementedError(f"{self._name}: gradients are reduced by sums and means, got {op}")
+
+    def _tell(self, reason: str) -> None:
+        if reason not in self._told:
+            self._told.add(reason)
+            logger.debug("%s: every reduce-scatter is waited for, because %s", self._name, reason)

@@ -1,0 +1,332 @@
+"""Extending, restoring, checkpoints, statistics, and what happens when a rank fails."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import LaneError
+from fsdp_ext import ExtConfig, Extension, compat, extend, restore
+from fsdp_ext.gather import RingAllGather
+from tests.fsdp_ext.twins import CONFIG, WholeNumbers, momentum_sgd, shard
+from tests.workers import WorkerPools
+
+
+def trained(rank: int, world_size: int, num_steps: int, config: ExtConfig = CONFIG) -> tuple[nn.Module, Any, Extension]:
+    torch.manual_seed(7)
+    model = shard(WholeNumbers(world_size))
+    extension = extend(model, config)
+    optimizer = momentum_sgd(model)
+    train(model, optimizer, rank, range(num_steps))
+    return model, optimizer, extension
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Any) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        model(1000 * step + rank).backward()
+        optimizer.step()
+
+
+def communication(model: nn.Module) -> list[str]:
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return [type(each).__name__ for module in modules for each in compat.communication_of(module) or ()]
+
+
+def message_of(function: Callable[[], Any]) -> str:
+    try:
+        function()
+    except (ValueError, RuntimeError, TypeError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+# -- extending and restoring ----------------------------------------------------------------------------------------
+
+
+def extend_and_restore(rank: int, world_size: int) -> dict[str, Any]:
+    model = shard(WholeNumbers(world_size))
+    stock = communication(model)
+    first = extend(model, CONFIG)
+    optimizer = momentum_sgd(model)
+    train(model, optimizer, rank, range(3))
+    found = {"extended": communication(model), "same again": extend(model, CONFIG) is first}
+    other = extend(model, ExtConfig(lanes=1, timeout_s=20))
+    train(model, optimizer, rank, range(3, 5))
+    found |= {"other": other is not first, "gathers": other.stats().gathers, "extended twice": communication(model)}
+    restore(model)
+    restore(model)
+    train(model, optimizer, rank, range(5, 7))
+    found |= {"restored": communication(model) == stock, "after": other.stats().gathers}
+    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+    return found | {"lists": any(map(compat.prefetches_by_itself, modules))}
+
+
+def test_extend_is_idempotent_and_reversible(workers: WorkerPools) -> None:
+    for found in workers(2).run(extend_and_restore):
+        assert set(found["extended"]) == {"RingAllGather", "RingReduceScatter"} == set(found["extended twice"])
+        assert found["same again"] and found["other"] and found["restored"]
+        assert found["gathers"] == found["after"] > 0, "a restored model does without"
+        assert not found["lists"]
+
+
+def statistics(rank: int, world_size: int) -> tuple[Any, int, list[str]]:
+    config = ExtConfig(lanes=2, slice_mb=0.002, timeout_s=20, trace=True)
+    model, _, extension = trained(rank, world_size, 4, config)
+    whole = sum(padded(p, world_size) for p in model.parameters()) * 4
+    tracks = sorted({span.track for span in extension.timeline()})
+    stats = extension.stats()
+    restore(model)
+    return stats, whole, tracks
+
+
+def padded(parameter: torch.Tensor, world_size: int) -> int:
+    rows = -(-parameter.shape[0] // world_size) * world_size
+    return rows * parameter[0].numel() if parameter.shape[0] else 0
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_bytes_are_those_of_rings(workers: WorkerPools, world_size: int) -> None:
+    for stats, whole, tracks in workers(world_size).run(statistics):
+        blocks = stats.gathers // 4 - 6  # gathered again in backward: all but the root, and the last one
+        share = whole * (world_size - 1) // world_size
+        assert share * 4 * 2 < stats.sent_bytes < share * 4 * 3, "one reduce-scatter, one to two gathers"
+        assert blocks == 5
+        assert stats.sent_bytes == stats.received_bytes
+        assert stats.stall_s > 0 and stats.comm_s > 0
+        assert {"lane 0", "lane 1", "wait"} <= set(tracks)
+
+
+def order_of_gathers(rank: int, world_size: int) -> tuple[list[int], list[int]]:
+    """Gathers under way when each block runs, in the second forward; and with no prefetch."""
+    ahead = []
+    for depth in (2, 0):
+        model = shard(WholeNumbers(world_size))
+        extension = extend(model, ExtConfig(lanes=1, prefetch=depth, timeout_s=20))
+        model(1).backward()
+        begun = extension.counts.gathers
+        seen: list[int] = []
+        for block in model.get_submodule("blocks").children():
+            block.register_forward_hook(lambda *_, seen=seen, x=extension, b=begun: seen.append(x.counts.gathers - b))
+        model(2)
+        ahead.append(seen)
+        restore(model)
+    return ahead[0], ahead[1]
+
+
+def test_prefetches_in_the_order_of_the_first_forward(workers: WorkerPools) -> None:
+    for ahead, alone in workers(2).run(order_of_gathers):
+        assert alone == [2, 3, 4, 5, 6], "the root, and each when it runs"
+        assert ahead == [4, 5, 6, 6, 6], "two more"
+
+
+# -- checkpoints ------------------------------------------------------------------------------------------------------
+
+
+def save(rank: int, world_size: int, folder: str, steps: int, extended: bool) -> list[float]:
+    model, optimizer, _ = trained(rank, 4, steps)
+    if not extended:
+        restore(model)
+        train(model, optimizer, rank, range(0))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    restore(model)
+    return everything(model)
+
+
+def load(rank: int, world_size: int, folder: str, extended: bool) -> list[float]:
+    torch.manual_seed(99)
+    model = shard(WholeNumbers(4))
+    if extended:
+        extend(model, CONFIG)
+    optimizer = momentum_sgd(model)
+    train(model, optimizer, rank, range(1))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    found = everything(model)
+    train(model, optimizer, rank, range(1, 3))
+    restore(model)
+    return found
+
+
+def everything(model: nn.Module) -> list[float]:
+    parameters: list[Any] = list(model.parameters())
+    return [value for each in parameters for value in each.full_tensor().flatten().tolist()]
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1)])
+@pytest.mark.parametrize(("extended", "then"), [(True, False), (False, True), (True, True)])
+def test_checkpoints_with_other_numbers_of_ranks(
+    workers: WorkerPools, tmp_path: Path, before: int, after: int, extended: bool, then: bool
+) -> None:
+    saved = workers(before).run(save, str(tmp_path), 3, extended)[0]
+    for loaded in workers(after).run(load, str(tmp_path), then):
+        assert loaded == saved
+
+
+# -- refusals ---------------------------------------------------------------------------------------------------------
+
+
+def refuse(rank: int, world_size: int, case: str) -> str:
+    model: Any = WholeNumbers(world_size)
+    config: Any = CONFIG
+    if case == "no fsdp":
+        pass
+    elif case == "ddp":
+        model = DistributedDataParallel(model)
+    elif case == "fsdp1":
+        # FSDP1 itself needs an accelerator; that is no reason to miss it.
+        model.blocks[0] = FullyShardedDataParallel.__new__(FullyShardedDataParallel)
+        nn.Module.__init__(model.blocks[0])
+    elif case == "other settings":
+        model, config = shard(model), ExtConfig(prefetch=rank)
+    elif case == "other model":
+        model = shard(model)
+        model.blocks[1].layers[1].weight.requires_grad_(rank == 0)
+    elif case == "own communication":
+        model = shard(model)
+        model.blocks[2].set_custom_all_gather(_Own())
+    elif case == "process group memory":
+        model = shard(model)
+        model.blocks[2].set_allocate_memory_from_process_group_for_comm(True)
+    elif case == "twice":
+        model = shard(model)
+        extend(model.blocks[1], CONFIG)
+    elif case == "config":
+        model, config = shard(model), {"lanes": 2}
+    elif case == "one rank only":
+        model = shard(model)
+        if rank == 1:
+            model.blocks[2].set_custom_all_gather(_Own())
+    before = communication(model)
+    message = message_of(lambda: extend(model, config))
+    assert communication(model) == before, "nothing is changed"
+    if case == "twice":
+        restore(model.blocks[1])
+    return message
+
+
+class _Own(RingAllGather):
+    def __init__(self) -> None:
+        pass
+
+
+_Own.__name__ = "MyAllGather"
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("no fsdp", "call fully_shard(module) on its blocks and on itself first"),
+        ("ddp", "no module of DistributedDataParallel is wrapped by FSDP2"),
+        ("fsdp1", "blocks.0 is wrapped by FSDP1 (FullyShardedDataParallel), which cannot be extended: wrap with"),
+        ("other settings", "config is ExtConfig("),
+        ("other model", "blocks.1.layers.1.weight is ((5, 7), torch.float32, True) on ranks [0], ((5, 7), torch"),
+        ("own communication", "blocks.2 already has a communication object of its own, MyAllGather"),
+        ("process group memory", "blocks.2 takes memory from its process group"),
+        ("twice", "blocks.1 is extended already, with another module"),
+        ("config", "config must be an ExtConfig(...), got dict"),
+        ("one rank only", "on ranks [1]: blocks.2 already has a communication object of its own"),
+    ],
+)
+def test_refusals(workers: WorkerPools, case: str, expected: str) -> None:
+    messages = workers(2).run(refuse, case)
+    assert expected in messages[0] and len(set(messages)) == 1, messages
+    assert messages[0].startswith("ValueError: ") and "docs/troubleshooting.md#" in messages[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lanes": 0}, "lanes must be >= 1, got 0"),
+        ({"prefetch": -1}, "prefetch must be >= 0, got -1"),
+        ({"pending_mb": 0}, "pending_mb must be > 0, got 0"),
+        ({"slice_mb": -1.0}, "slice_mb must be > 0, got -1.0"),
+        ({"timeout_s": 0}, "timeout_s must be > 0, got 0"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, Any], expected: str) -> None:
+    assert message_of(lambda: ExtConfig(**settings)) == f"ValueError: {expected}"
+
+
+def test_needs_a_process_group() -> None:
+    assert not dist.is_initialized()
+    assert "no module of Linear is wrapped by FSDP2" in message_of(lambda: extend(nn.Linear(2, 2)))
+
+
+# -- failures ---------------------------------------------------------------------------------------------------------
+
+
+def train_until_somebody_dies(rank: int, world_size: int, victim: int, phase: str) -> str:
+    model, optimizer, _ = trained(rank, world_size, 2)
+    try:
+        for step in range(1000):
+            dying = rank == victim and step == 4
+            optimizer.zero_grad()
+            if dying and phase == "in forward":
+                block: Any = model.get_submodule("blocks.2")
+                block.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            loss = model(1000 * step + rank)
+            if dying and phase == "in backward":
+                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+            loss.backward()
+            if dying and phase == "before step":
+                os.kill(os.getpid(), signal.SIGKILL)
+            optimizer.step()
+    except LaneError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+@pytest.mark.parametrize("phase", ["in forward", "in backward", "before step"])
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1)])
+def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int, phase: str) -> None:
+    pool = workers(world_size)
+    outcomes = pool.outcomes(train_until_somebody_dies, victim, phase, timeout_s=40)
+    pool.end()
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome[0] == "ok" and f"rank {victim} died" in outcome[1], outcome
+            assert "blocks." in outcome[1] or "root module" in outcome[1], f"does not say what: {outcome[1]}"
+
+
+def raise_in_backward(rank: int, world_size: int) -> bool:
+    """An exception half-way through every rank's backward; then training goes on."""
+    model, optimizer, extension = trained(rank, world_size, 2)
+    before = everything(model)
+    block: Any = model.get_submodule("blocks.2")
+    handle = block.register_forward_hook(lambda _, inputs, output: output.register_hook(_fail) and None)
+    reduced = extension.counts.reduce_scatters
+    with pytest.raises(ZeroDivisionError):
+        model(5 + rank).backward()
+    assert extension.counts.reduce_scatters == reduced + 2, "the two blocks behind it"
+    handle.remove()
+    assert isinstance(model, FSDPModule)
+    model.reset_iter_state()
+    unchanged = everything(model) == before
+    optimizer.zero_grad()
+    train(model, optimizer, rank, range(2, 4))
+    goes_on = everything(model) != before and len(extension.pending) == 0
+    restore(model)
+    return unchanged and goes_on
+
+
+def _fail(*_: Any) -> None:
+    raise ZeroDivisionError
+
+
+def test_training_goes_on_after_an_exception_in_backward(workers: WorkerPools) -> None:
+    assert all(workers(2).run(raise_in_backward))

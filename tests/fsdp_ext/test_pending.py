@@ -1,0 +1,123 @@
+"""When deferred reduce-scatters are delivered, with work that is done when the test says so.
+
+Prevents: gradients that look like gradients before they have come; deliveries that nobody makes after a backward that
+failed; more memory kept than was allowed.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ddp_hooks.comm import Recorder, Stall
+from fsdp_ext.pending import Delivery, PendingReductions
+
+
+class Reduction:
+    """A reduce-scatter of four elements, all of which become ``value``."""
+
+    def __init__(self, value: float) -> None:
+        self.label = f"reduction {value:g}"
+        self.value = value
+        self.done = False
+        self.source, self.output = torch.zeros(4), torch.zeros(4)
+
+    def wait(self) -> None:
+        self.source.fill_(self.value)
+        self.done = True
+
+    @property
+    def delivery(self) -> Delivery:
+        return Delivery(self, self.source, self.output, 16)
+
+    @property
+    def delivered(self) -> bool:
+        return bool((self.output == self.value).all())
+
+    @property
+    def missing(self) -> bool:
+        return bool(self.output.isnan().all())
+
+
+def pending(limit_bytes: int | None = None) -> PendingReductions:
+    return PendingReductions(limit_bytes, Stall(), Recorder())
+
+
+def backward(*steps: object) -> None:
+    """A backward that runs these functions, the first one first."""
+    with torch.enable_grad():
+        y = torch.ones(2, requires_grad=True) * 1
+        for step in reversed(steps):
+            y = y * 1
+            y.register_hook(lambda _, step=step: step() and None)
+        y.sum().backward()
+
+
+def test_delivered_when_the_backward_ends() -> None:
+    waiting, first, second, seen = pending(), Reduction(1), Reduction(2), list[bool]()
+    backward(
+        lambda: waiting.defer(first.delivery),
+        lambda: waiting.defer(second.delivery),
+        lambda: seen.append(first.missing and second.missing and len(waiting) == 2),
+    )
+    assert seen == [True] and first.delivered and second.delivered and len(waiting) == 0
+
+
+def test_what_has_come_is_delivered_at_the_next_one() -> None:
+    waiting, first, second, seen = pending(), Reduction(1), Reduction(2), list[bool]()
+    backward(
+        lambda: waiting.defer(first.delivery),
+        first.wait,
+        lambda: waiting.defer(second.delivery),
+        lambda: seen.append(first.delivered and second.missing and len(waiting) == 1),
+    )
+    assert seen == [True] and second.delivered
+
+
+@pytest.mark.parametrize(("limit_bytes", "kept"), [(None, 3), (48, 3), (47, 2), (16, 1), (1, 1)])
+def test_the_oldest_is_waited_for_when_too_much_is_kept(limit_bytes: int | None, kept: int) -> None:
+    waiting, reductions, seen = pending(limit_bytes), [Reduction(i) for i in (1, 2, 3)], list[bool]()
+
+    def look() -> None:
+        seen.extend(each.missing for each in reductions)
+
+    backward(*(lambda each=each: waiting.defer(each.delivery) for each in reductions), look)
+    assert seen == [False] * (3 - kept) + [True] * kept
+    assert all(each.delivered for each in reductions)
+
+
+def test_a_backward_that_fails_leaves_nothing_for_ever() -> None:
+    waiting, first, second = pending(), Reduction(1), Reduction(2)
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        backward(lambda: waiting.defer(first.delivery), fail)
+    assert first.missing and len(waiting) == 1
+    backward(lambda: waiting.defer(second.delivery))
+    assert first.delivered and second.delivered and len(waiting) == 0
+
+
+def test_backwards_inside_of_each_other_deliver_their_own() -> None:
+    waiting, inner, outer, seen = pending(), Reduction(1), Reduction(2), list[bool]()
+    backward(
+        lambda: backward(lambda: waiting.defer(inner.delivery)),
+        lambda: seen.append(inner.delivered),
+        lambda: waiting.defer(outer.delivery),
+    )
+    assert seen == [True] and outer.delivered
+
+
+def test_waits_are_counted() -> None:
+    stall, recorder = Stall(), Recorder(enabled=True)
+    waiting = PendingReductions(None, stall, recorder)
+    backward(lambda: waiting.defer(Reduction(1).delivery))
+    assert stall.seconds > 0 and [span.name for span in recorder.snapshot()] == ["reduction 1"]
+
+
+def test_only_inside_of_a_backward() -> None:
+    with pytest.raises(RuntimeError, match="backward"):
+        pending().defer(Reduction(1).delivery)
+
+
