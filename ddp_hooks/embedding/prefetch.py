@@ -146,8 +146,8 @@ def ids_by_table(given: BatchIds, index_of: Mapping[str, int]) -> dict[int, Ids]
         key = name.removesuffix(".weight")
         if key not in index_of:
             raise ValueError(
-                f"the function that tells the ids of a batch named {name!r}; the tables, by whose names its dictionary "
-                f"has to go, are {names}{see('batches-were-not-announced')}"
+                f"the function that tells the ids of a batch named {name!r}; the tables are {names}: its dictionary "
+                f"has to name them so{see('batches-were-not-announced')}"
             )
         tensors = [values] if isinstance(values, Tensor) else list(values)
         parts.setdefault(index_of[key], []).extend(as_ids(tensor) for tensor in tensors)
