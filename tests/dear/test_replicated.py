@@ -651,6 +651,10 @@ def test_choices(workers: WorkerPools, optimizer: Any, update: Any, expected: st
 def test_update_must_be_one_of_three() -> None:
     with pytest.raises(ValueError, match="update must be one of"):
         DearConfig(update="both")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="lanes must be >= 1, got 'two'"):
+        DearConfig(lanes="two")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="early_gathers must be None or from 0 to 1, got 'half'"):
+        DearConfig(early_gathers="half")  # type: ignore[arg-type]
 
 
 def write_while_updates_are_pending(rank: int, world_size: int) -> tuple[str, bool, bool]:

@@ -253,6 +253,7 @@ def test_refusals(workers: WorkerPools, case: str, expected: str) -> None:
     [
         ({"lanes": 0}, "lanes must be >= 1, got 0"),
         ({"prefetch": -1}, "prefetch must be >= 0, got -1"),
+        ({"prefetch": "all"}, "prefetch must be >= 0, got 'all'"),
         ({"pending_mb": 0}, "pending_mb must be > 0, got 0"),
         ({"slice_mb": -1.0}, "slice_mb must be > 0, got -1.0"),
         ({"timeout_s": 0}, "timeout_s must be > 0, got 0"),

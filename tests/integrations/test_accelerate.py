@@ -258,6 +258,8 @@ def misuse(rank: int, world_size: int, case: str) -> str:
             if case == "prepared before":
                 accelerator.prepare(model)
             attachment = attach(accelerator, DEAR)
+            if case == "twice":
+                attach(accelerator, TopKConfig())
             if case == "no optimizer":
                 model = accelerator.prepare(model)
                 model(input_ids=torch.zeros(1, 4, dtype=torch.int64))
@@ -284,6 +286,7 @@ def misuse(rank: int, world_size: int, case: str) -> str:
     ("case", "expected"),
     [
         ("another hook", "is a hook of its own, and DDP has one: leave it out"),
+        ("twice", "has a communication hook already: pass attach() one configuration"),
         ("prepared before", "call attach() before accelerator.prepare()"),
         ("no optimizer", "no single optimizer with all of its trained parameters"),
         ("between parts", "write `if accelerator.sync_gradients:` before it"),

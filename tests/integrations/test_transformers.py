@@ -433,6 +433,25 @@ def test_sparse_all_reduce_from_and_to_plain_checkpoints(
     assert all(len(resumed["losses"]) == 8 for _, resumed in outcomes)
 
 
+def resume_and_listen(rank: int, world_size: int, folder: str) -> list[str]:
+    """What is logged when sparse all-reduce's checkpoint is resumed without it."""
+    heard: list[str] = []
+    listener = logging.Handler()
+    listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_hooks").addHandler(listener)
+    try:
+        resume(rank, world_size, folder, TOPK, DEAR, {})
+    finally:
+        logging.getLogger("ddp_hooks").removeHandler(listener)
+    return heard
+
+
+def test_what_was_left_out_is_not_dropped_in_silence(workers: WorkerPools, tmp_path: Path) -> None:
+    first, second = workers(2).run(resume_and_listen, str(tmp_path))
+    assert [line for line in first if line.endswith("this run has no sparse all-reduce: it is dropped")]
+    assert not [line for line in second if "dropped" in line], "one rank says it"
+
+
 def test_old_checkpoints_go_with_all_their_files(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(resume, str(tmp_path), TOPK, TOPK, {"save_steps": 2, "save_total_limit": 3})
     kept = sorted(path.name for path in (tmp_path / "first").iterdir())

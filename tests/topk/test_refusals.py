@@ -35,6 +35,9 @@ from tests.workers import WorkerPools
     ({"group_mb": 0}, "group_mb must be > 0"),
     ({"timeout_s": -1}, "timeout_s must be > 0"),
     ({"lanes": 0}, "lanes must be >= 1"),
+    ({"lanes": "two"}, "lanes must be >= 1, got 'two'"),
+    ({"density": "1%"}, "density must be in (0, 1], got '1%'"),
+    ({"momentum": True}, "momentum must be None or in [0, 1), got True"),
     ({"warmup_steps": -1}, "warmup_steps must be >= 0"),
 ])  # fmt: skip
 def test_settings(changes: dict[str, Any], expected: str) -> None:
