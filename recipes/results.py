@@ -72,6 +72,8 @@ RUNS = (
     Run("lightning_gpt", "none"),
     Run("lightning_gpt", "dear"),
     Run("lightning_gpt", "topk"),
+    Run("llama_fsdp2", "none"),
+    Run("llama_fsdp2", "ring"),
 )
 TITLES = {
     "gpt2_clm_trainer": "GPT-2, Hugging Face Trainer",
@@ -80,6 +82,7 @@ TITLES = {
     "accelerate_no_trainer": "GPT-2, Hugging Face Accelerate",
     "resnet_imagenet": "ResNet, plain PyTorch",
     "lightning_gpt": "GPT, Lightning",
+    "llama_fsdp2": "Llama, FSDP2",
 }
 INTRODUCTION = """\
 Short runs of the {doc}`recipes <../recipes>`, with each of their hooks. They show that training goes as it should \
@@ -90,7 +93,7 @@ LEGEND = """\
 * `held out`: measured after the last step, on data that no worker has learned from.
 * `MB sent`: by the first worker, per step, mean over the steps that were logged; 10⁶ bytes. Hooks and tables count \
 theirs. What DDP all-reduces by itself (`none`, and the layers beside `tables`) is calculated: a ring sends \
-2 (P − 1) / P times the gradient.
+2 (P − 1) / P times the gradient. FSDP2 counts nothing.
 * `s waited`: for communication by the first worker, per step, likewise; DDP does not count its own."""
 
 

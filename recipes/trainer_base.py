@@ -238,7 +238,7 @@ def make_parser(description: str, hooks: Sequence[str], **defaults: Any) -> argp
         defaults: of options, by name.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--hook", choices=hooks, default=hooks[0], help="how gradients travel; none: plain DDP")
+    parser.add_argument("--hook", choices=hooks, default=hooks[0], help="how gradients travel; none: as without hooks")
     parser.add_argument("--steps", type=positive, default=100, help="of the optimizer")
     parser.add_argument("--batch-size", type=positive, default=8, help="examples per rank and step")
     parser.add_argument("--lr", type=float, default=1e-3, help="learning rate after warm-up")

@@ -1,0 +1,80 @@
+"""A Llama under FSDP2, from the command line: the same with rings as without, and on from its checkpoints."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from recipes import llama_fsdp2
+from recipes.record import Record
+from recipes.texts import python_documentation
+
+ROOT = Path(llama_fsdp2.__file__).parents[1]
+TINY = [
+    *["--steps=6", "--log-every=1", "--batch-size=4", "--block-length=16"],
+    *["--vocab-size=600", "--hidden-size=16", "--layers=2", "--heads=2"],
+]
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A part of the documentation, which is read faster than all of it."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("\n\n".join(python_documentation()[:12]), encoding="utf-8")
+    return f"--text={path}"
+
+
+def trained(hook: str, output: Path, *arguments: str, num_ranks: int = 2) -> Record:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
+    run = subprocess.run(
+        [*launcher, "recipes/llama_fsdp2.py", *TINY, "--hook", hook, "--output", str(output), *arguments],
+        cwd=ROOT,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=110,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    record = Record.load(output / f"llama_fsdp2_{hook}.json")
+    assert record.num_workers == num_ranks and record.steps == 6
+    return record
+
+
+def losses_of(record: Record) -> list[float]:
+    return [*(loss for _, loss in record.losses), record.held_out["loss"]]
+
+
+def test_rings_change_nothing(tmp_path: Path, text: str) -> None:
+    arguments = text, "--accumulate=2", "--keep-parameters"
+    ring, none = (trained(hook, tmp_path, *arguments) for hook in ("ring", "none"))
+    assert losses_of(ring) == pytest.approx(losses_of(none), rel=1e-5)
+    assert ring.losses[-1][1] < ring.losses[0][1]
+    assert ring.sent_mb_per_step is not None and ring.sent_mb_per_step > 0 and none.sent_mb_per_step is None
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_goes_on_where_it_stopped(tmp_path: Path, text: str, num_ranks: int) -> None:
+    whole = trained("ring", tmp_path, text, "--save-every=4")
+    resumed = trained("none", tmp_path / "2", text, f"--resume={tmp_path}/checkpoint-4", num_ranks=num_ranks)
+    assert [step for step, _ in resumed.losses] == [5, 6]
+    if num_ranks == 2:
+        assert losses_of(resumed) == pytest.approx(losses_of(whole)[4:], rel=1e-5)
+    else:  # other batches
+        assert losses_of(resumed)[-1] == pytest.approx(losses_of(whole)[-1], rel=0.05)
+
+
+@pytest.mark.slow
+def test_bfloat16_in_one_process(tmp_path: Path, text: str) -> None:
+    assert trained("ring", tmp_path, text, "--bf16", num_ranks=1).sent_mb_per_step is None
+
+
+def test_arguments_that_cannot_work(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        llama_fsdp2.parse_arguments(["--resume=nowhere"])
+    assert "found none at nowhere" in capsys.readouterr().err
