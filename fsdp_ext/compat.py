@@ -6,6 +6,7 @@ Everything is only read. Nothing depends on it for being right: without an answe
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -96,3 +98,19 @@ def prefetches_by_itself(module: FSDPModule) -> bool:
 def keeps_parameters(module: FSDPModule) -> bool:
     """Whether parameters stay whole between forward and backward."""
     return all(getattr(group, "post_forward_mesh_info", module) is None for group in _param_groups(module) or ())
+
+
+def padded_numel(module: FSDPModule, world_size: int) -> int | None:
+    """Elements of all gradients of a module's trained parameters, as FSDP2 pads them for so many ranks."""
+    facts = facts_of(module)
+    if facts is None:
+        return None
+    total = 0
+    for parameter in facts.parameters:
+        if parameter.requires_grad:
+            assert isinstance(parameter, DTensor)
+            rows, *rest = parameter.shape
+            if any(placement.is_shard(0) for placement in parameter.placements):  # others divide evenly
+                rows = -(-rows // world_size) * world_size
+            total += rows * math.prod(rest)
+    return total

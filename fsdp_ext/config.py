@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 from ddp_hooks.comm import above, at_least
+from fsdp_ext.codecs import CodecName
 
 
 @dataclass(frozen=True)
@@ -12,6 +14,13 @@ class ExtConfig:
     """How FSDP2's shards are gathered and its gradients reduced; what is None is chosen for the link.
 
     Args:
+        all_gather: how parameters travel, on CPUs. ``"exact"``; ``"bf16"``: rounded to bfloat16, half the bytes of
+            float32; ``"int8"``: with one scale per ``block``, a quarter (ZeRO++'s qwZ). All ranks compute with the same
+            rounded parameters; those that the optimizer updates, and that checkpoints hold, stay as they are.
+        reduce_scatter: likewise, how gradients travel: each rank's are rounded once, and sums formed in float32.
+        block: elements that share a scale; a multiple of 4. The error is at most 1/254 of the largest among them.
+        error_feedback: with ``reduce_scatter="int8"`` keep what rounding has lost, and add it in the next step. Costs a
+            float32 copy of the whole gradients on every rank.
         defer: on CPUs let reduce-scatters end with the backward instead of one after the other, where nothing reads
             their results earlier; see :func:`~fsdp_ext.extend`. False waits for each.
         pending_mb: gradients in MiB whose reduce-scatters may be under way at a time, before the backward waits for the
@@ -29,6 +38,10 @@ class ExtConfig:
         stall_warning_s: a wait that takes longer is logged, with what it waits for.
     """
 
+    all_gather: CodecName = "exact"
+    reduce_scatter: CodecName = "exact"
+    block: int = 256
+    error_feedback: bool = True
     defer: bool = True
     pending_mb: float | None = None
     prefetch: int | None = None
@@ -39,6 +52,11 @@ class ExtConfig:
     stall_warning_s: float = 60.0
 
     def __post_init__(self) -> None:
+        for name in ("all_gather", "reduce_scatter"):
+            if getattr(self, name) not in get_args(CodecName):
+                raise ValueError(f"{name} must be one of {get_args(CodecName)}, got {getattr(self, name)!r}")
+        if not at_least(self.block, 4) or self.block % 4:
+            raise ValueError(f"block must be a multiple of 4, got {self.block!r}")
         for name in ("pending_mb", "slice_mb", "timeout_s", "stall_warning_s"):
             if getattr(self, name) is not None and not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")

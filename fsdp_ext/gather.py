@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from ddp_hooks.comm import Partition, Work
-from fsdp_ext.transport import equal_bounds
+from ddp_hooks.comm import Algorithm, Partition, Work
+from fsdp_ext.codecs import codec_of
+from fsdp_ext.compressed import compressed_all_gather, sliced
+from fsdp_ext.transport import Transport, equal_bounds
 
 if TYPE_CHECKING:
     from fsdp_ext.extension import Extension
@@ -43,9 +45,20 @@ class RingAllGather(AllGather):
         own = partition.ranges[rank]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 makes it a part of the output
             own.copy_(input_tensor)
-        work = self._extension.transport_of(group).gathers.spread_all_gather(partition, self._name)
+        work = self._submit(self._extension.transport_of(group), partition, rank)
         self._extension.counts.gathers += 1
         return _Gathering(self._extension, work)
+
+    def _submit(self, transport: Transport, partition: Partition, rank: int) -> Work:
+        config = self._extension.config
+        codec = codec_of(config.all_gather, config.block, partition.flat.dtype)
+        if codec is None:
+            return transport.gathers.spread_all_gather(partition, self._name)
+
+        def start(chunks: list[Tensor], where: slice) -> Algorithm:
+            return compressed_all_gather(chunks, rank, codec)
+
+        return transport.gathers.spread_several(sliced(partition.ranges, transport.slice_numel, start), self._name)
 
 
 class _Gathering(dist.Work):

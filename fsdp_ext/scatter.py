@@ -12,11 +12,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
-from ddp_hooks.comm import Partition
+from ddp_hooks.comm import Algorithm, Partition, Work
 from ddp_hooks.comm import compat as comm_compat
 from fsdp_ext import compat
+from fsdp_ext.codecs import codec_of
+from fsdp_ext.compressed import compressed_reduce_scatter, sliced
 from fsdp_ext.pending import Delivery
-from fsdp_ext.transport import equal_bounds
+from fsdp_ext.transport import Transport, equal_bounds
 
 if TYPE_CHECKING:
     from fsdp_ext.extension import Extension
@@ -36,6 +38,7 @@ class RingReduceScatter(ReduceScatter):
         self._module = module
         self._name = name
         self._told: set[str] = set()
+        self._residual: Tensor | None = None  # of the whole gradients, (P * numel,), float32
         self._input_numel = 0  # of the input that an output is to be allocated for
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -68,7 +71,7 @@ class RingReduceScatter(ReduceScatter):
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         divisor = self._divisor(input_tensor, op, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
-        work = self._extension.transport_of(group).scatters.spread_reduce_scatter(partition, self._name, divisor)
+        work = self._submit(self._extension.transport_of(group), partition, rank, divisor)
         delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes)
         counts, pending = self._extension.counts, self._extension.pending
         counts.reduce_scatters += 1
@@ -81,6 +84,31 @@ class RingReduceScatter(ReduceScatter):
             with self._extension.scatter_stall.measure(self._extension.recorder, work.label):
                 delivery.complete()
         return None
+
+    def _submit(self, transport: Transport, partition: Partition, rank: int, divisor: int) -> Work:
+        config = self._extension.config
+        codec = codec_of(config.reduce_scatter, config.block, partition.flat.dtype)
+        if codec is None:
+            return transport.scatters.spread_reduce_scatter(partition, self._name, divisor)
+        kept = self._residuals_for(partition) if config.reduce_scatter == "int8" and config.error_feedback else None
+
+        def start(chunks: list[Tensor], where: slice) -> Algorithm:
+            residuals = None if kept is None else [each[where] for each in kept]
+            return compressed_reduce_scatter(chunks, rank, codec, divisor, residuals)
+
+        return transport.scatters.spread_several(sliced(partition.ranges, transport.slice_numel, start), self._name)
+
+    def _residuals_for(self, partition: Partition) -> list[Tensor] | None:
+        """What was lost of these gradients so far; None in a step without gradients of some parameters.
+
+        Then others are at their places; what was lost stays for the next step that has all of them.
+        """
+        world_size = len(partition.bounds) - 1
+        if partition.flat.numel() != compat.padded_numel(self._module, world_size):
+            return None
+        if self._residual is None:
+            self._residual = torch.zeros(partition.flat.numel())
+        return Partition(self._residual, partition.bounds).ranges
 
     def reason_to_wait(self, dtype: torch.dtype, op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str | None:
         """Why the result must be ready when the call returns, or None: it is read after the backward only.

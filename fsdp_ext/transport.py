@@ -27,6 +27,8 @@ class Transport:
         if config.lanes is None or config.slice_mb is None:
             link = profile_link(self.gathers)
         settings.slice_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
+        # Of encoded tensors, elements per slice: with int8 a message is then about as large as others.
+        self.slice_numel = max(1, settings.slice_bytes // config.block) * config.block
         self._lanes = (self.gathers, self.scatters)
         for lanes in self._lanes:
             lanes.grow(config.lanes or link.num_lanes)

@@ -177,6 +177,11 @@ class ThreadLane:
         """Run ``algorithm`` as one slice; see :class:`Lane`."""
         return self._submit("exchange", [Slice(lambda scratch: algorithm, 0, torch.uint8, tag)], label, after)
 
+    def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: tuple[int, int]) -> ThreadWork:
+        """Run algorithms as the slices of one piece of work, of a part as above; each is made when its turn comes."""
+        slices = (Slice(lambda scratch, start=start: start(), 0, torch.uint8) for start in starts)  # type: ignore[misc]
+        return self._submit("exchange", itertools.islice(slices, part[0], None, part[1]), label)
+
     def choose(self, rule: CollectiveRule) -> None:
         """See :class:`Lane`."""
         self._rule = rule
@@ -553,6 +558,10 @@ class Lanes:
     def spread_all_gather(self, partition: Partition, label: str) -> Work:
         """:meth:`Lane.all_gather` on all lanes, likewise."""
         return self._spread(lambda lane, part: lane.all_gather([partition], label, part=part))
+
+    def spread_several(self, starts: Sequence[Callable[[], Algorithm]], label: str) -> Work:
+        """Any algorithms as one piece of work, each of which some lane makes and runs when its turn comes."""
+        return self._spread(lambda lane, part: lane.run_several(starts, label, part))
 
     def _spread(self, submit: Callable[[ThreadLane, tuple[int, int]], Work]) -> Work:
         lanes = [lane for lane in self._lanes[: len(self)] if isinstance(lane, ThreadLane)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -75,6 +76,21 @@ def test_log_interval_is_checked(workers: WorkerPools) -> None:
 
 def profile(rank: int, world_size: int) -> list[tuple[str, float, float]]:
     ddp, optimizer, state = trained(rank, world_size)
+    parameters, ready, before = list(ddp.module.parameters()), 0, 0
+
+    def wait_for_a_round(_: torch.Tensor) -> None:
+        """With the last gradient of a backward: however busy the machine, lanes have begun with its first bucket."""
+        nonlocal ready, before
+        ready += 1
+        if ready % len(parameters) == 1:
+            before = state._lanes.traffic.rounds
+        if ready % len(parameters) == 0:
+            give_up_s = time.monotonic() + 5
+            while state._lanes.traffic.rounds == before and time.monotonic() < give_up_s:
+                time.sleep(0.001)
+
+    for parameter in parameters:
+        parameter.register_hook(wait_for_a_round)
     options = torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
     with torch.profiler.profile(
         activities=[torch.profiler.ProfilerActivity.CPU], experimental_config=options

@@ -33,6 +33,7 @@ def main() -> None:
     weights = loop(args)
     if dist.get_rank() == 0:
         torch.save(weights, args.folder / "weights.pt")
+    dist.destroy_process_group()  # without it torch sometimes aborts a process that ends right after a collective
 
 
 def with_accelerate(args: argparse.Namespace) -> dict[str, Tensor]:

@@ -45,6 +45,7 @@ def main() -> None:
         losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
         found = {"world_size": dist.get_world_size(), "losses": losses, "stats": trainer.comm_hook_stats()}
         (args.folder / "outcome.json").write_text(json.dumps(found))
+    dist.destroy_process_group()  # without it torch sometimes aborts a process that ends right after a collective
 
 
 def kill_while_writing(fatal: Path) -> None:

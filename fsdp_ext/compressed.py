@@ -1,0 +1,86 @@
+"""Collectives in fewer bits, as generators: a ring all-gather of encoded shards, an exchange of encoded gradients.
+
+A ring that adds would round every partial sum. Here every rank sends what it has for another straight to it, encoded
+once, as ZeRO++ does (Wang et al., 2023, section 3.3), and sums are formed in float32; as many elements travel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import Algorithm, pairwise_exchange, ring_all_gather
+from fsdp_ext.codecs import Codec
+
+
+def compressed_all_gather(chunks: Sequence[Tensor], rank: int, codec: Codec) -> Algorithm:
+    """Copy ``chunks[r]`` of every rank r to all ranks, as its code says it: the same everywhere, also on r.
+
+    Args:
+        chunks: one 1-D tensor per rank, of one length. ``chunks[rank]`` is read; all are overwritten.
+        rank: the rank that runs this generator.
+        codec: see :mod:`fsdp_ext.codecs`.
+    """
+    payloads = [torch.empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
+    codec.encode(chunks[rank], payloads[rank])
+    yield from ring_all_gather(payloads, rank)
+    for payload, chunk in zip(payloads, chunks, strict=True):
+        codec.decode(payload, chunk)
+
+
+def compressed_reduce_scatter(
+    chunks: Sequence[Tensor], rank: int, codec: Codec, divisor: int = 1, residuals: Sequence[Tensor] | None = None
+) -> Algorithm:
+    """Sum ``chunks[rank]`` over all ranks, and divide the sum, in place; what ranks send each other is encoded.
+
+    Args:
+        chunks: one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank. ``chunks[rank]`` ends as the
+            mean, of this rank's own part, which is exact, and of all others' encoded ones; the rest means nothing.
+        rank: the rank that runs this generator.
+        codec: see :mod:`fsdp_ext.codecs`.
+        divisor: number of ranks for a mean.
+        residuals: error feedback: of every chunk what earlier encodings have lost, float32; it is added before this
+            one, and overwritten with what this one loses. Chunks of other ranks are changed for it.
+    """
+    payloads = [torch.empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
+    for peer, chunk in enumerate(chunks):
+        if peer != rank:
+            _encode(chunk, payloads[peer], codec, None if residuals is None else residuals[peer])
+    incoming = [torch.empty_like(payloads[rank]) for _ in chunks]
+    yield from pairwise_exchange(payloads, incoming, rank)
+    total = chunks[rank].float()
+    part = torch.empty_like(total)
+    for peer in range(len(chunks)):
+        if peer != rank:
+            codec.decode(incoming[peer], part)
+            total += part
+    chunks[rank].copy_(total.div_(divisor) if divisor > 1 else total)
+
+
+def _encode(chunk: Tensor, payload: Tensor, codec: Codec, residual: Tensor | None) -> None:
+    if residual is None:
+        codec.encode(chunk, payload)
+        return
+    wanted = residual.add_(chunk)
+    codec.encode(wanted, payload)
+    sent = torch.empty_like(wanted)
+    codec.decode(payload, sent)
+    # What is not finite has been sent, and must not stay: a scaler skips the step, and goes on.
+    wanted.sub_(sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+
+def sliced(
+    ranges: Sequence[Tensor], slice_numel: int, start: Callable[[list[Tensor], slice], Algorithm]
+) -> list[Callable[[], Algorithm]]:
+    """Of ranges of one length the slices, each ready to start: ``start(chunks, where)`` makes the generator."""
+    numel = ranges[0].numel()
+    places = [slice(begin, min(begin + slice_numel, numel)) for begin in range(0, numel, slice_numel)]
+    return [_starter(ranges, where, start) for where in places]
+
+
+def _starter(
+    ranges: Sequence[Tensor], where: slice, start: Callable[[list[Tensor], slice], Algorithm]
+) -> Callable[[], Algorithm]:
+    return lambda: start([each[where] for each in ranges], where)
