@@ -2,6 +2,18 @@
 
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.extension import Extension, extend, restore
+from fsdp_ext.granularity import shard_by_size
 from fsdp_ext.stats import ExtStats
+from fsdp_ext.tuning import TuneConfig, Tuned, tune
 
-__all__ = ["ExtConfig", "ExtStats", "Extension", "extend", "restore"]
+__all__ = [
+    "ExtConfig",
+    "ExtStats",
+    "Extension",
+    "TuneConfig",
+    "Tuned",
+    "extend",
+    "restore",
+    "shard_by_size",
+    "tune",
+]

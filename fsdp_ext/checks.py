@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import compat
 from fsdp_ext.config import ExtConfig
+
+ROOT = "the root module"
+"""What messages call the module without a name."""
 
 _STOCK = ("DefaultAllGather", "DefaultReduceScatter")
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """``model`` and what is inside of it, as far as FSDP2 wraps it, with names for messages."""
+    """``model`` and what is inside of it, as far as FSDP2 wraps it, with names; that of ``model`` is empty.
+
+    Of modules that were wrapped together, ``fully_shard([first, second])``, the first one stands for all.
+    """
+    seen: set[int] = set()
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule):
-            yield name or "the root module", module
+            state = compat.state_of(module)
+            if state is None or id(state) not in seen:
+                seen.add(id(state))
+                yield name, module
+
+
+def is_on_cpu(module: FSDPModule) -> bool:
+    """Whether its parameters are on CPUs."""
+    assert isinstance(module, nn.Module)
+    sharded = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
+    return all(parameter.device_mesh.device_type == "cpu" for parameter in sharded)
 
 
 def find_problem(model: object, config: object) -> str | None:
@@ -30,7 +49,7 @@ def find_problem(model: object, config: object) -> str | None:
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             return (
-                f"{name or 'the root module'} is wrapped by FSDP1 (FullyShardedDataParallel), which cannot be "
+                f"{name or ROOT} is wrapped by FSDP1 (FullyShardedDataParallel), which cannot be "
                 f"extended: wrap with torch.distributed.fsdp.fully_shard instead; in Trainer's fsdp_config set "
                 f'"fsdp_version": 2, in Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)'
             )
@@ -40,16 +59,27 @@ def find_problem(model: object, config: object) -> str | None:
             f"no module of {type(model).__name__} is wrapped by FSDP2: call fully_shard(module) on its blocks and on "
             f"itself first, then extend(model, ...)"
         )
-    return next((found for name, module in modules if (found := _problem_of(name, module)) is not None), None)
+    if isinstance(config.density, Mapping) and config.reduce_scatter == "sparse":
+        names = [name for name, _ in modules]
+        for pattern in config.density:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                return f"density names {pattern!r}, which fits none of the modules that FSDP2 wraps: {names}"
+    found = (_problem_of(name or ROOT, module, config) for name, module in modules)
+    return next(filter(None, found), None)
 
 
-def _problem_of(name: str, module: FSDPModule) -> str | None:
+def _problem_of(name: str, module: FSDPModule, config: ExtConfig) -> str | None:
     groups = compat.num_param_groups(module)
     if groups is not None and groups > 1:
         return (
             f"{name} has {groups} groups of parameters, on meshes of their own (shard_placement_fn): FSDP2 takes one "
             f"communication object per module. Wrap the parts by themselves with fully_shard(...), so that each "
             f"module has one mesh"
+        )
+    if config.reduce_scatter == "sparse" and not is_on_cpu(module):
+        return (
+            f"{name} is on an accelerator, where reduce_scatter='sparse' is not supported: take 'int8' or 'bf16', or "
+            f"DistributedDataParallel with TopKState if the model fits on one device"
         )
     for communication in compat.communication_of(module) or ():
         kind = type(communication).__name__
@@ -63,7 +93,7 @@ def _problem_of(name: str, module: FSDPModule) -> str | None:
                 f"{name} takes memory from its process group (set_allocate_memory_from_process_group_for_comm), which "
                 f"needs FSDP2's own communication: call it with False first, or do not extend this model"
             )
-        if kind.startswith("Ring"):
+        if kind.startswith(("Ring", "Native")):
             return (
                 f"{name} is extended already, with another module: call restore(...) with that one first, or extend "
                 f"only the outermost module, which covers what is inside of it"

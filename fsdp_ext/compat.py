@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -38,10 +39,15 @@ class GroupFacts:
     forces_sums: bool
 
 
+def state_of(module: FSDPModule) -> object | None:
+    """What modules that were wrapped together share."""
+    get = getattr(module, "_get_fsdp_state", None)
+    return None if get is None else get()
+
+
 def _param_groups(module: FSDPModule) -> Sequence[Any] | None:
-    try:
-        state = module._get_fsdp_state()
-    except AttributeError:
+    state = state_of(module)
+    if state is None:
         return None
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
@@ -100,17 +106,49 @@ def keeps_parameters(module: FSDPModule) -> bool:
     return all(getattr(group, "post_forward_mesh_info", module) is None for group in _param_groups(module) or ())
 
 
-def padded_numel(module: FSDPModule, world_size: int) -> int | None:
-    """Elements of all gradients of a module's trained parameters, as FSDP2 pads them for so many ranks."""
-    facts = facts_of(module)
-    if facts is None:
+@dataclass(frozen=True)
+class Column:
+    """One parameter's place in what FSDP2 reduces, of which every rank's part has the same columns.
+
+    Args:
+        owner, name: the module that has the parameter, and its name there.
+        parameter: sharded.
+        start, stop: elements within the part of one rank; behind the rank's shard there may be padding.
+    """
+
+    owner: nn.Module
+    name: str
+    parameter: Tensor = field(compare=False)
+    start: int
+    stop: int
+
+
+def columns_of(module: FSDPModule, world_size: int) -> tuple[Column, ...] | None:
+    """Of a module's trained parameters, if all of them have gradients (foreach_reduce_scatter_copy_in)."""
+    groups = _param_groups(module)
+    if groups is None or len(groups) != 1:
         return None
-    total = 0
-    for parameter in facts.parameters:
-        if parameter.requires_grad:
-            assert isinstance(parameter, DTensor)
-            rows, *rest = parameter.shape
-            if any(placement.is_shard(0) for placement in parameter.placements):  # others divide evenly
-                rows = -(-rows // world_size) * world_size
-            total += rows * math.prod(rest)
-    return total
+    columns: list[Column] = []
+    try:
+        for param in groups[0].fsdp_params:
+            parameter, place = param.sharded_param, param._module_info
+            if parameter.requires_grad:
+                start = columns[-1].stop if columns else 0
+                stop = start + _padded_numel(parameter, world_size) // world_size
+                columns.append(Column(place.module, place.param_name, parameter, start, stop))
+    except AttributeError:
+        return None
+    return tuple(columns)
+
+
+def _padded_numel(parameter: DTensor, world_size: int) -> int:
+    rows, *rest = parameter.shape
+    if any(placement.is_shard(0) for placement in parameter.placements):  # others divide evenly
+        rows = -(-rows // world_size) * world_size
+    return rows * math.prod(rest)
+
+
+def replicas_of(module: FSDPModule) -> dist.ProcessGroup | None:
+    """The ranks that have the same shards as this one (HSDP)."""
+    groups = _param_groups(module)
+    return getattr(groups[0].mesh_info, "replicate_process_group", None) if groups else None

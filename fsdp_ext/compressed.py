@@ -42,33 +42,56 @@ def compressed_reduce_scatter(
         codec: see :mod:`fsdp_ext.codecs`.
         divisor: number of ranks for a mean.
         residuals: error feedback: of every chunk what earlier encodings have lost, float32; it is added before this
-            one, and overwritten with what this one loses. Chunks of other ranks are changed for it.
+            one, and overwritten with what this one loses, which is nothing of ``chunks[rank]``.
     """
-    payloads = [torch.empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
-    for peer, chunk in enumerate(chunks):
-        if peer != rank:
-            _encode(chunk, payloads[peer], codec, None if residuals is None else residuals[peer])
-    incoming = [torch.empty_like(payloads[rank]) for _ in chunks]
+    payloads = encoded_for_others(chunks, rank, codec, residuals)
+    incoming = [torch.empty_like(payload) for payload in payloads]
     yield from pairwise_exchange(payloads, incoming, rank)
-    total = chunks[rank].float()
+    residual = None if residuals is None else residuals[rank]
+    chunks[rank].copy_(mean_with_others(chunks[rank], rank, incoming, codec, divisor, residual))
+
+
+def encoded_for_others(
+    chunks: Sequence[Tensor], rank: int, codec: Codec, residuals: Sequence[Tensor] | None = None
+) -> list[Tensor]:
+    """One uint8 tensor per rank, that of ``rank`` itself empty of meaning; residuals as above are changed."""
+    payloads = [chunk.new_empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
+    for peer, chunk in enumerate(chunks):
+        if peer != rank and residuals is None:
+            codec.encode(chunk, payloads[peer])
+        elif peer != rank and residuals is not None:
+            wanted = residuals[peer].add_(chunk)
+            codec.encode(wanted, payloads[peer])
+            sent = torch.empty_like(wanted)
+            codec.decode(payloads[peer], sent)
+            # What is not finite has been sent, and must not stay: a scaler skips the step, and goes on.
+            wanted.sub_(sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return payloads
+
+
+def mean_with_others(
+    own: Tensor, rank: int, payloads: Sequence[Tensor], codec: Codec, divisor: int = 1, residual: Tensor | None = None
+) -> Tensor:
+    """The mean, in float32, of this rank's chunk, with what is left of it, and what others have sent for it.
+
+    Args:
+        own: (numel,), of this rank.
+        rank: whose payload is left aside.
+        payloads: (nbytes,) of every rank.
+        codec: of the payloads.
+        divisor: number of ranks.
+        residual: (numel,), float32, of this rank's own chunk; becomes zero.
+    """
+    total = own.to(torch.float32, copy=True)
+    if residual is not None:
+        total += residual
+        residual.zero_()
     part = torch.empty_like(total)
-    for peer in range(len(chunks)):
+    for peer, payload in enumerate(payloads):
         if peer != rank:
-            codec.decode(incoming[peer], part)
+            codec.decode(payload, part)
             total += part
-    chunks[rank].copy_(total.div_(divisor) if divisor > 1 else total)
-
-
-def _encode(chunk: Tensor, payload: Tensor, codec: Codec, residual: Tensor | None) -> None:
-    if residual is None:
-        codec.encode(chunk, payload)
-        return
-    wanted = residual.add_(chunk)
-    codec.encode(wanted, payload)
-    sent = torch.empty_like(wanted)
-    codec.decode(payload, sent)
-    # What is not finite has been sent, and must not stay: a scaler skips the step, and goes on.
-    wanted.sub_(sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+    return total.div_(divisor) if divisor > 1 else total
 
 
 def sliced(

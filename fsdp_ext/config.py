@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import get_args
+from fnmatch import fnmatchcase
+from typing import Literal, TypeAlias, get_args
 
 from ddp_hooks.comm import above, at_least
+from ddp_hooks.topk.wire import Format
 from fsdp_ext.codecs import CodecName
+
+ScatterName: TypeAlias = Literal["exact", "bf16", "int8", "sparse"]
+_GATHERS, _SCATTERS = get_args(CodecName), get_args(ScatterName)
 
 
 @dataclass(frozen=True)
@@ -17,7 +23,14 @@ class ExtConfig:
         all_gather: how parameters travel, on CPUs. ``"exact"``; ``"bf16"``: rounded to bfloat16, half the bytes of
             float32; ``"int8"``: with one scale per ``block``, a quarter (ZeRO++'s qwZ). All ranks compute with the same
             rounded parameters; those that the optimizer updates, and that checkpoints hold, stay as they are.
-        reduce_scatter: likewise, how gradients travel: each rank's are rounded once, and sums formed in float32.
+        reduce_scatter: likewise, how gradients travel: each rank's are rounded once, and sums formed in float32. Or
+            ``"sparse"``: of a module's gradients only the largest elements (SparDL's Spar-Reduce-Scatter); what is left
+            out is added in the next step, which costs a float32 copy of the whole gradients on every rank.
+        density: with ``"sparse"``, part of the elements that every rank gets of its shards, in (0, 1]; 1: all, exactly.
+            Or one for each module by patterns of names, as ``{"layers.0*": 1.0, "*": 0.01}``: the first pattern that
+            fits a module wrapped by FSDP2 (the root's name is ``""``) decides, and what none fits is exact.
+        wire: with ``"sparse"``, how entries travel: ``"compact"``, four bytes each, values in bfloat16 (what rounding
+            takes is added later, too); ``"exact"``, eight.
         block: elements that share a scale; a multiple of 4. The error is at most 1/254 of the largest among them.
         error_feedback: with ``reduce_scatter="int8"`` keep what rounding has lost, and add it in the next step. Costs a
             float32 copy of the whole gradients on every rank.
@@ -39,7 +52,9 @@ class ExtConfig:
     """
 
     all_gather: CodecName = "exact"
-    reduce_scatter: CodecName = "exact"
+    reduce_scatter: ScatterName = "exact"
+    density: float | Mapping[str, float] = 0.01
+    wire: Format = "compact"
     block: int = 256
     error_feedback: bool = True
     defer: bool = True
@@ -52,9 +67,13 @@ class ExtConfig:
     stall_warning_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("all_gather", "reduce_scatter"):
-            if getattr(self, name) not in get_args(CodecName):
-                raise ValueError(f"{name} must be one of {get_args(CodecName)}, got {getattr(self, name)!r}")
+        choices = {"all_gather": _GATHERS, "reduce_scatter": _SCATTERS, "wire": get_args(Format)}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
+        densities = self.density.values() if isinstance(self.density, Mapping) else [self.density]
+        if not all(above(density, 0) and density <= 1 for density in densities):
+            raise ValueError(f"density must be in (0, 1], or a mapping from patterns to such, got {self.density!r}")
         if not at_least(self.block, 4) or self.block % 4:
             raise ValueError(f"block must be a multiple of 4, got {self.block!r}")
         for name in ("pending_mb", "slice_mb", "timeout_s", "stall_warning_s"):
@@ -63,3 +82,25 @@ class ExtConfig:
         for name, least in (("lanes", 1), ("prefetch", 0)):
             if getattr(self, name) is not None and not at_least(getattr(self, name), least):
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")
+
+    def density_of(self, module: str) -> float:
+        """Part of the elements of a module's gradients that every rank gets of its shards."""
+        if self.reduce_scatter != "sparse":
+            return 1.0
+        if not isinstance(self.density, Mapping):
+            return self.density
+        return next((density for pattern, density in self.density.items() if fnmatchcase(module, pattern)), 1.0)
+
+    @property
+    def scatter_codec(self) -> CodecName:
+        """How gradients are encoded that are not sparse."""
+        return "exact" if self.reduce_scatter == "sparse" else self.reduce_scatter
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is rounded or left out."""
+        return self.all_gather == self.reduce_scatter == "exact"
+
+    def keeps_residuals_of(self, module: str) -> bool:
+        """Whether what a module's gradients lose is kept on every rank, and added later."""
+        return self.density_of(module) < 1 or (self.reduce_scatter == "int8" and self.error_feedback)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,10 @@ from ddp_hooks.comm import Recorder, Span, Stall, Traffic, agree, at_exit, see
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.gather import RingAllGather
+from fsdp_ext.native import NativeAllGather, NativeReduceScatter
 from fsdp_ext.pending import PendingReductions
 from fsdp_ext.prefetch import Prefetcher
+from fsdp_ext.residuals import Residuals
 from fsdp_ext.scatter import RingReduceScatter
 from fsdp_ext.stats import ExtStats
 from fsdp_ext.transport import Transport
@@ -91,18 +94,23 @@ class Extension:
         self.config = config
         self.counts = Counts()
         self.recorder = Recorder(config.trace)
+        self.backward_waits: dict[str, float] = defaultdict(float)
+        """Seconds that backwards have waited for whole parameters, by module."""
         self.gather_stall, self.scatter_stall = Stall(), Stall()
         limit_bytes = None if config.pending_mb is None else int(config.pending_mb * (1 << 20))
         self.pending = PendingReductions(limit_bytes, self.scatter_stall, self.recorder)
         self._transports: dict[tuple[int, ...], Transport] = {}
+        self._residuals: list[Residuals] = []
         self._replaced: list[tuple[FSDPModule, tuple[Any, Any]]] = []
+        self.names = {module: name for name, module in model.named_modules()}
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
-        modules = [(name, module) for name, module in checks.fsdp_modules(model) if _is_on_cpu(module)]
-        self.prefetcher = Prefetcher(model, config.prefetch if modules else 0)
+        modules = list(checks.fsdp_modules(model))
+        on_cpu = all(checks.is_on_cpu(module) for _, module in modules)
+        self.prefetcher = Prefetcher(model, config.prefetch if on_cpu else 0)
         for name, module in modules:
             self._take_over(name, module)
-        if not modules:
-            logger.info("parameters are on an accelerator: FSDP2's own collectives stay")
+        if not self._replaced:
+            logger.info("parameters are on an accelerator: FSDP2's own exact collectives stay")
 
     def stats(self) -> ExtStats:
         """What was moved and waited for so far, on this rank."""
@@ -121,6 +129,44 @@ class Extension:
     def timeline(self) -> list[Span]:
         """What lanes did and what training waited for, in order of start; needs ``ExtConfig(trace=True)``."""
         return self.recorder.snapshot()
+
+    def state_dict(self) -> dict[str, DTensor]:
+        """What gradients have lost so far and is still to be added, by name of parameter: for checkpoints.
+
+        Sharded as the parameters are, so that ``torch.distributed.checkpoint`` saves it, and loads it for any number of
+        ranks. Empty unless ``reduce_scatter`` is ``"sparse"``, or ``"int8"`` with error feedback. Collective, between
+        steps: what ranks have kept of each other's shards moves to these, so that a run that goes on is the same, bit
+        for bit, as one that resumes.
+        """
+        self.pending.deliver()
+        state: dict[str, DTensor] = {}
+        for residuals in self._residuals:
+            residuals.settle()
+            state |= residuals.state_dict()
+        return state
+
+    def load_state_dict(self, state: Mapping[str, DTensor]) -> None:
+        """The reverse of :meth:`state_dict`, between steps; what was kept before is forgotten.
+
+        Raises:
+            ValueError: it is of other parameters, or settings.
+        """
+        wanted = {name: residuals for residuals in self._residuals for name in residuals.state_dict()}
+        if wanted.keys() != state.keys():
+            name = min(wanted.keys() ^ state.keys())
+            where = "kept only now" if name in wanted else "only in this state"
+            raise ValueError(
+                f"what is left of the gradients of {name} is {where}: extend(...) the model with the settings of the "
+                f"run that has saved it (reduce_scatter, density, error_feedback), or go on without its state"
+            )
+        for residuals in self._residuals:
+            residuals.load_state_dict({name: state[name] for name in residuals.state_dict()})
+
+    @property
+    def link_bytes_s(self) -> float | None:
+        """What the slowest link carries, as far as it was measured."""
+        found = [transport.link.goodput_bytes_s for transport in self._transports.values()]
+        return min((goodput for goodput in found if goodput is not None), default=None)
 
     def transport_of(self, group: dist.ProcessGroup) -> Transport:
         """The lanes of these ranks; made, collectively, at their first collective."""
@@ -145,9 +191,19 @@ class Extension:
         before = compat.communication_of(module)
         if before is None:
             return  # it has no parameters of its own
-        module.set_custom_all_gather(RingAllGather(self, module, name))
-        module.set_custom_reduce_scatter(RingReduceScatter(self, module, name))
+        config = self.config
+        residuals = Residuals(module, self.names) if config.keeps_residuals_of(name) else None
+        if checks.is_on_cpu(module):
+            module.set_custom_all_gather(RingAllGather(self, module, name))
+            module.set_custom_reduce_scatter(RingReduceScatter(self, module, name, residuals))
+        elif config.is_exact:
+            return
+        else:
+            module.set_custom_all_gather(NativeAllGather(config))
+            module.set_custom_reduce_scatter(NativeReduceScatter(config, residuals))
         self._replaced.append((module, before))
+        if residuals is not None:
+            self._residuals.append(residuals)
 
     def _abandon(self, error: BaseException) -> None:
         for transport in self._transports.values():
@@ -158,12 +214,6 @@ class Extension:
 
 
 _extensions: weakref.WeakKeyDictionary[nn.Module, Extension] = weakref.WeakKeyDictionary()
-
-
-def _is_on_cpu(module: FSDPModule) -> bool:
-    assert isinstance(module, nn.Module)
-    sharded = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
-    return all(parameter.device_mesh.device_type == "cpu" for parameter in sharded)
 
 
 def _agree(model: nn.Module, config: ExtConfig) -> None:

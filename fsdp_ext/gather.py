@@ -12,6 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from ddp_hooks.comm import Algorithm, Partition, Work
+from ddp_hooks.comm.compat import in_backward
+from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_all_gather, sliced
 from fsdp_ext.transport import Transport, equal_bounds
@@ -45,33 +47,38 @@ class RingAllGather(AllGather):
         own = partition.ranges[rank]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 makes it a part of the output
             own.copy_(input_tensor)
-        work = self._submit(self._extension.transport_of(group), partition, rank)
+        work = self._submit(self._extension.transport_of(group), partition, rank, self._name or ROOT)
         self._extension.counts.gathers += 1
-        return _Gathering(self._extension, work)
+        return _Gathering(self._extension, work, self._name)
 
-    def _submit(self, transport: Transport, partition: Partition, rank: int) -> Work:
+    def _submit(self, transport: Transport, partition: Partition, rank: int, label: str) -> Work:
         config = self._extension.config
         codec = codec_of(config.all_gather, config.block, partition.flat.dtype)
         if codec is None:
-            return transport.gathers.spread_all_gather(partition, self._name)
+            return transport.gathers.spread_all_gather(partition, label)
 
         def start(chunks: list[Tensor], where: slice) -> Algorithm:
             return compressed_all_gather(chunks, rank, codec)
 
-        return transport.gathers.spread_several(sliced(partition.ranges, transport.slice_numel, start), self._name)
+        return transport.gathers.spread_several(sliced(partition.ranges, transport.slice_numel, start), label)
 
 
 class _Gathering(dist.Work):
     """What FSDP2 waits for."""
 
-    def __init__(self, extension: Extension, work: Work) -> None:
+    def __init__(self, extension: Extension, work: Work, module: str) -> None:
         super().__init__()
         self._extension = extension
         self._work = work
+        self._module = module
 
     def wait(self, timeout: Any = None) -> bool:
-        with self._extension.gather_stall.measure(self._extension.recorder, self._work.label):
+        extension, stall = self._extension, self._extension.gather_stall
+        before_s = stall.seconds
+        with stall.measure(extension.recorder, self._work.label):
             self._work.wait()
+        if in_backward():
+            extension.backward_waits[self._module] += stall.seconds - before_s
         return True
 
     def is_completed(self) -> bool:

@@ -15,9 +15,12 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from ddp_hooks.comm import Algorithm, Partition, Work
 from ddp_hooks.comm import compat as comm_compat
 from fsdp_ext import compat
+from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_reduce_scatter, sliced
 from fsdp_ext.pending import Delivery
+from fsdp_ext.residuals import Residuals
+from fsdp_ext.sparse import sparse_reduce_scatter
 from fsdp_ext.transport import Transport, equal_bounds
 
 if TYPE_CHECKING:
@@ -33,12 +36,14 @@ class RingReduceScatter(ReduceScatter):
     result is read in stream order; see :meth:`reason_to_wait` for when it can be ready later on CPUs, too.
     """
 
-    def __init__(self, extension: Extension, module: FSDPModule, name: str) -> None:
+    def __init__(self, extension: Extension, module: FSDPModule, name: str, residuals: Residuals | None) -> None:
         self._extension = extension
         self._module = module
-        self._name = name
+        self._name = name or ROOT
+        self._density = extension.config.density_of(name)
+        self._residuals = residuals
+        self._last: Work | None = None  # that has changed residuals by selecting
         self._told: set[str] = set()
-        self._residual: Tensor | None = None  # of the whole gradients, (P * numel,), float32
         self._input_numel = 0  # of the input that an output is to be allocated for
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -69,7 +74,7 @@ class RingReduceScatter(ReduceScatter):
         The input is overwritten.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        divisor = self._divisor(input_tensor, op, world_size)
+        divisor = divisor_of(op, input_tensor, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
         work = self._submit(self._extension.transport_of(group), partition, rank, divisor)
         delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes)
@@ -87,10 +92,15 @@ class RingReduceScatter(ReduceScatter):
 
     def _submit(self, transport: Transport, partition: Partition, rank: int, divisor: int) -> Work:
         config = self._extension.config
-        codec = codec_of(config.reduce_scatter, config.block, partition.flat.dtype)
+        if self._density < 1:
+            return self._submit_sparse(transport, partition, rank, divisor)
+        codec = codec_of(config.scatter_codec, config.block, partition.flat.dtype)
         if codec is None:
             return transport.scatters.spread_reduce_scatter(partition, self._name, divisor)
-        kept = self._residuals_for(partition) if config.reduce_scatter == "int8" and config.error_feedback else None
+        residual = None
+        if self._residuals is not None:
+            residual = self._residuals.open(partition.flat, transport.group, divisor)
+        kept = None if residual is None else Partition(residual, partition.bounds).ranges
 
         def start(chunks: list[Tensor], where: slice) -> Algorithm:
             residuals = None if kept is None else [each[where] for each in kept]
@@ -98,17 +108,21 @@ class RingReduceScatter(ReduceScatter):
 
         return transport.scatters.spread_several(sliced(partition.ranges, transport.slice_numel, start), self._name)
 
-    def _residuals_for(self, partition: Partition) -> list[Tensor] | None:
-        """What was lost of these gradients so far; None in a step without gradients of some parameters.
-
-        Then others are at their places; what was lost stays for the next step that has all of them.
-        """
-        world_size = len(partition.bounds) - 1
-        if partition.flat.numel() != compat.padded_numel(self._module, world_size):
-            return None
-        if self._residual is None:
-            self._residual = torch.zeros(partition.flat.numel())
-        return Partition(self._residual, partition.bounds).ranges
+    def _submit_sparse(self, transport: Transport, partition: Partition, rank: int, divisor: int) -> Work:
+        if partition.flat.dtype == torch.float16:
+            raise ValueError(
+                f"{self._name}: reduce_scatter='sparse' adds what was left out of earlier gradients, whose scale in "
+                f"float16 was another: take MixedPrecisionPolicy(reduce_dtype=torch.float32), or bfloat16"
+            )
+        assert self._residuals is not None
+        residual = self._residuals.open(partition.flat, transport.group, divisor)
+        if residual is None:
+            return transport.scatters.spread_reduce_scatter(partition, self._name, divisor)
+        wire = self._extension.config.wire
+        algorithm = sparse_reduce_scatter(partition, residual, rank, self._density, wire, divisor)
+        # A module that ran twice is reduced twice in one backward, perhaps by two lanes.
+        self._last = transport.scatters.run(algorithm, self._name, () if self._last is None else (self._last,))
+        return self._last
 
     def reason_to_wait(self, dtype: torch.dtype, op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str | None:
         """Why the result must be ready when the call returns, or None: it is read after the backward only.
@@ -139,18 +153,19 @@ class RingReduceScatter(ReduceScatter):
             return "parameters have hooks of register_post_accumulate_grad_hook"
         return None
 
-    def _divisor(self, gradients: Tensor, op: Any, world_size: int) -> int:
-        """What the sum is to be divided by; factors are multiplied by before."""
-        if op == dist.ReduceOp.AVG:
-            return world_size
-        if op == dist.ReduceOp.SUM:
-            return 1
-        if op == dist.ReduceOp.PREMUL_SUM:  # set_gradient_divide_factor
-            gradients.mul_(op.factor)
-            return 1
-        raise NotImplementedError(f"{self._name}: gradients are reduced by sums and means, got {op}")
-
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
             logger.debug("%s: every reduce-scatter is waited for, because %s", self._name, reason)
+
+
+def divisor_of(op: Any, gradients: Tensor, world_size: int) -> int:
+    """What the sum is to be divided by; if it is another factor, gradients are multiplied by it, in place."""
+    if op == dist.ReduceOp.AVG:
+        return world_size
+    if op == dist.ReduceOp.SUM:
+        return 1
+    if op == dist.ReduceOp.PREMUL_SUM:  # set_gradient_divide_factor
+        gradients.mul_(op.factor)
+        return 1
+    raise NotImplementedError(f"gradients are reduced by sums and means, got {op}")

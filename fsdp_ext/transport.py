@@ -21,17 +21,18 @@ class Transport:
 
     def __init__(self, group: dist.ProcessGroup, config: ExtConfig, device: torch.device, recorder: Recorder) -> None:
         settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
+        self.group = group
         self.gathers = Lanes(group, 1, device, settings, recorder)
         self.scatters = Lanes(group, 1, device, settings, recorder)
-        link = LinkProfile(None, 1, 1 << 20)
+        self.link = LinkProfile(None, 1, 1 << 20)
         if config.lanes is None or config.slice_mb is None:
-            link = profile_link(self.gathers)
-        settings.slice_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
+            self.link = profile_link(self.gathers)
+        settings.slice_bytes = self.link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
         # Of encoded tensors, elements per slice: with int8 a message is then about as large as others.
         self.slice_numel = max(1, settings.slice_bytes // config.block) * config.block
         self._lanes = (self.gathers, self.scatters)
         for lanes in self._lanes:
-            lanes.grow(config.lanes or link.num_lanes)
+            lanes.grow(config.lanes or self.link.num_lanes)
 
     @property
     def traffic(self) -> Traffic:

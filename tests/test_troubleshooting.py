@@ -20,7 +20,7 @@ PACKAGE = Path(ddp_hooks.__file__).parent
 EXTENSION = Path(fsdp_ext.__file__).parent
 PAGE = Path(__file__).parents[1] / "docs" / "troubleshooting.md"
 TREES = {path.relative_to(PACKAGE).as_posix(): ast.parse(path.read_text()) for path in sorted(PACKAGE.rglob("*.py"))}
-TREES |= {f"fsdp_ext/{path.name}": ast.parse(path.read_text()) for path in sorted(EXTENSION.glob("*.py"))}
+TREES |= {f"fsdp_ext/{path.relative_to(EXTENSION)}": ast.parse(path.read_text()) for path in EXTENSION.rglob("*.py")}
 WITH_PLACES = ("RuntimeError", "LaneError", "LaneTimeout")
 
 # Errors whose text was made somewhere else: where they are raised, and the function that adds the place.

@@ -106,6 +106,17 @@ class Ledger:
         else:
             self._replace([*self._taken, *self._delivered])
 
+    def settle(self, is_finite: bool) -> None:
+        """Turn the working vector into the residual where nobody learns the whole result: who leaves out keeps.
+
+        Args:
+            is_finite: whether all that was taken is. Otherwise others have it now, and nothing like it stays.
+        """
+        self._add(self._received)
+        self._replace(self._taken)
+        if not is_finite:
+            self.work.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
     def _collect(self, result: Tensor) -> None:
         inside = self._inside([*self._received, *self._taken, *self._discarded], result)
         num_received, num_kept = len(self._received), len(self._received) + len(self._taken)

@@ -119,15 +119,45 @@ def spardl(
     return result
 
 
-class _Exchange:
-    """The three parts; entries of blocks have the indices that they have in the block."""
+def spar_reduce_scatter(ledger: Ledger, selector: Selector, plan: Plan, wire: Wire) -> Exchange:
+    """The first part alone, within one team: every worker ends with the most important entries of its block.
 
-    def __init__(self, ledger: Ledger, selector: Selector, plan: Plan, wire: Wire, split: Split) -> None:
+    Nobody else learns which these are, so an entry stays with the worker that has left it out, whoever had it before.
+    Nothing is lost: what all workers get, and what they keep, sum up to what they had.
+
+    Args:
+        ledger: of this worker's residual, to which the selector adds the gradient; settled in the end.
+        selector: of the ledger's working vector.
+        plan: who is where; with one team.
+        wire: how entries travel.
+
+    Returns:
+        The sum of this worker's block, sparse, with indices in the block.
+    """
+    exchange = _Exchange(ledger, selector, plan, wire, "whole", is_whole=False)
+    held = yield from exchange.reduce_scatter()
+    ledger.settle(exchange.is_finite)
+    return held
+
+
+class _Exchange:
+    """The three parts; entries of blocks have the indices that they have in the block.
+
+    Args:
+        is_whole: whether the other parts follow the first one.
+    """
+
+    def __init__(
+        self, ledger: Ledger, selector: Selector, plan: Plan, wire: Wire, split: Split, is_whole: bool = True
+    ) -> None:
         self.ledger = ledger
         self.selector = selector
         self.plan = plan
         self.wire = wire
         self.split = split
+        self.is_whole = is_whole
+        self.is_finite = True
+        """Whether all that was taken is; what is not counts as the largest. Only where no other part follows."""
         self.bounds = plan.bounds
         self.counts = plan.counts
 
@@ -188,11 +218,13 @@ class _Exchange:
         """The block's largest entries, which are sent."""
         chosen = self.selector.select(block)
         arriving = self.ledger.take(chosen.shifted(self.bounds[block]), self.wire, in_result=self._is_final(block))
+        if not self.is_whole:
+            self.is_finite = self.is_finite and bool(arriving.values.isfinite().all())
         return SparseVector(chosen.indices, arriving.values)
 
     def _is_final(self, block: int) -> bool:
-        """Whether what is taken of the block is what the result has of it."""
-        return self.plan.num_teams == 1 and block == self.plan.position
+        """Whether what is taken of the block is what the result, which all workers learn, has of it."""
+        return self.is_whole and self.plan.num_teams == 1 and block == self.plan.position
 
     def _keep_largest(self, vector: SparseVector, holders: int, paper_parts: int) -> SparseVector:
         """As many entries as the block keeps, as they will arrive.

@@ -1,0 +1,81 @@
+"""Fewer bits on accelerators: encoded shards and gradients in the backend's own collectives, on FSDP2's streams.
+
+Everything is issued on the current stream, which FSDP2 has chosen and waits for, so nothing is left to be waited for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
+
+from fsdp_ext.codecs import codec_of
+from fsdp_ext.compressed import encoded_for_others, mean_with_others
+from fsdp_ext.config import ExtConfig
+from fsdp_ext.residuals import Residuals
+from fsdp_ext.scatter import divisor_of
+
+
+class _Allocates:
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As FSDP2's own communication does."""
+        return torch.empty(*size, dtype=dtype, device=device)
+
+
+class NativeAllGather(_Allocates, AllGather):
+    """All ranks' encoded shards by the backend's all-gather, decoded on every rank."""
+
+    def __init__(self, config: ExtConfig) -> None:
+        self._config = config
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
+        codec = codec_of(self._config.all_gather, self._config.block, output_tensor.dtype)
+        if codec is None:
+            return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+        nbytes, world_size = codec.nbytes(input_tensor.numel()), dist.get_world_size(group)
+        own, everyones = (input_tensor.new_empty(n * nbytes, dtype=torch.uint8) for n in (1, world_size))
+        codec.encode(input_tensor, own)
+        dist.all_gather_into_tensor(everyones, own, group=group)
+        for payload, shard in zip(everyones.chunk(world_size), output_tensor.chunk(world_size), strict=True):
+            codec.decode(payload, shard)
+        return None
+
+
+class NativeReduceScatter(_Allocates, ReduceScatter):
+    """Encoded gradients, each sent straight to the rank that needs it, by the backend's all-to-all."""
+
+    def __init__(self, config: ExtConfig, residuals: Residuals | None) -> None:
+        self._config = config
+        self._residuals = residuals
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor``, (P * numel,), over all ranks into ``output_tensor``, (numel,), this rank's part."""
+        codec = codec_of(self._config.scatter_codec, self._config.block, input_tensor.dtype)
+        if codec is None:
+            return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        divisor = divisor_of(op, input_tensor, world_size)
+        chunks = input_tensor.chunk(world_size)
+        kept = self._residuals.open(input_tensor, group, divisor) if self._residuals is not None else None
+        residuals = None if kept is None else kept.chunk(world_size)
+        outgoing = torch.cat(encoded_for_others(chunks, rank, codec, residuals))
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=group)
+        residual = None if residuals is None else residuals[rank]
+        output_tensor.copy_(
+            mean_with_others(chunks[rank], rank, incoming.chunk(world_size), codec, divisor, residual)
+        )
+        return None

@@ -1,0 +1,148 @@
+"""What rounding or leaving out has taken from gradients so far (error feedback), on each rank for whole gradients.
+
+In checkpoints there is one number per element of a parameter, sharded as the parameter is: the sum over all ranks, in
+the unit of the gradient that the optimizer gets. So they are as large as the model, and fit any number of ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from fsdp_ext import compat
+from fsdp_ext.checks import ROOT
+
+logger = logging.getLogger("fsdp_ext")
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile and activation checkpointing
+
+
+class Residuals:
+    """Those of one module, as long as the memory that FSDP2 reduces its gradients in.
+
+    Args:
+        module: whose gradients.
+        names: of all modules of the model.
+    """
+
+    def __init__(self, module: FSDPModule, names: Mapping[nn.Module, str]) -> None:
+        self._module = module
+        self._names = names
+        self._columns: tuple[compat.Column, ...] = ()
+        self._flat: Tensor | None = None  # (P * n,), in the unit of sums
+        self._group: dist.ProcessGroup | None = None  # of the ranks that sum
+        self._divisor = 1  # what sums are divided by
+        self._has_told = False
+        self._loaded: dict[str, Tensor] = {}  # this rank's shards, in the unit of gradients
+
+    def open(self, gradients: Tensor, group: dist.ProcessGroup, divisor: int) -> Tensor | None:
+        """What is to be added to these gradients, (P * n,), and overwritten with what is lost of them.
+
+        None in a step without gradients of some parameters: others are at their places then, and what was lost waits
+        for the next step that has all of them.
+        """
+        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        columns = compat.columns_of(self._module, world_size)
+        if not columns or columns[-1].stop * world_size != gradients.numel():
+            self._tell_of_incomplete_gradients()
+            return None
+        if self._flat is None or columns != self._columns:
+            flat = torch.zeros(gradients.numel(), dtype=_dtype_for(gradients), device=gradients.device)
+            self._flat = self._rearranged(columns, flat, world_size)
+        if divisor != self._divisor:
+            self._flat.mul_(divisor / self._divisor)
+        self._columns, self._group, self._divisor = columns, group, divisor
+        own = self._flat.view(world_size, -1)[rank]
+        for column in columns:
+            if (shard := self._loaded.pop(self._name(column), None)) is not None:
+                own[column.start : column.start + shard.numel()].add_(shard.view(-1), alpha=divisor)
+        return self._flat
+
+    def settle(self) -> None:
+        """Move everything to the rank whose shard it belongs to; collective, between steps.
+
+        So a run that goes on after a checkpoint has the same as one that begins with it.
+        """
+        if self._flat is None or self._group is None:
+            return
+        shares = self._flat.view(dist.get_world_size(self._group), -1)
+        own = torch.empty_like(shares[0])
+        dist.reduce_scatter_tensor(own, self._flat, group=self._group)
+        own.div_(self._divisor)
+        replicas = compat.replicas_of(self._module)
+        if replicas is not None:
+            dist.all_reduce(own, group=replicas)
+            own.div_(dist.get_world_size(replicas))
+        self._flat.zero_()
+        shares[dist.get_rank(self._group)] = own.mul_(self._divisor)
+
+    def state_dict(self) -> dict[str, DTensor]:
+        """Of every trained parameter, by name, after :meth:`settle`."""
+        world_size = 1 if self._group is None else dist.get_world_size(self._group)
+        state = {}
+        for column in compat.columns_of(self._module, world_size) or ():
+            name, parameter = self._name(column), column.parameter
+            assert isinstance(parameter, DTensor)
+            state[name] = DTensor.from_local(
+                self._shard(name, parameter.to_local()),
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=torch.empty(parameter.shape, device="meta").stride(),
+            )
+        return state
+
+    def load_state_dict(self, state: Mapping[str, DTensor]) -> None:
+        """The reverse of :meth:`state_dict`; nothing is left of what was kept before."""
+        self._flat, self._columns = None, ()
+        self._loaded = {name: shard.to_local().detach().clone() for name, shard in state.items()}
+
+    def _shard(self, name: str, like: Tensor) -> Tensor:
+        """A copy of what is kept of this rank's shard of a parameter."""
+        if name in self._loaded:
+            return self._loaded[name].clone()
+        places = {self._name(column): column.start for column in self._columns}
+        if self._flat is None or self._group is None or name not in places:
+            return torch.zeros(like.shape, dtype=_dtype_for(like), device=like.device)
+        own = self._flat.view(dist.get_world_size(self._group), -1)[dist.get_rank(self._group)]
+        return own[places[name] : places[name] + like.numel()].view(like.shape) / self._divisor
+
+    def _rearranged(self, columns: tuple[compat.Column, ...], flat: Tensor, world_size: int) -> Tensor:
+        """``flat`` with what is kept of the parameters that it is for."""
+        if self._flat is not None:
+            before, after = self._flat.view(world_size, -1), flat.view(world_size, -1)
+            places = {self._name(column): column for column in self._columns}
+            for column in columns:
+                former = places.get(self._name(column))
+                if former is not None:
+                    after[:, column.start : column.stop] = before[:, former.start : former.stop]
+        return flat
+
+    def _tell_of_incomplete_gradients(self) -> None:
+        if not self._has_told:
+            self._has_told = True
+            assert isinstance(self._module, nn.Module)
+            logger.warning(
+                "%s: some of its parameters have no gradient. In such steps its gradients are reduced without what was "
+                "lost before, and in full where they are sparse; with set_reduce_scatter_unused_params(True) FSDP2 "
+                "takes zeros for those that are missing",
+                self._names.get(self._module) or ROOT,
+            )
+
+    def _name(self, column: compat.Column) -> str:
+        prefix = self._names.get(column.owner, "")
+        name = f"{prefix}.{column.name}" if prefix else column.name
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+        return name
+
+
+def _dtype_for(values: Tensor) -> torch.dtype:
+    return torch.float64 if values.dtype == torch.float64 else torch.float32

@@ -1,0 +1,62 @@
+"""Settings of the search, one frozen dataclass."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+from ddp_hooks.comm import above, at_least
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """What :func:`~fsdp_ext.tune` may try, and how long.
+
+    Args:
+        block_mb: granularities of wrapping, in MiB, that ``build`` is asked for.
+        default_block_mb: the one that would be in use without a search; stock FSDP2 is measured with it.
+        prefetch: numbers of modules to gather ahead (``ExtConfig.prefetch``), on CPUs; None: the extension's default.
+        lanes: numbers of lanes (``ExtConfig.lanes``), on CPUs; None: as the link's measurement suggests.
+        max_trials: the search ends after so many, the default included.
+        dropped_steps: first steps of each trial, which are not measured: in them the order of modules is learned.
+        steps_per_trial: steps that are measured; their median counts, of the slowest rank.
+        xi: how much more than the best so far a trial should promise, in standard deviations of what was measured.
+        min_gain: the search ends when a trial promises to be faster than the best by less than this part.
+        keep_bytes: parameters in bytes that a rank may keep whole between forward and backward, beside what it needs
+            anyway. Of the modules that are resharded after forward those are kept for which backwards wait longest. 0:
+            none.
+        profile: a JSON file that keeps what was found, per model, number of ranks, link and settings, so that the next
+            run needs a single trial. None: nothing is kept.
+        seed: of the search.
+    """
+
+    block_mb: tuple[float, ...] = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+    default_block_mb: float = 25.0
+    prefetch: tuple[int | None, ...] = (None, 1, 4, 8)
+    lanes: tuple[int | None, ...] = (None,)
+    max_trials: int = 10
+    dropped_steps: int = 3
+    steps_per_trial: int = 3
+    xi: float = 0.1
+    min_gain: float = 0.005
+    keep_bytes: int = 0
+    profile: str | os.PathLike[str] | None = "~/.cache/ddp_hooks/fsdp.json"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_mb", "prefetch", "lanes"):
+            if not isinstance(getattr(self, name), tuple) or not getattr(self, name):
+                raise ValueError(f"{name} must be a tuple of at least one value, got {getattr(self, name)!r}")
+        if not all(above(size, 0) for size in (*self.block_mb, self.default_block_mb)):
+            raise ValueError(f"block_mb and default_block_mb must be > 0, got {self.block_mb}, {self.default_block_mb}")
+        if not all(depth is None or at_least(depth, 0) for depth in self.prefetch):
+            raise ValueError(f"prefetch must have numbers >= 0, or None, got {self.prefetch}")
+        if not all(number is None or at_least(number, 1) for number in self.lanes):
+            raise ValueError(f"lanes must have numbers >= 1, or None, got {self.lanes}")
+        # The first forward learns the order of modules, and lists of what to prefetch are set in the second.
+        for name, least in (("max_trials", 1), ("dropped_steps", 2), ("steps_per_trial", 1), ("keep_bytes", 0)):
+            if not at_least(getattr(self, name), least):
+                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")
+        for name in ("xi", "min_gain"):
+            if not at_least(getattr(self, name), 0):
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")

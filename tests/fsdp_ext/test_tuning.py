@@ -1,0 +1,284 @@
+"""Granularity, prefetching and what is kept whole, found by trials; never slower than stock, the same on every rank.
+
+Prevents: budgets that are exceeded; searches whose ranks part; settings of another model or link that are used.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from fsdp_ext import ExtConfig, TuneConfig, Tuned, checks, compat, extend, restore, shard_by_size, tune
+from fsdp_ext.tuning import trials
+from fsdp_ext.tuning.found import Profile
+from fsdp_ext.tuning.keeping import Keepable, choose_kept
+from tests.fsdp_ext import twins
+from tests.fsdp_ext.twins import CONFIG, WholeNumbers
+from tests.workers import WorkerPools
+
+# -- the knapsack -----------------------------------------------------------------------------------------------------
+
+
+@given(
+    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), max_size=8),
+    st.integers(1, 60),
+)
+@settings(max_examples=200, deadline=None)
+def test_keeps_what_saves_most(sizes: list[tuple[int, int]], budget: int) -> None:
+    unit = 4096  # with which nothing is rounded
+    modules = [Keepable(str(i), nbytes * unit, wait) for i, (nbytes, wait) in enumerate(sizes)]
+    chosen = set(choose_kept(modules, budget * unit))
+
+    def value(subset: Any) -> float:
+        return sum(module.wait_s for module in subset)
+
+    kept = [module for module in modules if module.name in chosen]
+    assert sum(module.nbytes for module in kept) <= budget * unit
+    fitting = [
+        subset
+        for number in range(len(modules) + 1)
+        for subset in itertools.combinations(modules, number)
+        if sum(module.nbytes for module in subset) <= budget * unit
+    ]
+    best = max(map(value, fitting))
+    # Rounding up costs at most a unit of 1/4096 of the budget for each module.
+    spare = [subset for subset in fitting if sum(m.nbytes for m in subset) + len(subset) * budget <= budget * unit]
+    assert value(kept) >= max(map(value, spare))
+    assert value(kept) <= best and all(module.wait_s > 0 for module in kept)
+
+
+def test_keeps_nothing_that_does_not_fit() -> None:
+    assert choose_kept([Keepable("a", 11, 1.0)], 10) == ()
+    assert choose_kept([Keepable("a", 10, 1.0), Keepable("b", 5, 0.9), Keepable("c", 5, 0.2)], 10) == ("b", "c")
+    assert choose_kept([], 10) == ()
+
+
+# -- wrapping ---------------------------------------------------------------------------------------------------------
+
+
+def grouped(model: nn.Module, block_mb: float, **options: Any) -> nn.Module:
+    return shard_by_size(model, list(model.get_submodule("blocks").children()), block_mb, **options)
+
+
+def train_grouped(rank: int, world_size: int) -> tuple[list[str], list[list[str]]]:
+    """Bit for bit as stock FSDP2, with blocks that share a group."""
+    sizes, differing = [], []
+    for block_mb in (0.0001, 0.03, 10.0):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(twins, "shard", lambda model, mesh, mb=block_mb, **options: grouped(model, mb, **options))
+            outcome = twins.compare(rank, world_size, twins.plain)
+        differing.append(outcome.differing)
+        sizes.append(f"{outcome.stats.reduce_scatters / 10:g} groups")
+        assert outcome.moved and outcome.stats.deferred > 0
+    return sizes, differing
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_blocks_that_share_a_group(workers: WorkerPools, world_size: int) -> None:
+    for sizes, differing in workers(world_size).run(train_grouped):
+        assert sizes == ["6 groups", "4 groups", "2 groups"]
+        assert differing == [[], [], []]
+
+
+# -- the search -------------------------------------------------------------------------------------------------------
+
+
+class Simulated:
+    """In the place of real trials: what steps take, by setting."""
+
+    def __init__(self, seconds: Any, link: float | None = 1e8, key: str = "model") -> None:
+        self.seconds, self.link, self.key = seconds, link, key
+        self.asked: list[Any] = []
+
+    def __call__(self, search: Any, setting: Any) -> float:
+        self.asked.append(setting)
+        search._num_trials += 1
+        search._link_bytes_s, search._key = self.link, self.key
+        search._keepable = [Keepable("blocks.0", 100, 0.1), Keepable("blocks.1", 100, 0.3), Keepable("", 100, 0.0)]
+        return float(self.seconds(setting))
+
+
+def searched(rank: int, world_size: int, case: str, profile: str | None) -> tuple[Tuned, list[Any]]:
+    tuner = TuneConfig(profile=profile, max_trials=12, keep_bytes=150 if "keep" in case or "kept" in case else 0)
+    made = Simulated(CASES[case], 1e8 if case != "another link" else 5e8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trials._Search, "_measure", lambda self, setting: made(self, setting))
+        return tune(_never, _never, ExtConfig(), tuner), made.asked
+
+
+def _never(*_: Any) -> Any:
+    raise AssertionError("nothing is built in simulated trials")
+
+
+def valley(setting: Any) -> float:
+    """Fastest with blocks of 5 MB and four modules ahead."""
+    if setting.config is None:
+        return 3.0
+    size = abs(torch.tensor(setting.block_mb / 5).log().item())
+    depth = abs((2 if setting.config.prefetch is None else setting.config.prefetch) - 4) / 4
+    return 1.0 + 0.4 * size + 0.2 * depth
+
+
+CASES: dict[str, Any] = {
+    "valley": valley,
+    "another link": valley,
+    "stock is faster": lambda setting: 0.5 if setting.config is None else valley(setting),
+    "kept": lambda setting: valley(setting) - 0.3 * ("blocks.1" in setting.kept),
+    "keeping is slower": lambda setting: valley(setting) + 0.3 * len(setting.kept),
+}
+
+
+def test_finds_the_valley(workers: WorkerPools) -> None:
+    (found, asked), (other, others) = workers(2).run(searched, "valley", None)
+    assert found == other and asked == others, "ranks have parted"
+    assert found.config is not None
+    assert valley(asked[0]) > 1.7 and found.step_s <= 1.2, "of 24 settings one of the best, which takes 1.0"
+    assert found.step_s == valley(found) and found.stock_s == 3.0
+    assert found.num_trials == len(asked) <= 12 + 4 and asked[0].block_mb == 25.0
+
+
+def test_is_never_slower_than_stock(workers: WorkerPools) -> None:
+    for found, _ in workers(2).run(searched, "stock is faster", None):
+        assert found.config is None and found.block_mb == 25.0 and found.step_s == 0.5
+
+
+def test_keeps_modules_if_that_is_faster(workers: WorkerPools) -> None:
+    for found, _ in workers(2).run(searched, "kept", None):
+        assert found.kept == ("blocks.1",) and found.step_s == pytest.approx(valley(found) - 0.3)
+    for found, asked in workers(2).run(searched, "keeping is slower", None):
+        assert found.kept == () and any(setting.kept for setting in asked)
+
+
+def test_what_was_found_is_used_again(workers: WorkerPools, tmp_path: Path) -> None:
+    path = str(tmp_path / "deep" / "profile.json")
+    first, _ = workers(2).run(searched, "valley", path)[0]
+    for again, asked in workers(2).run(searched, "valley", path):
+        assert again == replace(first, num_trials=0) and len(asked) == 1
+    _, asked = workers(2).run(searched, "another link", path)[0]
+    assert len(asked) > 5, "another link is another search"
+    assert len(json.loads(Path(path).read_text())["entries"]) == 2
+
+
+def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "profile.json"
+    found = Tuned(5.0, CONFIG, ("blocks.1",), 1.0, 2.0, 7)
+    for text in ("", "[]", '{"version": 0, "entries": []}', '{"version": 1, "entries": [7]}'):
+        path.write_text(text)
+        assert Profile(path, "key", 1e8).find() is None
+        assert "is of no use" in caplog.text
+        caplog.clear()
+    Profile(path, "key", 1e8).store(found)
+    assert Profile(path, "key", 1.5e8).find() == replace(found, num_trials=0)
+    for key, link in (("other", 1e8), ("key", 3e8), ("key", None)):
+        assert Profile(path, key, link).find() is None
+
+
+# -- with real models -------------------------------------------------------------------------------------------------
+
+
+def tuned_for_real(rank: int, world_size: int, profile: str) -> dict[str, Any]:
+    def build(block_mb: float) -> nn.Module:
+        torch.manual_seed(3)
+        return grouped(WholeNumbers(world_size), block_mb)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(7 + rank).backward()
+
+    tuner = TuneConfig(
+        block_mb=(0.001, 0.05),
+        prefetch=(1, 2),
+        max_trials=3,
+        dropped_steps=2,
+        steps_per_trial=1,
+        keep_bytes=100_000,
+        profile=profile,
+    )
+    found = tune(build, step, CONFIG, tuner)
+    model = build(found.block_mb)
+    extension = found.apply(model)
+    kept = [name for name, module in checks.fsdp_modules(model) if name and compat.keeps_parameters(module)]
+    before = [value.full_tensor().clone() for value in model.parameters()]  # type: ignore[attr-defined]
+    step(model)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    changed = any(
+        not torch.equal(a, b.full_tensor())  # type: ignore[attr-defined]
+        for a, b in zip(before, model.parameters(), strict=True)
+    )
+    restore(model)
+    return {"found": found, "kept": kept, "extended": extension is not None, "changed": changed}
+
+
+def test_a_real_model(workers: WorkerPools, tmp_path: Path) -> None:
+    outcomes = workers(2).run(tuned_for_real, str(tmp_path / "profile.json"))
+    for outcome in outcomes:
+        found = outcome["found"]
+        assert found == outcomes[0]["found"] and found.num_trials >= 3 and found.step_s > 0
+        assert outcome["extended"] == (found.config is not None) and outcome["changed"]
+        assert set(found.kept) <= set(outcome["kept"])
+    for outcome in workers(2).run(tuned_for_real, str(tmp_path / "profile.json")):
+        assert outcome["found"] == replace(outcomes[0]["found"], num_trials=0)
+
+
+def kept_elsewhere(rank: int, world_size: int) -> str:
+    model = grouped(WholeNumbers(world_size), 10.0)
+    assert isinstance(model, FSDPModule)
+    try:
+        Tuned(1.0, CONFIG, ("head",), 1.0, 1.0, 1).apply(model)
+    except ValueError as error:
+        return str(error)
+    return "nothing was raised"
+
+
+def test_settings_of_another_granularity_are_refused(workers: WorkerPools) -> None:
+    for message in workers(2).run(kept_elsewhere):
+        assert "head is not wrapped by FSDP2 here: build the model with the block_mb that was found" in message
+
+
+def kept_at_run_time(rank: int, world_size: int) -> tuple[int, int]:
+    """Gathers of a step, without and with modules that are kept."""
+    numbers = []
+    for kept in ((), ("blocks.0", "blocks.3")):
+        model = twins.shard(WholeNumbers(world_size))
+        trials.keep(model, kept)
+        extension = extend(model, CONFIG)
+        for seed in (1, 2):
+            model(seed).backward()
+            numbers.append(extension.counts.gathers)
+        restore(model)
+    return numbers[1] - numbers[0], numbers[3] - numbers[2]
+
+
+def test_modules_that_are_kept_are_gathered_once(workers: WorkerPools) -> None:
+    for without, kept in workers(2).run(kept_at_run_time):
+        assert kept == without - 2
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"block_mb": ()}, "block_mb must be a tuple of at least one value"),
+        ({"block_mb": (0.0,)}, "block_mb and default_block_mb must be > 0"),
+        ({"prefetch": (-1,)}, "prefetch must have numbers >= 0, or None"),
+        ({"lanes": (0,)}, "lanes must have numbers >= 1, or None"),
+        ({"max_trials": 0}, "max_trials must be >= 1, got 0"),
+        ({"dropped_steps": 1}, "dropped_steps must be >= 2, got 1"),
+        ({"keep_bytes": -1}, "keep_bytes must be >= 0, got -1"),
+        ({"xi": -1.0}, "xi must be >= 0, got -1.0"),
+    ],
+)
+def test_settings_are_checked(changes: dict[str, Any], expected: str) -> None:
+    with pytest.raises(ValueError) as caught:
+        TuneConfig(**changes)
+    assert expected in str(caught.value)
