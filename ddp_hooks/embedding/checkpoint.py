@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -13,6 +13,9 @@ from ddp_hooks.comm import Algorithm, see
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.columns import gather_columns
 from ddp_hooks.embedding.table import Table
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class TableCheckpoint:
@@ -156,13 +159,28 @@ class TableCheckpoint:
         finally:
             self._passing = False
 
-    def _as_dtensor(self, table: Table, columns: Tensor) -> Any:
+    def _as_dtensor(self, table: Table, columns: Tensor) -> DTensor:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
         mesh = DeviceMesh.from_group(self._group, columns.device.type)
         shape = torch.Size((table.num_rows, table.dim))
         return DTensor.from_local(columns, mesh, [Shard(1)], run_check=False, shape=shape, stride=(table.dim, 1))
+
+    def as_dtensor(self, table: Table) -> DTensor:
+        """A table as this rank's columns and where the others are; they are those in use, not a copy."""
+        return self._as_dtensor(table, table.weight.detach())
+
+    def own_columns(self, table: Table, given: Tensor) -> Tensor:
+        """This rank's columns of (num_rows, dim); collective if it is a DTensor that is sharded otherwise."""
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(given, DTensor):
+            like = self.as_dtensor(table)
+            if given.placements == like.placements and given.device_mesh == like.device_mesh:
+                return given.to_local()
+            given = given.full_tensor()
+        return table.cut(given, self._rank)
 
     # -- parts ------------------------------------------------------------------------------------------------------
 

@@ -39,8 +39,11 @@ class ShardedEmbedding(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The whole table, (num_embeddings, embedding_dim), inside of ``tables.local()``; otherwise raises."""
-        return self.tables.whole_weight(self._table.index, f"{self._table.name}.weight")
+        """The table, (num_embeddings, embedding_dim), inside of ``tables.local()``; otherwise raises.
+
+        In a model of FSDP2's it is a DTensor of all ranks' columns, as parameters are DTensors there.
+        """
+        return self.tables.weight_of(self._table.index, f"{self._table.name}.weight")
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedEmbedding:
         """Train the table from now on, or not; all ranks do the same."""
@@ -72,7 +75,7 @@ class ShardedEmbedding(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.tables.whole_weight(self._table.index, "state_dict()")
+        destination[prefix + "weight"] = self.tables.weight_of(self._table.index, "state_dict()")
 
     def _load_from_state_dict(
         self,

@@ -325,11 +325,11 @@ class EmbeddingTables(TableFlow):
         """What a batch looks up, from what the function given to :meth:`prefetch` returned."""
         return BatchRows.of(ids_by_table(given, self._index_of), self._all, self.config.deduplicate)
 
-    def whole_weight(self, index: int, what: str) -> Tensor:
-        """A whole table, if it is here.
+    def weight_of(self, index: int, what: str) -> Tensor:
+        """A whole table, if it is here; in a model of FSDP2's the DTensor of all ranks' columns, as parameters are.
 
         Raises:
-            RuntimeError: it is not, because this rank has some columns only.
+            RuntimeError: this rank has some columns only.
         """
         if self._whole is not None:
             return self._whole[index]
@@ -338,6 +338,9 @@ class EmbeddingTables(TableFlow):
         if self._channels.world_size == 1:
             self.flush()
             return self._all[index].weight.detach()
+        if not self._closed and _is_sharded_by_fsdp2(self._root):
+            self.flush()
+            return self._checkpoint.as_dtensor(self._all[index])
         rank = self._channels.ranks[self._channels.rank]
         if self._closed:
             raise RuntimeError(
@@ -352,7 +355,7 @@ class EmbeddingTables(TableFlow):
         )
 
     def load_weight(self, index: int, full: Tensor) -> None:
-        """Take this rank's columns of (num_rows, dim)."""
+        """Take this rank's columns of (num_rows, dim), which may be a DTensor: then all ranks do it together."""
         if self._whole is not None:
             raise RuntimeError(
                 "weights were loaded inside of tables.local(), where tables are copies: leave it before"
@@ -361,8 +364,9 @@ class EmbeddingTables(TableFlow):
         self.flush()
         self._weights_change()
         table = self._all[index]
+        columns = self._checkpoint.own_columns(table, full)
         with torch.no_grad():
-            table.weight.copy_(table.cut(full, self._channels.rank))
+            table.weight.copy_(columns)
 
     def convert(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
         """``model.to()`` and the like."""
@@ -491,6 +495,12 @@ class EmbeddingTables(TableFlow):
 
     def __reduce__(self) -> Any:
         raise TypeError("sharded tables cannot be pickled: save tables.full_state_dict() instead")
+
+
+def _is_sharded_by_fsdp2(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())
 
 
 def _before_any_step(tables: EmbeddingTables) -> RemovableHandle:
