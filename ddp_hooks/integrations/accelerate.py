@@ -13,7 +13,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import torch
 from accelerate import Accelerator
@@ -23,9 +23,12 @@ from torch import Tensor, nn
 
 from ddp_hooks.comm import see
 from ddp_hooks.dear import GradScaler
+from ddp_hooks.embedding import TableConfig
 from ddp_hooks.integrations.binding import ddp_of, replaced
 from ddp_hooks.integrations.bindings import Bindings
-from ddp_hooks.integrations.settings import BUCKET_MB, Combination, Config, combination_of
+from ddp_hooks.integrations.fsdp import FsdpAttachment, find_problem
+from ddp_hooks.integrations.settings import BUCKET_MB, Combination, Config, Dense, Tables, combination_of
+from fsdp_ext import ExtConfig
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -36,6 +39,10 @@ _OTHER_ENGINES = {
     DistributedType.MEGATRON_LM: "Megatron-LM",
     DistributedType.XLA: "XLA",
 }
+_ALONE = (
+    "one process: there is nothing to communicate, so training goes on without a hook. Several are started by torchrun "
+    "or accelerate launch"
+)
 _EXTENDED = (
     "prepare_model",
     "prepare_optimizer",
@@ -50,7 +57,19 @@ _EXTENDED = (
 )
 
 
-def attach(accelerator: Accelerator, config: Config) -> Attachment:
+@overload
+def attach(accelerator: Accelerator, config: ExtConfig) -> FsdpAttachment: ...
+
+
+@overload
+def attach(accelerator: Accelerator, config: Dense | Tables | TableConfig) -> Attachment: ...
+
+
+@overload
+def attach(accelerator: Accelerator, config: Config) -> Attachment | FsdpAttachment: ...
+
+
+def attach(accelerator: Accelerator, config: Config) -> Attachment | FsdpAttachment:
     """Train with a communication hook whatever this accelerator prepares from now on.
 
     ``prepare`` wraps models as DDP needs it, and binds each to the optimizer of its parameters;
@@ -63,18 +82,22 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment:
         config: a :class:`~ddp_hooks.DearConfig`, whose ``update="sharded"`` is taken as ``"auto"``, or a
             :class:`~ddp_hooks.TopKConfig`. Tables of a model, sharded by :func:`~ddp_hooks.shard_embeddings` before its
             optimizer is made, are found, and step with it; without a hook beside them:
-            :class:`~ddp_hooks.integrations.Tables`.
+            :class:`~ddp_hooks.integrations.Tables`. Where it shards models by FSDP2, a :class:`~fsdp_ext.ExtConfig`:
+            every model is extended when it is prepared.
 
     Raises:
         TypeError: ``config`` is no configuration.
         ValueError: it cannot be combined, or not with this accelerator.
     """
     combination = combination_of(config)
+    if combination.extension is not None:
+        return _attach_extension(accelerator, combination.extension)
     engine = _OTHER_ENGINES.get(accelerator.distributed_type)
     if engine is not None:
+        instead = ", or give an ExtConfig, which extends FSDP2" if engine == "FSDP" else ""
         raise ValueError(
             f"these are hooks of DistributedDataParallel, and this accelerator trains with {engine}: launch without "
-            f"it{see('in-a-trainer')}"
+            f"it{instead}{see('in-a-trainer')}"
         )
     handler = accelerator.ddp_handler
     if isinstance(handler, HookedDdpKwargs):
@@ -97,10 +120,19 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment:
     if accelerator.num_processes > 1:
         attachment.install()
     else:
-        logger.warning(
-            "one process: there is nothing to communicate, so training goes on without a hook. Several are started by "
-            "torchrun or accelerate launch"
-        )
+        logger.warning(_ALONE)
+    return attachment
+
+
+def _attach_extension(accelerator: Accelerator, config: ExtConfig) -> FsdpAttachment:
+    problem = find_problem(accelerator)
+    if problem is not None and accelerator.num_processes > 1:
+        raise ValueError(problem)
+    attachment = FsdpAttachment(accelerator, config)
+    if accelerator.num_processes > 1:
+        attachment.install()
+    else:
+        logger.warning(_ALONE)
     return attachment
 
 

@@ -13,6 +13,7 @@ from ddp_hooks.comm import see
 from ddp_hooks.dear import DearConfig
 from ddp_hooks.embedding import TableConfig
 from ddp_hooks.topk import TopKConfig
+from fsdp_ext import ExtConfig
 
 Dense: TypeAlias = DearConfig | TopKConfig
 
@@ -41,7 +42,7 @@ class Tables:
     follow_schedule: bool = True
 
 
-Part: TypeAlias = Dense | Tables | TableConfig
+Part: TypeAlias = Dense | Tables | TableConfig | ExtConfig
 Config: TypeAlias = Part | Sequence[Part]
 
 
@@ -52,10 +53,12 @@ class Combination:
     Args:
         dense: the hook of DDP's buckets; None: DDP's own all-reduce.
         tables: None: they stay whole.
+        extension: of FSDP2; alone.
     """
 
     dense: Dense | None
     tables: Tables | None
+    extension: ExtConfig | None = None
 
 
 def combination_of(config: Config) -> Combination:
@@ -68,6 +71,8 @@ def combination_of(config: Config) -> Combination:
     parts = list(config) if isinstance(config, (list, tuple)) else [config]
     dense: list[Dense] = []
     tables: list[Tables] = []
+    if len(parts) == 1 and isinstance(parts[0], ExtConfig):
+        return Combination(None, None, parts[0])
     for part in parts:
         if isinstance(part, (DearConfig, TopKConfig)):
             dense.append(part)
@@ -75,10 +80,15 @@ def combination_of(config: Config) -> Combination:
             tables.append(part)
         elif isinstance(part, TableConfig):
             tables.append(Tables(config=part))
+        elif isinstance(part, ExtConfig):
+            raise ValueError(
+                f"ExtConfig is for models that FSDP2 shards, and goes alone; the others are for DDP: "
+                f"got {parts}{see('in-a-trainer')}"
+            )
         else:
             raise TypeError(
                 f"a configuration is a DearConfig, TopKConfig, Tables or TableConfig, or a list of one of the first "
-                f"two and tables; got {part!r}"
+                f"two and tables, or with FSDP2 an ExtConfig; got {part!r}"
             )
     if {type(part) for part in dense} == {DearConfig, TopKConfig}:
         raise ValueError(

@@ -14,6 +14,7 @@ import json
 import logging
 import os
 import re
+import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
 from pathlib import Path
@@ -29,6 +30,7 @@ from ddp_hooks.comm import see
 from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
 from ddp_hooks.integrations import accelerate
 from ddp_hooks.integrations.binding import TABLES, tables_of
+from ddp_hooks.integrations.fsdp import RESIDUALS, FsdpAttachment
 from ddp_hooks.integrations.lookahead import Lookahead
 from ddp_hooks.integrations.settings import Config, combination_of
 
@@ -52,14 +54,15 @@ class CommHookMixin(_Trainer):
     Args:
         comm_hook: a :class:`~ddp_hooks.DearConfig`, a :class:`~ddp_hooks.TopKConfig`,
             :class:`~ddp_hooks.integrations.Tables`, which the trainer shards and prefetches, or a list of one of the
-            first two and tables. None: nothing is changed.
+            first two and tables; with ``TrainingArguments(fsdp=True)``, a :class:`~fsdp_ext.ExtConfig`. None: nothing
+            is changed.
 
     Raises:
         TypeError, ValueError: see :func:`ddp_hooks.integrations.accelerate.attach`.
     """
 
     _comm_hook: Config | None = None
-    _attachment: accelerate.Attachment | None = None
+    _attachment: accelerate.Attachment | FsdpAttachment | None = None
     _tables: EmbeddingTables | None = None
     _lookahead: Lookahead | None = None
     _follows_schedule: bool = False
@@ -101,7 +104,7 @@ class CommHookMixin(_Trainer):
         if self._comm_hook is None:
             return
         self._attachment = accelerate.attach(self.accelerator, self._comm_hook)
-        if not self._attachment.is_active:
+        if isinstance(self._attachment, FsdpAttachment) or not self._attachment.is_active:
             return
         self._attachment.keeps_models = True
         handler = self.accelerator.ddp_handler
@@ -373,6 +376,7 @@ def _forget_former(checkpoint: Path) -> None:
     """A checkpoint of another run in the same place is none any more, as soon as this one is begun."""
     for path in [checkpoint / _TRAINER_STATE, *checkpoint.glob("ddp_hooks*.bin")]:
         path.unlink(missing_ok=True)
+    shutil.rmtree(checkpoint / RESIDUALS, ignore_errors=True)
 
 
 def _refuse_checkpoint_without_tables(checkpoint: Path) -> None:
