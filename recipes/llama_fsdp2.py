@@ -3,6 +3,8 @@
     torchrun --nproc-per-node 2 recipes/llama_fsdp2.py
     torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --hook none
     torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --bf16 --keep-parameters --accumulate 2
+    torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --all-gather bf16 --reduce-scatter int8
+    torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --reduce-scatter sparse --density 0.02
     torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --save-every 50
     torchrun --nproc-per-node 3 recipes/llama_fsdp2.py --resume build/recipes/checkpoint-50
     torchrun --nproc-per-node 8 recipes/llama_fsdp2.py --model meta-llama/Llama-3.2-1B --bf16 --lr 2e-5 \\
@@ -32,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
 
-from fsdp_ext import Extension, extend
+from fsdp_ext import ExtConfig, Extension, extend
 from recipes.gpt2_clm_trainer import own_labels
 from recipes.processes import mean_over_ranks, pick_device, process_group
 from recipes.record import Record, command_of, now, report, surroundings
@@ -54,16 +56,16 @@ def main(argv: Sequence[str] | None = None) -> Record:
 def run(args: argparse.Namespace, argv: Sequence[str] | None, task: Task, device: torch.device) -> Record:
     """All of training, on ranks that have met."""
     model = shard(task.model.to(device), args.bf16, args.keep_parameters)
-    extension = extend(model) if args.hook == "ring" else None
+    extension = extend(model, config_of(args)) if args.hook == "ring" else None
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     schedule = LambdaLR(optimizer, warmed_cosine(max(1, args.steps // 10), args.steps))
-    first_step = load(args.resume, model, optimizer, schedule) if args.resume is not None else 0
-    losses = train(args, model, optimizer, schedule, batches(args, task, device, first_step), first_step)
+    first_step = load(args.resume, model, optimizer, schedule, extension) if args.resume is not None else 0
+    losses = train(args, model, optimizer, schedule, extension, batches(args, task, device, first_step), first_step)
     sent_mb, stall_s = costs(extension, args.steps - first_step)
     held_out_loss = evaluate(args, model, task, device)
     record = Record(
         recipe=RECIPE,
-        hook=args.hook,
+        hook=name_of(args),
         command=command_of(RECIPE, argv),
         created=now(),
         environment=surroundings(),
@@ -115,6 +117,18 @@ def shard(model: nn.Module, in_bf16: bool, keeps_parameters: bool) -> nn.Module:
     return model
 
 
+def config_of(args: argparse.Namespace) -> ExtConfig:
+    """How parameters and gradients travel."""
+    return ExtConfig(all_gather=args.all_gather, reduce_scatter=args.reduce_scatter, density=args.density)
+
+
+def name_of(args: argparse.Namespace) -> str:
+    """Of the communication, in results."""
+    gather = "" if args.all_gather == "exact" else f"-gather-{args.all_gather}"
+    scatter = "" if args.reduce_scatter == "exact" else f"-scatter-{args.reduce_scatter}"
+    return f"{args.hook}{gather}{scatter}"
+
+
 def batches(args: argparse.Namespace, task: Task, device: torch.device, first_step: int) -> Iterator[dict[str, Tensor]]:
     """This rank's, without end, in another order in every epoch; those of steps that were made already are left out."""
     sampler: DistributedSampler[Any] = DistributedSampler(task.training, seed=args.seed, drop_last=True)
@@ -137,6 +151,7 @@ def train(
     model: nn.Module,
     optimizer: torch.optim.Optimizer,
     schedule: LambdaLR,
+    extension: Extension | None,
     source: Iterator[dict[str, Tensor]],
     first_step: int,
 ) -> list[list[float]]:
@@ -160,7 +175,7 @@ def train(
             if dist.get_rank() == 0:
                 print(f"step {step:5d}   loss {losses[-1][1]:.4f}", flush=True)
         if args.save_every is not None and step % args.save_every == 0:
-            save(args.output / f"checkpoint-{step}", model, optimizer, step)
+            save(args.output / f"checkpoint-{step}", model, optimizer, extension, step)
     return losses
 
 
@@ -186,18 +201,31 @@ def costs(extension: Extension | None, num_steps: int) -> tuple[float | None, fl
 # Checkpoints --------------------------------------------------------------------------------------------
 
 
-def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> None:
-    """Every rank writes its shards."""
+def save(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, extension: Extension | None, step: int
+) -> None:
+    """Every rank writes its shards, and what gradients have lost so far."""
     weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "step": torch.tensor(step)}, checkpoint_id=folder)
+    lost = extension.state_dict() if extension is not None else {}
+    everything = {"model": weights, "optimizer": state, "step": torch.tensor(step), "lost": lost}
+    dcp.save(everything, checkpoint_id=folder)
 
 
-def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LambdaLR) -> int:
+def load(
+    folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, schedule: LambdaLR, extension: Extension | None
+) -> int:
     """Go on from there; returns the steps that were made."""
     weights, state = get_state_dict(model, optimizer)
     step = torch.tensor(0)
-    dcp.load({"model": weights, "optimizer": state, "step": step}, checkpoint_id=folder)
+    everything: dict[str, Any] = {"model": weights, "optimizer": state, "step": step}
+    lost = extension.state_dict() if extension is not None else {}
+    saved = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    if any(name.startswith("lost.") for name in saved):  # by a run that loses something
+        everything["lost"] = lost
+    dcp.load(everything, checkpoint_id=folder)
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
+    if extension is not None and "lost" in everything:
+        extension.load_state_dict(lost)
     schedule.last_epoch = int(step) - 1
     schedule.step()
     return int(step)
@@ -208,6 +236,11 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, sched
 
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = make_parser("Train a Llama with FSDP2.", hooks=["ring", "none"])
+    parser.add_argument("--all-gather", choices=["exact", "bf16", "int8"], default="exact", help="of parameters")
+    parser.add_argument(
+        "--reduce-scatter", choices=["exact", "bf16", "int8", "sparse"], default="exact", help="of gradients"
+    )
+    parser.add_argument("--density", type=float, default=0.01, help="part of the gradients that travels, if sparse")
     parser.add_argument("--bf16", action="store_true", help="compute and gather in bfloat16, sum in float32")
     parser.add_argument("--keep-parameters", action="store_true", help="whole between forward and backward")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="BATCHES", help="per step and rank")
@@ -217,6 +250,8 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args = parse(parser, argv)
     if args.resume is not None and not (args.resume / ".metadata").exists():
         parser.error(f"--resume expects the folder of a checkpoint, found none at {args.resume}")
+    if args.hook == "none" and name_of(args) != "none":
+        parser.error("--all-gather and --reduce-scatter are the extension's: leave --hook none out")
     return args
 
 

@@ -74,6 +74,12 @@ RUNS = (
     Run("lightning_gpt", "topk"),
     Run("llama_fsdp2", "none"),
     Run("llama_fsdp2", "ring"),
+    Run("llama_fsdp2", "ring-gather-bf16", ("--all-gather", "bf16")),
+    Run("llama_fsdp2", "ring-gather-int8", ("--all-gather", "int8")),
+    Run("llama_fsdp2", "ring-scatter-bf16", ("--reduce-scatter", "bf16")),
+    Run("llama_fsdp2", "ring-scatter-int8", ("--reduce-scatter", "int8")),
+    Run("llama_fsdp2", "ring-scatter-sparse", ("--reduce-scatter", "sparse")),
+    Run("llama_fsdp2", "ring-gather-int8-scatter-int8", ("--all-gather", "int8", "--reduce-scatter", "int8")),
 )
 TITLES = {
     "gpt2_clm_trainer": "GPT-2, Hugging Face Trainer",

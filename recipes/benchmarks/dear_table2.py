@@ -17,7 +17,8 @@ import os
 import platform
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -37,32 +38,16 @@ MEMORY_VARIANTS = ("ddp-25mb", "dear")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.quick:
-        _shrink(options)
-    try:
-        slows = slow_per_model(options.models, options.slow)
-        options.dear = parse_settings(options.dear)
-        available, unavailable = sort_out(options.variants, options.dear)
-        rates: list[str | None] = [None] if options.loopback else options.rate
-        for rate in filter(None, rates):
-            parse_rate(rate)
-    except ValueError as error:
-        parser.error(str(error))
-    if not available:
-        parser.error(f"no variant can run: {unavailable}")
-    try:
-        if options.memory:
-            compare_memory(options, available, rates[0])
-            return
-        results = [
-            measure(options, model, slow, available, unavailable, rate)
-            for rate in rates
-            for model, slow in zip(options.models, slows, strict=True)
-        ]
-    except RuntimeError as error:  # also ClusterUnavailable, which says what is missing
-        sys.exit(f"error: {error}")
+    parser = make_parser("dear_table2", "Compare DDP, FSDP2 and DeAR on the DeAR paper's workloads.", DEFAULT_VARIANTS)
+    add = parser.add_argument
+    add("--dear", nargs="+", default=[], metavar="KEY=VALUE", help="DearConfig fields of all DeAR variants")
+    add("--memory", action="store_true", help="peak memory on BERT-base with AdamW instead of times")
+    options = parse(parser, arguments)
+    if options.memory:
+        with exiting():
+            compare_memory(options, options.available, options.rates[0])
+        return
+    results = measure_all(options)
     report = Report(command("dear_table2", arguments), now(), environment(), results)
     save(report, options.output)
     if options.markdown:
@@ -71,10 +56,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"Wrote {options.output}/dear_table2.json and {options.output}/dear_table2.png")
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser(benchmark: str, description: str, variants: Sequence[str]) -> argparse.ArgumentParser:
+    """What benchmarks of whole steps can be asked for."""
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.benchmarks.dear_table2",
-        description="Compare DDP, FSDP2 and DeAR on the DeAR paper's workloads, with emulated compute.",
+        prog=f"python -m recipes.benchmarks.{benchmark}", description=f"{description} Compute is emulated."
     )
     add = parser.add_argument
     add("--models", nargs="+", choices=workloads.NAMES, default=list(workloads.PAPER_MODELS))
@@ -84,14 +69,51 @@ def _parser() -> argparse.ArgumentParser:
     add("--steps", type=int, default=5, help="timed steps per window (default: 5)")
     add("--warmup", type=int, default=3, help="untimed steps before each window (default: 3)")
     add("--rounds", type=int, default=3, help="windows per variant (default: 3)")
-    add("--variants", nargs="+", default=list(DEFAULT_VARIANTS), help="such as ddp-25mb fsdp2 dear:lanes=1")
-    add("--dear", nargs="+", default=[], metavar="KEY=VALUE", help="DearConfig fields of all DeAR variants")
-    add("--output", type=Path, default=Path("build/dear_table2"), help="folder for JSON and plot")
+    add("--variants", nargs="+", default=list(variants), help="such as ddp-25mb fsdp2 dear:lanes=1")
+    add("--output", type=Path, default=Path("build") / benchmark, help="folder for JSON and plot")
     add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
     add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
     add("--quick", action="store_true", help="a smoke test: two workers, a tiny model, few steps")
-    add("--memory", action="store_true", help="peak memory on BERT-base with AdamW instead of times")
+    parser.set_defaults(dear=[])
     return parser
+
+
+def parse(parser: argparse.ArgumentParser, arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked for, checked, with `slows`, `rates`, and which variants are `available` and `unavailable`."""
+    options = parser.parse_args(arguments)
+    if options.quick:
+        _shrink(options)
+    try:
+        options.slows = slow_per_model(options.models, options.slow)
+        options.dear = parse_settings(options.dear)
+        options.available, options.unavailable = sort_out(options.variants, options.dear)
+        options.rates = [None] if options.loopback else options.rate
+        for rate in filter(None, options.rates):
+            parse_rate(rate)
+    except ValueError as error:
+        parser.error(str(error))
+    if not options.available:
+        parser.error(f"no variant can run: {options.unavailable}")
+    return options
+
+
+def measure_all(options: argparse.Namespace) -> list[Result]:
+    """Every model on every network."""
+    with exiting():
+        return [
+            measure(options, model, slow, options.available, options.unavailable, rate)
+            for rate in options.rates
+            for model, slow in zip(options.models, options.slows, strict=True)
+        ]
+
+
+@contextmanager
+def exiting() -> Iterator[None]:
+    """End with what is missing on this machine, or what a worker said."""
+    try:
+        yield
+    except RuntimeError as error:  # also ClusterUnavailable
+        sys.exit(f"error: {error}")
 
 
 def _shrink(options: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """The ways to train that are compared: plain DDP, DDP with bf16 all-reduce, FSDP2, DeAR, and sparse all-reduce.
 
-A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp2`, `fsdp2-ext`, `dear`, `topk`, or one
-of these four with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`,
+A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp2`, `fsdp2-ext`, `fsdp2-tuned`, `dear`,
+`topk`, or one of the last five with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`,
 `topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or `fsdp2-ext:block_mb=5,defer=False`.
 """
 
@@ -9,9 +9,13 @@ of these four with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:b
 import ast
 import dataclasses
 import importlib.util
+import os
 import re
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,7 +51,7 @@ class VariantSpec:
     """A variant's name, taken apart; `settings` are fields of `DearConfig`, `TopKConfig` or `ExtConfig`."""
 
     name: str
-    kind: str  # "ddp", "ddp-bf16", "fsdp2", "fsdp2-ext", "dear" or "topk"
+    kind: str  # "ddp", "ddp-bf16", "fsdp2", "fsdp2-ext", "fsdp2-tuned", "dear" or "topk"
     bucket_mb: float = 25.0  # DDP's default, and of FSDP2's blocks
     settings: dict[str, Any] = field(default_factory=dict)
 
@@ -63,7 +67,7 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
     if name == "ddp-bf16":
         return VariantSpec(name, name)
     kind, _, own = name.partition(":")
-    if kind in ("fsdp2", "fsdp2-ext"):
+    if kind in ("fsdp2", "fsdp2-ext", "fsdp2-tuned"):
         settings = parse_settings(own.split(",") if own else [])
         return VariantSpec(name, kind, settings.pop("block_mb", FSDP_BLOCK_MB), settings)
     if kind in ("dear", "topk"):
@@ -71,8 +75,8 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
         settings = {**common, **parse_settings(own.split(",") if own else [])}
         return VariantSpec(name, kind, settings.pop("bucket_mb", HOOK_BUCKET_MB), settings)
     raise ValueError(
-        f"variant must be ddp-<size>mb, ddp-bf16, fsdp2, fsdp2-ext, dear or topk, the last four with :key=value,… "
-        f"behind them for other settings, got {name!r}"
+        f"variant must be ddp-<size>mb, ddp-bf16, fsdp2, fsdp2-ext, fsdp2-tuned, dear or topk, the last five with "
+        f":key=value,… behind them for other settings, got {name!r}"
     )
 
 
@@ -92,7 +96,7 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 def why_unavailable(spec: VariantSpec) -> str | None:
     """Why this variant cannot run here, or None if it can. Wrong settings raise."""
-    if spec.kind not in ("dear", "topk", "fsdp2", "fsdp2-ext"):
+    if spec.kind not in ("dear", "topk", "fsdp2", "fsdp2-ext", "fsdp2-tuned"):
         return None
     if importlib.util.find_spec("ddp_hooks") is None:
         return "package ddp_hooks is not installed"
@@ -101,7 +105,8 @@ def why_unavailable(spec: VariantSpec) -> str | None:
         from fsdp_ext import ExtConfig
     except ImportError as error:
         return str(error)
-    config: Any = {"dear": DearConfig, "topk": TopKConfig, "fsdp2-ext": ExtConfig, "fsdp2": _Stock}[spec.kind]
+    configs: dict[str, Any] = {"dear": DearConfig, "topk": TopKConfig, "fsdp2": _Stock}
+    config = configs.get(spec.kind, ExtConfig)
     unknown = set(spec.settings) - {entry.name for entry in dataclasses.fields(config)}
     if unknown:
         raise ValueError(f"{spec.name}: {config.__name__} has no field {', '.join(sorted(unknown))}")
@@ -122,7 +127,7 @@ class _Stock:
 
 def build(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
     """Makes the model and wraps it. Every rank calls this at the same time."""
-    if spec.kind in ("fsdp2", "fsdp2-ext"):
+    if spec.kind in ("fsdp2", "fsdp2-ext", "fsdp2-tuned"):
         return _fsdp2(spec, workload, slow, make_optimizer)
     ddp = DistributedDataParallel(
         emulate(workload, slow),
@@ -164,18 +169,16 @@ def _fsdp2(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: O
     with `fsdp2:ahead=False`.
     """
     # Imported here: it takes a second, which the other variants need not pay.
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FSDPModule, fully_shard
+    from torch.distributed.fsdp import FSDPModule
 
-    model = emulate(workload, slow, block_bytes=int(spec.bucket_mb * 2**20))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model:
-        if isinstance(block, nn.Sequential):
-            fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    if spec.kind == "fsdp2-tuned":
+        return _tuned(spec, workload, slow, make_optimizer)
+    model = _sharded(workload, slow, spec.bucket_mb)
     optimizer = make_optimizer(model.parameters())
     if spec.kind == "fsdp2-ext":
-        return _extended(model, optimizer, spec)
+        from fsdp_ext import ExtConfig, extend
+
+        return _extended(model, optimizer, extend(model, ExtConfig(**spec.settings)))
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root first
 
     def launch_gathers() -> None:
@@ -185,17 +188,56 @@ def _fsdp2(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: O
     return Trainee(model, optimizer, begin_step=launch_gathers if _Stock(**spec.settings).ahead else lambda: None)
 
 
-def _extended(model: nn.Module, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:
-    from fsdp_ext import ExtConfig, extend, restore
+def _sharded(workload: Workload, slow: float, block_mb: float) -> nn.Sequential:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
 
-    extension = extend(model, ExtConfig(**spec.settings))
+    model = emulate(workload, slow, block_bytes=int(block_mb * 2**20))
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model:
+        if isinstance(block, nn.Sequential):
+            fully_shard(block, mesh=mesh, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    return model
+
+
+def _tuned(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
+    """With what :func:`fsdp_ext.tune` finds in the first round, and remembers in the others."""
+    from fsdp_ext import ExtConfig, TuneConfig, tune
+
+    def step(model: nn.Module) -> None:
+        optimizer = make_optimizer(model.parameters())
+        optimizer.zero_grad()
+        model(torch.ones(1)).sum().backward()
+        optimizer.step()
+
+    profile = Path(tempfile.gettempdir()) / f"fsdp_benchmark_{os.getppid()}.json"
+    tuner = TuneConfig(max_trials=8, dropped_steps=2, steps_per_trial=2, profile=profile)
+    found = tune(partial(_sharded, workload, slow), step, ExtConfig(**spec.settings), tuner)
+    model = _sharded(workload, slow, found.block_mb)
+    optimizer = make_optimizer(model.parameters())
+    extension = found.apply(model)
+    if extension is None:
+        return Trainee(model, optimizer)
+    trainee = _extended(model, optimizer, extension)
+    prefetch = -1 if extension.config.prefetch is None else extension.config.prefetch
+    tuned = {"block_mb": found.block_mb, "prefetch": float(prefetch), "trials": float(found.num_trials)}
+    return dataclasses.replace(trainee, finish=lambda: {**trainee.finish(), **tuned})
+
+
+def _extended(model: nn.Module, optimizer: torch.optim.Optimizer, extension: Any) -> Trainee:
+    from fsdp_ext import restore
+
+    begun: list[int] = []  # bytes that were sent before each step; in the first one links are measured, too
 
     def finish() -> dict[str, float]:
         statistics = dataclasses.asdict(extension.stats())
         restore(model)
+        if len(begun) > 1:
+            statistics["sent_bytes_per_step"] = (statistics["sent_bytes"] - begun[1]) / (len(begun) - 1)
         return statistics
 
-    return Trainee(model, optimizer, finish=finish)
+    return Trainee(model, optimizer, begin_step=lambda: begun.append(extension.stats().sent_bytes), finish=finish)
 
 
 def _hooked(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:

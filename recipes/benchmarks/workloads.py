@@ -161,6 +161,23 @@ def _bert_base() -> tuple[LayerSpec, ...]:
         return trace(model, lambda model: model(input_ids=token_ids))
 
 
+def _llama() -> tuple[LayerSpec, ...]:
+    import transformers
+
+    with torch.device("meta"):
+        config = transformers.LlamaConfig(
+            vocab_size=16384,
+            hidden_size=512,
+            intermediate_size=1376,
+            num_hidden_layers=8,
+            num_attention_heads=8,
+            num_key_value_heads=8,
+        )
+        model = transformers.LlamaForCausalLM(config)
+        token_ids, mask = torch.empty(1, 64, dtype=torch.long), torch.zeros(1, 1, 64, 64)
+        return trace(model, lambda model: model(input_ids=token_ids, attention_mask=mask, use_cache=False))
+
+
 def _tiny() -> tuple[LayerSpec, ...]:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(64, 256), nn.LayerNorm(256), nn.Linear(256, 256), nn.Linear(256, 10))
@@ -180,6 +197,8 @@ _SOURCES = {
     "resnet50": _Source(lambda: _image_model("resnet50"), 0.220, 4),
     "densenet201": _Source(lambda: _image_model("densenet201"), 0.192, 4),
     "bert": _Source(_bert_base, 0.281, 10),
+    # As fast as BERT-base per FLOP, on as many tokens.
+    "llama": _Source(_llama, 0.087, 10),
     "tiny": _Source(_tiny, 0.010, 1),
 }
 NAMES = tuple(_SOURCES)

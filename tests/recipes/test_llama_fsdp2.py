@@ -40,7 +40,10 @@ def trained(hook: str, output: Path, *arguments: str, num_ranks: int = 2) -> Rec
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    record = Record.load(output / f"llama_fsdp2_{hook}.json")
+    (result,) = output.glob("llama_fsdp2_*.json")
+    record = Record.load(result)
+    result.unlink()
+    assert record.hook.startswith(hook)
     assert record.num_workers == num_ranks and record.steps == 6
     return record
 
@@ -70,6 +73,17 @@ def test_goes_on_where_it_stopped(tmp_path: Path, text: str, num_ranks: int) -> 
 
 
 @pytest.mark.slow
+def test_what_was_left_out_comes_back(tmp_path: Path, text: str) -> None:
+    sparse = text, "--reduce-scatter=sparse", "--density=0.05", "--all-gather=bf16"
+    whole = trained("ring", tmp_path, *sparse, "--save-every=4")
+    assert whole.hook == "ring-gather-bf16-scatter-sparse"
+    resumed = trained("ring", tmp_path, *sparse, f"--resume={tmp_path}/checkpoint-4")
+    assert losses_of(resumed) == losses_of(whole)[4:]
+    exact = trained("none", tmp_path, text, f"--resume={tmp_path}/checkpoint-4")
+    assert losses_of(exact) == pytest.approx(losses_of(whole)[4:], rel=0.1)
+
+
+@pytest.mark.slow
 def test_bfloat16_in_one_process(tmp_path: Path, text: str) -> None:
     assert trained("ring", tmp_path, text, "--bf16", num_ranks=1).sent_mb_per_step is None
 
@@ -78,3 +92,6 @@ def test_arguments_that_cannot_work(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         llama_fsdp2.parse_arguments(["--resume=nowhere"])
     assert "found none at nowhere" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        llama_fsdp2.parse_arguments(["--hook=none", "--reduce-scatter=sparse"])
+    assert "leave --hook none out" in capsys.readouterr().err
