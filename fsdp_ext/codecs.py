@@ -5,6 +5,7 @@ Blocks of int8 with scales of their own are ZeRO++'s (Wang et al., 2023, section
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
@@ -15,6 +16,8 @@ from torch import Tensor
 CodecName: TypeAlias = Literal["exact", "bf16", "int8"]
 _SCALE_BYTES = 4  # float32
 _LARGEST = 127
+_LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a reciprocal may be infinite
+_PIECE_NUMEL = 1 << 18  # worked on at a time: 1 MiB of float32 stays in a core's cache, and calls cost little
 
 
 class Codec(Protocol):
@@ -29,6 +32,9 @@ class Codec(Protocol):
     def decode(self, payload: Tensor, values: Tensor) -> None:
         """Write what ``payload`` says to ``values``."""
 
+    def add(self, payload: Tensor, values: Tensor, factor: int = 1) -> None:
+        """Add so many times what ``payload`` says to ``values``."""
+
 
 class Bf16:
     """Half of float32's bytes. Relative error at most 2^-8; what is not finite stays so."""
@@ -42,12 +48,15 @@ class Bf16:
     def decode(self, payload: Tensor, values: Tensor) -> None:
         values.copy_(payload.view(torch.bfloat16))
 
+    def add(self, payload: Tensor, values: Tensor, factor: int = 1) -> None:
+        values.add_(payload.view(torch.bfloat16), alpha=factor)
+
 
 @dataclass(frozen=True)
 class Int8Blocks:
     """A quarter of float32's bytes, and four for every block. Error at most 1/254 of the block's largest magnitude.
 
-    If anything in a block is not finite, nothing in it is.
+    If anything in a block is not finite, nothing in it is. Blocks without anything of at least 1.5e-36 are zero.
 
     Args:
         block: elements that share a scale; a multiple of 4.
@@ -60,14 +69,38 @@ class Int8Blocks:
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         scales, codes = self._parts(payload)
-        blocks = F.pad(values.float(), (0, codes.numel() - values.numel())).view(codes.shape)
-        torch.div(blocks.abs().amax(dim=1), _LARGEST, out=scales)
-        inverse = torch.where(scales > 0, scales, 1).reciprocal_()
-        codes.copy_((blocks * inverse[:, None]).round_().nan_to_num_(0.0).clamp_(-_LARGEST, _LARGEST))
+        for where, blocks in self._pieces(values.numel()):
+            piece = values[where].float()
+            if piece.numel() % self.block:
+                piece = F.pad(piece, (0, -piece.numel() % self.block))
+            piece = piece.view(-1, self.block)
+            scratch = piece.abs()
+            scale = torch.div(scratch.amax(dim=1), _LARGEST, out=scales[blocks])
+            scale.masked_fill_(scale < _LEAST_SCALE, 0.0)
+            inverse = torch.where(scale > 0, scale, 1).reciprocal_()
+            # At most 127 by magnitude, and anything at all where the scale says that it is not finite.
+            codes[blocks] = torch.mul(piece, inverse[:, None], out=scratch).round_()
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
+        for where, piece in self._decoded(payload, values.numel()):
+            values[where] = piece
+
+    def add(self, payload: Tensor, values: Tensor, factor: int = 1) -> None:
+        for where, piece in self._decoded(payload, values.numel()):
+            values[where].add_(piece, alpha=factor)
+
+    def _decoded(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         scales, codes = self._parts(payload)
-        values.copy_((codes * scales[:, None]).view(-1)[: values.numel()])
+        for where, blocks in self._pieces(numel):
+            piece = codes[blocks].float().mul_(scales[blocks, None])
+            yield where, piece.view(-1)[: where.stop - where.start]
+
+    def _pieces(self, numel: int) -> Iterator[tuple[slice, slice]]:
+        """Where elements are, and their blocks; only the last piece may end inside of a block."""
+        step = max(1, _PIECE_NUMEL // self.block)
+        for first in range(0, -(-numel // self.block), step):
+            begin = first * self.block
+            yield slice(begin, min(begin + step * self.block, numel)), slice(first, first + step)
 
     def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
         """Views of scales, (blocks,), float32, and codes, (blocks, block), int8."""

@@ -62,10 +62,9 @@ def encoded_for_others(
         elif peer != rank and residuals is not None:
             wanted = residuals[peer].add_(chunk)
             codec.encode(wanted, payloads[peer])
-            sent = torch.empty_like(wanted)
-            codec.decode(payloads[peer], sent)
+            codec.add(payloads[peer], wanted, factor=-1)
             # What is not finite has been sent, and must not stay: a scaler skips the step, and goes on.
-            wanted.sub_(sent).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            wanted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
     return payloads
 
 
@@ -86,11 +85,9 @@ def mean_with_others(
     if residual is not None:
         total += residual
         residual.zero_()
-    part = torch.empty_like(total)
     for peer, payload in enumerate(payloads):
         if peer != rank:
-            codec.decode(payload, part)
-            total += part
+            codec.add(payload, total)
     return total.div_(divisor) if divisor > 1 else total
 
 

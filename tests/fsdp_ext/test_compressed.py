@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import run_on_fabric
-from fsdp_ext import ExtConfig
+from fsdp_ext import ExtConfig, codecs
 from fsdp_ext.codecs import Bf16, Codec, Int8Blocks, codec_of
 from fsdp_ext.compressed import compressed_all_gather, compressed_reduce_scatter, sliced
 from tests.fsdp_ext import twins
@@ -65,6 +65,36 @@ def test_types_stay_what_they_are(dtype: torch.dtype) -> None:
         if codec is not None:
             torch.testing.assert_close(there_and_back(codec, values), values, rtol=0.01, atol=0.02)
     assert codec_of("exact", 256, dtype) is None and codec_of("int8", 256, torch.uint8) is None
+
+
+@pytest.mark.parametrize("numel", [64, 4 * 64, 4 * 64 + 1, 1000])
+def test_pieces_that_are_worked_on_one_after_the_other(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    codec, values = Int8Blocks(64), normal(numel, 0)
+    at_once = there_and_back(codec, values)
+    monkeypatch.setattr(codecs, "_PIECE_NUMEL", 128)
+    assert len(list(codec._pieces(numel))) == -(-numel // 128)
+    assert torch.equal(there_and_back(codec, values), at_once)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_adding_what_a_payload_says(codec: Codec, dtype: torch.dtype) -> None:
+    values, base = normal(1001, 0).to(dtype), normal(1001, 1).to(dtype)
+    payload = torch.empty(codec.nbytes(1001), dtype=torch.uint8)
+    codec.encode(values, payload)
+    for factor in (1, -1):
+        total = base.clone()
+        codec.add(payload, total, factor)
+        assert torch.equal(total, base + factor * there_and_back(codec, values))
+
+
+@given(st.floats(0.0, 2e-36, width=32))
+def test_the_smallest_numbers_never_turn_into_others(largest: float) -> None:
+    """Their scales have few places or none, and no reciprocal."""
+    values = torch.tensor([largest, -largest, largest / 2, 0.0])
+    decoded = there_and_back(Int8Blocks(4), values)
+    assert torch.equal(decoded, torch.zeros(4)) or (decoded - values).abs().max() <= largest / 250
+    assert largest < 1.5e-36 or not torch.equal(decoded, torch.zeros(4))
 
 
 def test_bytes() -> None:
