@@ -123,6 +123,12 @@ class Column:
     stop: int
 
 
+def columns_in(module: FSDPModule, world_size: int, numel: int) -> tuple[Column, ...] | None:
+    """Of a module's trained parameters; None if so many elements are not the gradients of all of them."""
+    columns = columns_of(module, world_size)
+    return columns if columns and columns[-1].stop * world_size == numel else None
+
+
 def columns_of(module: FSDPModule, world_size: int) -> tuple[Column, ...] | None:
     """Of a module's trained parameters, if all of them have gradients (foreach_reduce_scatter_copy_in)."""
     groups = _param_groups(module)

@@ -38,11 +38,10 @@ def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     computed stays the same, up to the order in which a ring adds. On accelerators FSDP2's own collectives are as good,
     and stay.
 
-    A reduce-scatter ends with the backward, where nothing reads its result earlier: where gradients were None before
-    (as ``zero_grad()`` leaves them, and accumulation under ``set_requires_gradient_sync(False)``), without replicas
-    (HSDP), ``set_all_reduce_hook``, ``set_force_sum_reduction_for_comms``, sums in float16, offloading or
-    ``register_post_accumulate_grad_hook``. Elsewhere the backward waits for each. A gradient that another hook reads
-    before then is NaN.
+    A reduce-scatter ends with the backward, where nothing reads its result earlier: without replicas (HSDP),
+    ``set_all_reduce_hook``, ``set_force_sum_reduction_for_comms``, sums in float16, offloading or
+    ``register_post_accumulate_grad_hook``, and where gradients were None before or all parameters of the module get
+    one. Elsewhere the backward waits for each. A gradient that another hook reads before then is NaN.
 
     Args:
         model: a module with FSDP2's inside of it. Its FSDP modules get communication objects of ours

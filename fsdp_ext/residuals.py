@@ -48,8 +48,8 @@ class Residuals:
         for the next step that has all of them.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        columns = compat.columns_of(self._module, world_size)
-        if not columns or columns[-1].stop * world_size != gradients.numel():
+        columns = compat.columns_in(self._module, world_size, gradients.numel())
+        if columns is None:
             self._tell_of_incomplete_gradients()
             return None
         if self._flat is None or columns != self._columns:

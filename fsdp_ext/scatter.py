@@ -18,7 +18,7 @@ from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_reduce_scatter, sliced
-from fsdp_ext.pending import Delivery
+from fsdp_ext.pending import Delivery, Earlier
 from fsdp_ext.residuals import Residuals
 from fsdp_ext.sparse import sparse_reduce_scatter
 from fsdp_ext.transport import Transport, equal_bounds
@@ -80,10 +80,11 @@ class RingReduceScatter(ReduceScatter):
         delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes)
         counts, pending = self._extension.counts, self._extension.pending
         counts.reduce_scatters += 1
-        reason = self.reason_to_wait(output_tensor.dtype, op)
+        columns = compat.columns_in(self._module, world_size, input_tensor.numel())
+        reason = self.reason_to_wait(output_tensor.dtype, op, is_complete=columns is not None)
         if reason is None:
             counts.deferred += 1
-            pending.defer(delivery)
+            pending.defer(delivery._replace(earlier=_take_away(columns or ())))
         else:
             self._tell(reason)
             with self._extension.scatter_stall.measure(self._extension.recorder, work.label):
@@ -124,11 +125,14 @@ class RingReduceScatter(ReduceScatter):
         self._last = transport.scatters.run(algorithm, self._name, () if self._last is None else (self._last,))
         return self._last
 
-    def reason_to_wait(self, dtype: torch.dtype, op: dist.ReduceOp | dist.ReduceOp.RedOpType) -> str | None:
+    def reason_to_wait(
+        self, dtype: torch.dtype, op: dist.ReduceOp | dist.ReduceOp.RedOpType, is_complete: bool
+    ) -> str | None:
         """Why the result must be ready when the call returns, or None: it is read after the backward only.
 
-        FSDP2 adds it to a gradient that is there already, divides it, reduces it over replicas, converts it, copies it,
-        or gives it to a hook, all inside of the backward (foreach_reduce).
+        FSDP2 divides it, reduces it over replicas, converts it, copies it, or gives it to a hook, all inside of the
+        backward (foreach_reduce). It also adds it to a gradient that is there already, unless we do so later; for that
+        it must be known to which parameters it belongs: to all that are trained, if it ``is_complete``.
         """
         if not self._extension.config.defer:
             return "defer=False"
@@ -147,8 +151,8 @@ class RingReduceScatter(ReduceScatter):
             return f"gradients of {dtype} are converted to {facts.original_dtype}"
         if op == dist.ReduceOp.SUM:
             return "the sum is divided afterwards"
-        if any(parameter.grad is not None for parameter in facts.parameters):
-            return "it is added to gradients that are there already"
+        if not is_complete and any(parameter.grad is not None for parameter in facts.parameters):
+            return "some parameters have no gradient, and others have one already, to be added to"
         if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in facts.parameters):
             return "parameters have hooks of register_post_accumulate_grad_hook"
         return None
@@ -157,6 +161,16 @@ class RingReduceScatter(ReduceScatter):
         if reason not in self._told:
             self._told.add(reason)
             logger.debug("%s: every reduce-scatter is waited for, because %s", self._name, reason)
+
+
+def _take_away(columns: Sequence[compat.Column]) -> tuple[Earlier, ...]:
+    """Gradients that are there already: FSDP2 then makes new ones."""
+    earlier = []
+    for column in columns:
+        if column.parameter.grad is not None:
+            earlier.append(Earlier(column.parameter, column.parameter.grad))
+            column.parameter.grad = None
+    return tuple(earlier)
 
 
 def divisor_of(op: Any, gradients: Tensor, world_size: int) -> int:

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from recipes.benchmarks.dear_table2 import command, environment, make_parser, measure_all, now, parse
 from recipes.benchmarks.results import Report, Result
-from recipes.benchmarks.variants import parse_variant
+from recipes.benchmarks.variants import Sharding, parse_variant
 
 STOCK = "fsdp2:ahead=False"
 RING = "fsdp2-ext:block_mb=5"
@@ -34,6 +34,10 @@ VARIANTS = (
     RING,
     "fsdp2-tuned",
     f"{RING},defer=False",
+    f"{STOCK},set_to_none=False",
+    f"{RING},set_to_none=False",
+    f"{STOCK},replicas=2",
+    f"{RING},replicas=2",
     f"{RING},all_gather=bf16,reduce_scatter=bf16",
     f"{RING},all_gather=int8,reduce_scatter=int8",
     f"{RING},all_gather=int8,reduce_scatter=sparse",
@@ -51,12 +55,15 @@ link. All variants of a table alternate in one run.
 
 * `{STOCK}`: FSDP2 as it is. On CPUs it waits for every collective, and gloo's reduce-scatter moves an all-reduce.
 * `fsdp2`: the same, with every gather asked for at the start of a step (`unshard(async_op=True)`).
-* `fsdp2-ext`: extended, with these settings of `ExtConfig`; see {{doc}}`../fsdp`.
+* `fsdp2-ext`: extended, with these settings of `ExtConfig`; see {{doc}}`../fsdp`. With `defer=False` the backward \
+waits for every reduce-scatter.
+* `set_to_none=False`: gradients are there already, and are added to. `replicas=2`: two replicas of two shards (HSDP), \
+where every reduce-scatter has to be waited for, as an all-reduce by FSDP2 itself follows.
 * `fsdp2-tuned`: with what `fsdp_ext.tune` has found in at most 8 trials of 4 steps, before.
 * `ddp-…`, `dear`: plain DDP, and DDP with DeAR."""
 
 LEGEND = f"""\
-* `× stock`: how many times faster than `{STOCK}`; `× ring`: than `{RING}`.
+* `× stock`: how many times faster than `{STOCK}`, with the same `set_to_none` and `replicas`; `× ring`: than `{RING}`.
 * `÷ DeAR`: step time over that of DDP with DeAR.
 * `exposed`: step minus compute, in seconds. `CPU s`: processor seconds per step, all ranks together: two cores serve \
 all workers, so where these are near twice the step, the processor is the limit.
@@ -103,13 +110,20 @@ def _row(result: Result, name: str) -> list[str]:
         name,
         f"{variant.step_s:.3f}",
         f"{variant.fastest_s:.3f}–{variant.slowest_s:.3f}",
-        ratio_to(STOCK),
+        ratio_to(_stock_of(name)),
         ratio_to(RING) if parse_variant(name).kind.startswith("fsdp2-") else "",
         f"{variant.step_s / dear.step_s:.3f}" if dear is not None else "",
         f"{variant.exposed_s:.3f}",
         f"{variant.cpu_s:.2f}",
         _sent_mb(result, name),
     ]
+
+
+def _stock_of(name: str) -> str:
+    """Stock FSDP2, used as this variant uses it."""
+    sharding, default = parse_variant(name).sharding, Sharding()
+    used = [key for key in ("set_to_none", "replicas") if getattr(sharding, key) != getattr(default, key)]
+    return "".join([STOCK, *(f",{key}={getattr(sharding, key)}" for key in used)])
 
 
 def _sent_mb(result: Result, name: str) -> str:

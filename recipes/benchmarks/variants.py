@@ -9,13 +9,9 @@ A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `fsdp
 import ast
 import dataclasses
 import importlib.util
-import os
 import re
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -47,13 +43,41 @@ class Trainee:
 
 
 @dataclass(frozen=True)
+class Stock:
+    """What can be set about FSDP2 with its own communication.
+
+    Args:
+        ahead: ask for every gather at the start of the step, through the public `unshard(async_op=True)`.
+    """
+
+    ahead: bool = True
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """How FSDP2 is used, extended or not.
+
+    Args:
+        block_mb: size of the blocks that are wrapped.
+        set_to_none: whether `zero_grad()` drops gradients; False leaves zeros to be added to, as the second of two
+            backwards would.
+        replicas: ranks that have the same shards (HSDP).
+    """
+
+    block_mb: float = FSDP_BLOCK_MB
+    set_to_none: bool = True
+    replicas: int = 1
+
+
+@dataclass(frozen=True)
 class VariantSpec:
     """A variant's name, taken apart; `settings` are fields of `DearConfig`, `TopKConfig` or `ExtConfig`."""
 
     name: str
     kind: str  # "ddp", "ddp-bf16", "fsdp2", "fsdp2-ext", "fsdp2-tuned", "dear" or "topk"
-    bucket_mb: float = 25.0  # DDP's default, and of FSDP2's blocks
+    bucket_mb: float = 25.0  # DDP's default
     settings: dict[str, Any] = field(default_factory=dict)
+    sharding: Sharding = Sharding()  # of FSDP2
 
     @property
     def is_plain_ddp(self) -> bool:
@@ -69,7 +93,9 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
     kind, _, own = name.partition(":")
     if kind in ("fsdp2", "fsdp2-ext", "fsdp2-tuned"):
         settings = parse_settings(own.split(",") if own else [])
-        return VariantSpec(name, kind, settings.pop("block_mb", FSDP_BLOCK_MB), settings)
+        of_sharding = {entry.name for entry in dataclasses.fields(Sharding)} & settings.keys()
+        sharding = Sharding(**{key: settings.pop(key) for key in of_sharding})
+        return VariantSpec(name, kind, settings=settings, sharding=sharding)
     if kind in ("dear", "topk"):
         common = dear_settings or {} if kind == "dear" else {}
         settings = {**common, **parse_settings(own.split(",") if own else [])}
@@ -105,7 +131,7 @@ def why_unavailable(spec: VariantSpec) -> str | None:
         from fsdp_ext import ExtConfig
     except ImportError as error:
         return str(error)
-    configs: dict[str, Any] = {"dear": DearConfig, "topk": TopKConfig, "fsdp2": _Stock}
+    configs: dict[str, Any] = {"dear": DearConfig, "topk": TopKConfig, "fsdp2": Stock}
     config = configs.get(spec.kind, ExtConfig)
     unknown = set(spec.settings) - {entry.name for entry in dataclasses.fields(config)}
     if unknown:
@@ -114,21 +140,12 @@ def why_unavailable(spec: VariantSpec) -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class _Stock:
-    """What can be set about FSDP2 with its own communication.
-
-    Args:
-        ahead: ask for every gather at the start of the step, through the public `unshard(async_op=True)`.
-    """
-
-    ahead: bool = True
-
-
 def build(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
     """Makes the model and wraps it. Every rank calls this at the same time."""
     if spec.kind in ("fsdp2", "fsdp2-ext", "fsdp2-tuned"):
-        return _fsdp2(spec, workload, slow, make_optimizer)
+        from recipes.benchmarks.fsdp_variants import build_fsdp2  # takes a second, which the others need not pay
+
+        return build_fsdp2(spec, workload, slow, make_optimizer)
     ddp = DistributedDataParallel(
         emulate(workload, slow),
         bucket_cap_mb=spec.bucket_mb,
@@ -159,85 +176,6 @@ def bf16_allreduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future
         return buffer.copy_(reduced.value()[0])
 
     return dist.all_reduce(compressed, async_op=True).get_future().then(decompress)
-
-
-def _fsdp2(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
-    """FSDP2, sharding blocks of about one size and the rest at the root; with its own communication, or extended.
-
-    On accelerators FSDP2 prefetches because the host runs ahead of the device. A CPU has no such lead, so with its own
-    communication every gather is asked for at the start of the step: without that no gather would overlap anything, as
-    with `fsdp2:ahead=False`.
-    """
-    # Imported here: it takes a second, which the other variants need not pay.
-    from torch.distributed.fsdp import FSDPModule
-
-    if spec.kind == "fsdp2-tuned":
-        return _tuned(spec, workload, slow, make_optimizer)
-    model = _sharded(workload, slow, spec.bucket_mb)
-    optimizer = make_optimizer(model.parameters())
-    if spec.kind == "fsdp2-ext":
-        from fsdp_ext import ExtConfig, extend
-
-        return _extended(model, optimizer, extend(model, ExtConfig(**spec.settings)))
-    sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root first
-
-    def launch_gathers() -> None:
-        for module in sharded:
-            module.unshard(async_op=True)
-
-    return Trainee(model, optimizer, begin_step=launch_gathers if _Stock(**spec.settings).ahead else lambda: None)
-
-
-def _sharded(workload: Workload, slow: float, block_mb: float) -> nn.Sequential:
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    model = emulate(workload, slow, block_bytes=int(block_mb * 2**20))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for block in model:
-        if isinstance(block, nn.Sequential):
-            fully_shard(block, mesh=mesh, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, reshard_after_forward=False)
-    return model
-
-
-def _tuned(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
-    """With what :func:`fsdp_ext.tune` finds in the first round, and remembers in the others."""
-    from fsdp_ext import ExtConfig, TuneConfig, tune
-
-    def step(model: nn.Module) -> None:
-        optimizer = make_optimizer(model.parameters())
-        optimizer.zero_grad()
-        model(torch.ones(1)).sum().backward()
-        optimizer.step()
-
-    profile = Path(tempfile.gettempdir()) / f"fsdp_benchmark_{os.getppid()}.json"
-    tuner = TuneConfig(max_trials=8, dropped_steps=2, steps_per_trial=2, profile=profile)
-    found = tune(partial(_sharded, workload, slow), step, ExtConfig(**spec.settings), tuner)
-    model = _sharded(workload, slow, found.block_mb)
-    optimizer = make_optimizer(model.parameters())
-    extension = found.apply(model)
-    if extension is None:
-        return Trainee(model, optimizer)
-    trainee = _extended(model, optimizer, extension)
-    prefetch = -1 if extension.config.prefetch is None else extension.config.prefetch
-    tuned = {"block_mb": found.block_mb, "prefetch": float(prefetch), "trials": float(found.num_trials)}
-    return dataclasses.replace(trainee, finish=lambda: {**trainee.finish(), **tuned})
-
-
-def _extended(model: nn.Module, optimizer: torch.optim.Optimizer, extension: Any) -> Trainee:
-    from fsdp_ext import restore
-
-    begun: list[int] = []  # bytes that were sent before each step; in the first one links are measured, too
-
-    def finish() -> dict[str, float]:
-        statistics = dataclasses.asdict(extension.stats())
-        restore(model)
-        if len(begun) > 1:
-            statistics["sent_bytes_per_step"] = (statistics["sent_bytes"] - begun[1]) / (len(begun) - 1)
-        return statistics
-
-    return Trainee(model, optimizer, begin_step=lambda: begun.append(extension.stats().sent_bytes), finish=finish)
 
 
 def _hooked(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:

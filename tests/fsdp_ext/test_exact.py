@@ -51,9 +51,7 @@ def test_loops(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, i
     stats = check(workers(world_size).run(twins.compare, loop))
     if world_size > 1:
         assert stats.gathers and stats.reduce_scatters
-        all_deferred = loop not in (twins.zero_grad_to_zeros, twins.never_zero_grad, twins.two_backwards)
-        assert (stats.deferred == stats.reduce_scatters) == all_deferred
-        assert stats.deferred >= NUM_GROUPS, "the first step's are never waited for"
+        assert stats.deferred == stats.reduce_scatters >= NUM_GROUPS
     else:
         assert stats.sent_bytes == 0
 
@@ -62,7 +60,7 @@ def test_loops(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, i
 @pytest.mark.parametrize("world_size", [5, 6, 7, 8])
 def test_more_ranks(workers: WorkerPools, world_size: int) -> None:
     stats = check(workers(world_size).run(twins.compare, twins.two_backwards, 5))
-    assert 0 < stats.deferred < stats.reduce_scatters
+    assert 0 < stats.deferred == stats.reduce_scatters
 
 
 @pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
@@ -89,6 +87,9 @@ def test_settings(
     stats = check(workers(world_size).run(twins.compare, loop, 6, CONFIG, options, model_options))
     waits = options.get("mp_policy") is FP16_SUMS  # divided in two parts, one of them afterwards
     assert (stats.deferred == 0) == waits
+    # Gradients of an unknown part of the parameters are added to what the first of two backwards has left.
+    waits_at_times = "idle" in model_options and loop is twins.two_backwards
+    assert (stats.deferred == stats.reduce_scatters) == (not waits and not waits_at_times)
 
 
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate])

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_hooks.comm import Recorder, Stall
-from fsdp_ext.pending import Delivery, PendingReductions
+from fsdp_ext.pending import Delivery, Earlier, PendingReductions
 
 
 class Reduction:
@@ -109,6 +109,28 @@ def test_backwards_inside_of_each_other_deliver_their_own() -> None:
     assert seen == [True] and outer.delivered
 
 
+def test_one_that_has_come_waits_until_gradients_are_made_of_it() -> None:
+    waiting, reduction, seen = pending(), Reduction(1), list[bool]()
+    reduction.done = True
+    backward(lambda: waiting.defer(reduction.delivery), lambda: seen.append(reduction.missing and len(waiting) == 1))
+    assert seen == [True] and reduction.delivered
+
+
+@pytest.mark.parametrize("end", ["as FSDP2", "zeroed", "replaced"])
+def test_gradients_that_were_there_are_added_to(end: str) -> None:
+    waiting, reduction = pending(), Reduction(2)
+    parameter, earlier, replacement = torch.nn.Parameter(torch.zeros(4)), torch.arange(4.0), torch.full((4,), 9.0)
+
+    def defer() -> None:
+        waiting.defer(reduction.delivery._replace(earlier=(Earlier(parameter, earlier),)))
+        parameter.grad = {"as FSDP2": reduction.output.view(4), "zeroed": None, "replaced": replacement}[end]
+
+    backward(defer)
+    assert parameter.grad is {"as FSDP2": earlier, "zeroed": None, "replaced": replacement}[end]
+    assert earlier.tolist() == ([2, 3, 4, 5] if end == "as FSDP2" else [0, 1, 2, 3])
+    assert replacement.tolist() == [9, 9, 9, 9]
+
+
 def test_waits_are_counted() -> None:
     stall, recorder = Stall(), Recorder(enabled=True)
     waiting = PendingReductions(None, stall, recorder)
@@ -119,5 +141,3 @@ def test_waits_are_counted() -> None:
 def test_only_inside_of_a_backward() -> None:
     with pytest.raises(RuntimeError, match="backward"):
         pending().defer(Reduction(1).delivery)
-
-
