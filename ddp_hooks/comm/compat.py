@@ -239,6 +239,16 @@ def inside_grad_scaler() -> bool:
     return False
 
 
+def inside_reentrant_checkpoint() -> bool:
+    """Whether what runs was called by the backward inside of a backward that ``use_reentrant=True`` makes."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint" and frame.f_code.co_name == "backward":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def places_gradients_one_by_one(ddp: DistributedDataParallel) -> bool:
     """Whether a gradient lies in its bucket as soon as DDP's hook for it has run."""
     return not (ddp.static_graph or getattr(ddp, "batched_grad_copy", False))

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ddp_hooks.comm import compat
+from ddp_hooks.comm.advice import see
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -55,6 +56,23 @@ class Witness:
                 f"probably died first"
             )
         return f"rank {suspect} died or closed its connection" if first == mine else _sentence(first)
+
+    def failure_of(self, error: RuntimeError, peer: int, description: str) -> LaneError:
+        """What the backend's ``error`` about a message to or from ``peer`` means, ready to be raised.
+
+        Args:
+            error: that was raised.
+            peer: a global rank.
+            description: where this rank is.
+        """
+        text = str(error).splitlines()[0]
+        if "timed out" in text.lower() or "timeout" in text.lower():
+            hint = self.report_wait(description)
+            return LaneTimeout(
+                f"{description} timed out waiting for rank {peer}. {hint} ({text}){see('a-wait-timed-out')}"
+            )
+        culprit = self.blame(peer)
+        return LaneError(f"{description} failed ({text}): {culprit}{see('a-rank-died', quoted=culprit)}")
 
     def confess(self, reason: str) -> None:
         """Report that this rank ends by itself because of ``reason``."""

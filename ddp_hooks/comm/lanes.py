@@ -34,7 +34,7 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.choice import CollectiveRule
 from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm, Recv, Send
-from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness, is_lost_connection
+from ddp_hooks.comm.failure import LaneError, Witness, is_lost_connection
 from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.work import Joined, StreamWork, ThreadWork, Work
 
@@ -320,15 +320,7 @@ class ThreadLane:
             raise self._failure(error, peer) from error
 
     def _failure(self, error: RuntimeError, peer: int) -> LaneError:
-        peer = self._global_ranks[peer]
-        text = str(error).splitlines()[0]
-        if "timed out" in text.lower() or "timeout" in text.lower():
-            hint = self._witness.report_wait(self.describe())
-            return LaneTimeout(
-                f"{self.describe()} timed out waiting for rank {peer}. {hint} ({text}){see('a-wait-timed-out')}"
-            )
-        culprit = self._witness.blame(peer)
-        return LaneError(f"{self.describe()} failed ({text}): {culprit}{see('a-rank-died', quoted=culprit)}")
+        return self._witness.failure_of(error, self._global_ranks[peer], self.describe())
 
     def _scratch_for(self, piece: Slice, slot: int) -> Tensor:
         buffers = self._scratch.setdefault(piece.dtype, [torch.empty(0, dtype=piece.dtype)] * WINDOW)

@@ -1,0 +1,16 @@
+"""Collectives that ranks agree upon: verified once, named in any order, grouped, and for models that change."""
+
+from ddp_hooks.coordination.config import CoordinatorConfig
+from ddp_hooks.coordination.coordinator import Coordinator
+from ddp_hooks.coordination.handle import Handle
+from ddp_hooks.coordination.model import CoordinatedModel, coordinate
+from ddp_hooks.coordination.stats import CoordinationStats
+
+__all__ = [
+    "CoordinatedModel",
+    "CoordinationStats",
+    "Coordinator",
+    "CoordinatorConfig",
+    "Handle",
+    "coordinate",
+]

@@ -1,0 +1,47 @@
+"""Settings of coordination, one frozen dataclass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ddp_hooks.comm import above, at_least
+
+
+@dataclass(frozen=True)
+class CoordinatorConfig:
+    """How requests are agreed upon, and move; the same on every rank.
+
+    Args:
+        cycle_ms: a rank that has news waits so long after its last cycle before it begins another one, so that news
+            come together. Ranks without news wait for nothing, and cost nothing.
+        capacity: of the response cache: requests that are known by a bit. 0: everything is negotiated every time.
+        fusion_mb: all-reduces that are ready together travel as one up to this size in MiB; what is larger by itself,
+            or a group, is not cut. 0: each alone.
+        mix_groups: whether a group may travel with others that are ready (Horovod, section 3.2); False: alone.
+        lanes: streams of communication side by side. None: chosen by a short measurement of the link.
+        slice_mb: largest message of rings in MiB. None: chosen by the same measurement.
+        trace: record spans for :meth:`Coordinator.timeline`.
+        timeout_s: what was asked for on some ranks only fails on all of them after so long, and so does a wait for a
+            message.
+        stall_warning_s: after so long it is logged, with the ranks that have not asked for it.
+    """
+
+    cycle_ms: float = 1.0
+    capacity: int = 1024
+    fusion_mb: float = 64.0
+    mix_groups: bool = True
+    lanes: int | None = None
+    slice_mb: float | None = None
+    trace: bool = False
+    timeout_s: float = 600.0
+    stall_warning_s: float = 60.0
+
+    def __post_init__(self) -> None:
+        for name in ("cycle_ms", "capacity", "fusion_mb"):
+            if not at_least(getattr(self, name), 0):
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
+        for name in ("slice_mb", "timeout_s", "stall_warning_s"):
+            if getattr(self, name) is not None and not above(getattr(self, name), 0):
+                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        if self.lanes is not None and not at_least(self.lanes, 1):
+            raise ValueError(f"lanes must be >= 1, got {self.lanes!r}")

@@ -1,0 +1,472 @@
+"""Named collectives in any order, from any thread: ranks agree what is next, and everybody does the same.
+
+A thread of its own runs the cycles of :mod:`ddp_hooks.coordination.negotiation`, and submits what they find to lanes,
+so that every lane gets the same work in the same order on all ranks. While nobody asks for anything it sleeps.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hooks.comm import (
+    LaneError,
+    Lanes,
+    LaneSettings,
+    LinkProfile,
+    Recorder,
+    Span,
+    agree,
+    at_exit,
+    mebibytes,
+    profile_link,
+    see,
+)
+from ddp_hooks.comm.control import ControlChannel
+from ddp_hooks.coordination.config import CoordinatorConfig
+from ddp_hooks.coordination.execution import Execution, Submission
+from ddp_hooks.coordination.fusion import fused
+from ddp_hooks.coordination.handle import Agreement, Handle
+from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
+from ddp_hooks.coordination.request import Operation, Request, spec_of
+from ddp_hooks.coordination.stats import CoordinationStats
+
+logger = logging.getLogger("ddp_hooks")
+
+JOIN = "join()"
+"""What messages call the end of a rank's data."""
+
+
+class Coordinator:
+    """Collectives by name; each is done when all ranks have asked for it, whatever the order, and by whichever thread.
+
+        coordinator = Coordinator()
+        handle = coordinator.all_reduce(gradient, name="layer3.weight", mean=True)
+        …
+        handle.wait()
+
+    Ranks agree once on what a name means: operation, shape, type, root, group and priority. From then on a bit says
+    that a rank has it, until it asks for something else under that name. Names may be used again when they are done.
+
+    Args:
+        group: the ranks; None: all of them. Creating a coordinator is collective over it.
+        config: the settings.
+        device: where tensors are.
+        groups: tensors that travel together, by the group's name: the names of its members. None of them goes before
+            all of them are there, on all ranks.
+
+    Raises:
+        ValueError: on every rank, if settings or groups differ.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None = None,
+        config: CoordinatorConfig | None = None,
+        device: torch.device | str = "cpu",
+        groups: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        self.config = config if config is not None else CoordinatorConfig()
+        group = group if group is not None else dist.group.WORLD
+        if group is None:
+            raise ValueError(f"torch.distributed is not initialised{see('set-up-is-refused')}")
+        self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
+        entries = {"config": self.config, "groups": self.groups, "torch": torch.__version__}
+        agree(entries, _problem_of(self.config, self.groups), group, "the set-up of Coordinator")
+        self.recorder = Recorder(self.config.trace)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._group_of = {member: name for name, members in self.groups.items() for member in members}
+        self._changed = threading.Condition()
+        self._pending: dict[str, Submission] = {}  # asked for, and not agreed upon
+        self._gathering: dict[str, dict[str, Tensor]] = {}  # of incomplete groups, the members so far
+        self._agreements: dict[str, Agreement] = {}  # of those groups
+        self._began_s: dict[str, float] = {}
+        self._has_news = False
+        self._joined: Agreement | None = None
+        self._closing = False
+        self._ended = threading.Event()
+        self._error: LaneError | None = None
+        self._stats = CoordinationStats()
+        self._channel = ControlChannel(group, self.config.timeout_s, self._wake)
+        self._lanes = _make_lanes(group, self.config, torch.device(device), self.recorder)
+        self._execution = Execution(self._lanes, torch.device(device), self._note_end)
+        self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity)
+        self._last_cycle_s = 0.0
+        self._handle = at_exit(self.close, self._abandon, self._is_stuck)
+        self._thread = threading.Thread(target=self._serve, name="ddp_hooks coordinator", daemon=True)
+        self._thread.start()
+
+    # -- what can be asked for -----------------------------------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, name: str, mean: bool = False, priority: int = 0) -> Handle:
+        """Sum ``tensor`` over all ranks, in place; with ``mean`` divide by their number, also if some have joined.
+
+        A member of one of :attr:`groups` travels with its group, which is asked for when all of it is there.
+        """
+        group = self._group_of.get(name)
+        if group is None:
+            return self._ask("all_reduce", name, [(name, tensor)], mean=mean, priority=priority)
+        return self._add_to_group(group, name, tensor, mean, priority)
+
+    def grouped_all_reduce(
+        self, tensors: Sequence[Tensor], names: Sequence[str], name: str, mean: bool = False, priority: int = 0
+    ) -> Handle:
+        """All-reduce several tensors as one request, ``name``: all of them or none. The result is the first of them."""
+        named = list(zip(names, tensors, strict=True))
+        dtypes = {tensor.dtype for tensor in tensors}
+        if len(dtypes) != 1:
+            raise ValueError(f"{name}: a group has tensors of one type, got {dtypes or 'none'}")
+        return self._ask("all_reduce", name, named, mean=mean, priority=priority, grouped=True)
+
+    def broadcast(self, tensor: Tensor, name: str, root: int = 0, priority: int = 0) -> Handle:
+        """Copy rank ``root``'s tensor to all ranks of the group, in place; it must lie in one piece."""
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: broadcast takes a contiguous tensor, got strides {tensor.stride()}")
+        if not 0 <= root < self.world_size:
+            raise ValueError(f"{name}: root must be a rank below {self.world_size}, got {root}")
+        return self._ask("broadcast", name, [(name, tensor)], root=root, priority=priority)
+
+    def all_gather(self, tensor: Tensor, name: str, priority: int = 0) -> Handle:
+        """Everybody's rows, (n, …), one below the other, (sum of n, …); n may differ."""
+        if not tensor.dim():
+            raise ValueError(f"{name}: all_gather takes rows, got a number: pass tensor.view(1)")
+        return self._ask("all_gather", name, [(name, tensor.contiguous())], priority=priority)
+
+    def reduce_scatter(self, tensor: Tensor, name: str, mean: bool = False, priority: int = 0) -> Handle:
+        """Of the sum of all ranks' (P * n, …) this rank's n rows; ``tensor`` stays as it is."""
+        if tensor.dim() == 0 or tensor.shape[0] % self.world_size:
+            raise ValueError(
+                f"{name}: reduce_scatter takes rows that divide by {self.world_size} ranks, got {tuple(tensor.shape)}"
+            )
+        return self._ask("reduce_scatter", name, [(name, tensor)], mean=mean, priority=priority)
+
+    def all_to_all(self, tensor: Tensor, name: str, splits: Sequence[int] | None = None, priority: int = 0) -> Handle:
+        """Send each rank its rows of ``tensor``, (sum of splits, …), and receive those for this one, in ranks' order.
+
+        Args:
+            tensor: first the rows for rank 0, and so on.
+            name: of the request.
+            splits: numbers of rows by rank; None: equal ones.
+            priority: see :meth:`all_reduce`.
+        """
+        rows = tensor.shape[0] if tensor.dim() else 0
+        chosen = list(splits) if splits is not None else [rows // self.world_size] * self.world_size
+        if len(chosen) != self.world_size or sum(chosen) != rows or min(chosen) < 0 or not tensor.dim():
+            raise ValueError(
+                f"{name}: splits must be {self.world_size} numbers of rows that add up to {rows}, got {chosen}"
+            )
+        return self._ask("all_to_all", name, [(name, tensor.contiguous())], priority=priority, splits=chosen)
+
+    def any(self, flags: Tensor, name: str, priority: int = 0) -> Handle:
+        """Of every flag, (n,), whether it is set on any rank: a bit each, and no lane."""
+        submission_flags = sum(1 << index for index, flag in enumerate(flags.tolist()) if flag)
+        return self._ask("any", name, [(name, flags)], priority=priority, flags=submission_flags)
+
+    def join(self) -> None:
+        """This rank has no more data: stand in with zeros for what others all-reduce, until all ranks have joined."""
+        with self._changed:
+            self._raise_if_ended()
+            agreement = self._joined = self._new_agreement(JOIN)
+            self._tell()
+        agreement.wait()
+
+    def stats(self) -> CoordinationStats:
+        """Totals so far, on this rank."""
+        control, moved = self._channel.traffic, self._lanes.traffic
+        with self._changed:
+            return replace(
+                self._stats,
+                control_bytes=control.sent_bytes,
+                control_messages=self._channel.num_sent,
+                sent_bytes=moved.sent_bytes,
+                received_bytes=moved.received_bytes,
+            )
+
+    def timeline(self) -> list[Span]:
+        """What was waited for and moved, in order of start; needs ``CoordinatorConfig(trace=True)``."""
+        return self.recorder.snapshot()
+
+    def close(self, farewell_s: float = 10.0) -> None:
+        """Finish what was asked for, and end; collective. Waits at most ``farewell_s`` for ranks that do not close."""
+        self._handle.remove()
+        with self._changed:
+            if self._closing:
+                return
+            pending = list(self._pending.values())
+        for submission in pending:
+            submission.agreement.wait()
+        with self._changed:
+            self._closing = True
+            self._tell()
+        self._ended.wait(farewell_s)
+        self._lanes.close(farewell_s)
+        self._channel.close(farewell_s)
+
+    # -- asking --------------------------------------------------------------------------------------------------------
+
+    def _ask(
+        self,
+        operation: Operation,
+        name: str,
+        named: Sequence[tuple[str, Tensor]],
+        splits: Sequence[int] = (),
+        flags: int = 0,
+        **settings: Any,
+    ) -> Handle:
+        request = Request(name, operation, tuple(spec_of(n, t, operation) for n, t in named), **settings)
+        with self._changed:
+            self._raise_if_ended()
+            if name in self._pending or name in self._gathering:
+                raise ValueError(
+                    f"{name} was asked for already, and is not done: wait for it first, or name it otherwise"
+                )
+            now_s = time.perf_counter()
+            submission = Submission(
+                request,
+                [t for _, t in named],
+                self._new_agreement(name),
+                list(splits),
+                flags,
+                began_s=now_s,
+                asked_s=now_s,
+            )
+            self._pending[name] = submission
+            self._tell()
+        return Handle(submission.agreement, lambda: _result_of(submission))
+
+    def _add_to_group(self, group: str, name: str, tensor: Tensor, mean: bool, priority: int) -> Handle:
+        with self._changed:
+            self._raise_if_ended()
+            if group in self._pending:
+                raise ValueError(f"{name} was asked for already, with {group}, and is not done: wait for it first")
+            members = self._gathering.setdefault(group, {})
+            if name in members:
+                raise ValueError(f"{name} was asked for already, and {group} is not complete: wait for it first")
+            if not members:
+                self._agreements[group] = self._new_agreement(group)
+                self._began_s[group] = time.perf_counter()
+            members[name] = tensor
+            agreement = self._agreements[group]
+            if len(members) == len(self.groups[group]):
+                self._complete(group, mean, priority)
+        return Handle(agreement, lambda: tensor)
+
+    def _complete(self, group: str, mean: bool, priority: int) -> None:
+        members, agreement = self._gathering.pop(group), self._agreements.pop(group)
+        tensors = [members[name] for name in self.groups[group]]
+        specs = tuple(spec_of(n, t, "all_reduce") for n, t in zip(self.groups[group], tensors, strict=True))
+        request = Request(group, "all_reduce", specs, mean=mean, priority=priority, grouped=True)
+        began_s, asked_s = self._began_s.pop(group), time.perf_counter()
+        self._pending[group] = Submission(request, tensors, agreement, began_s=began_s, asked_s=asked_s)
+        self._tell()
+
+    def _new_agreement(self, name: str) -> Agreement:
+        config = self.config
+        return Agreement(name, self._channel.witness, self._channel.describe, config.timeout_s, config.stall_warning_s)
+
+    def _raise_if_ended(self) -> None:
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
+        if self._closing:
+            raise RuntimeError(f"this coordinator was closed: make a new one{see('the-state-was-closed')}")
+
+    def _tell(self) -> None:
+        self._has_news = True
+        self._changed.notify_all()
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    # -- the control thread --------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def _serve(self) -> None:
+        try:
+            while True:
+                self._channel.listen(self._negotiator.vector_nbytes)
+                situation = self._await_reason()
+                if situation is None:
+                    return
+                outcome, start_s = Outcome(), time.perf_counter()
+                self._channel.run(self._negotiator.cycle(situation, outcome), f"cycle {self._stats.cycles}")
+                self._last_cycle_s = time.perf_counter()
+                self._stats.cycles += 1
+                self._stats.control_s += self._last_cycle_s - start_s
+                self.recorder.add("agreement", f"cycle {self._stats.cycles}", start_s, self._last_cycle_s)
+                self._apply(outcome)
+                if outcome.closed or self._error is not None:
+                    return
+        except LaneError as error:
+            self._fail(error)
+        except Exception as error:  # anything else is ours; it must reach the callers, and the other ranks, too
+            self._channel.witness.confess(f"{type(error).__name__}: {error}")
+            what = f"{type(error).__name__}: {error}"
+            failure = LaneError(f"{self._channel.describe()} failed: {what}{see('please-report', quoted=error)}")
+            failure.__cause__ = error
+            self._fail(failure)
+        finally:
+            self._ended.set()
+
+    def _await_reason(self) -> Situation | None:
+        """Sleep until there is a reason for a cycle; None when this rank ends without the others."""
+        pause_s = self.config.cycle_ms / 1000
+        with self._changed:
+            while self._error is None:
+                now_s = time.perf_counter()
+                due_s = self._next_due_s()
+                if self._channel.has_heard or now_s >= due_s:
+                    break
+                if self._has_news:
+                    due_s = min(due_s, self._last_cycle_s + pause_s)
+                    if now_s >= due_s:
+                        break
+                self._changed.wait(None if due_s == float("inf") else due_s - now_s)
+            if self._error is not None:
+                return None
+            return self._situation()
+
+    def _next_due_s(self) -> float:
+        """When something will have waited for so long that the others are to be asked."""
+        config = self.config
+        due_s = [
+            min(max(each.asked_s, each.warned_s) + config.stall_warning_s, each.asked_s + config.timeout_s)
+            for each in self._pending.values()
+        ]
+        return min(due_s, default=float("inf"))
+
+    def _situation(self) -> Situation:
+        self._has_news = False
+        now_s, config = time.perf_counter(), self.config
+        overdue = [
+            name for name, s in self._pending.items() if now_s - max(s.asked_s, s.warned_s) >= config.stall_warning_s
+        ]
+        expired = [name for name, s in self._pending.items() if now_s - s.asked_s >= config.timeout_s]
+        for name in overdue:
+            self._pending[name].warned_s = now_s
+        return Situation(
+            {name: submission.request for name, submission in self._pending.items()},
+            {name: submission.flags for name, submission in self._pending.items() if submission.flags},
+            overdue,
+            expired,
+            self._joined is not None,
+            self._closing,
+        )
+
+    def _apply(self, outcome: Outcome) -> None:
+        """What was agreed upon becomes work, or errors; in the same order on every rank."""
+        with self._changed:
+            for name, ranks in outcome.missing.items():
+                self._say_who_is_missing(name, ranks)
+            for name, reason in outcome.refused.items():
+                if (refused := self._pending.pop(name, None)) is not None:
+                    refused.agreement.decide(error=ValueError(reason))
+            for name, bits in outcome.answers.items():
+                if (asked := self._pending.pop(name, None)) is not None:
+                    (flags,) = asked.tensors
+                    answer = [bool(bits >> index & 1) for index in range(flags.numel())]
+                    asked.result = (torch.tensor(answer, dtype=torch.bool),)
+                    asked.agreement.decide()
+            mine = {request.name: self._pending.pop(request.name, None) for request in outcome.ready}
+            if self._negotiator.has_news_of({name: each.request for name, each in self._pending.items()}):
+                self._has_news = True
+            self._stats.requests += len(outcome.ready)
+            if outcome.all_joined and self._joined is not None:
+                self._joined.decide()
+                self._joined = None
+        now_s = time.perf_counter()
+        for message in fused(outcome.ready, mebibytes(self.config.fusion_mb), self.config.mix_groups):
+            submissions = [mine[request.name] for request in message]
+            for submission in submissions:
+                if submission is not None:
+                    submission.agreed_s = now_s
+            work = self._execution.start(message, submissions)
+            self._stats.collectives += 1
+            for submission in submissions:
+                if submission is not None:
+                    submission.agreement.decide(work)
+        if outcome.failure is not None:
+            self._fail(LaneError(outcome.failure))
+
+    def _say_who_is_missing(self, name: str, ranks: Sequence[int]) -> None:
+        if name in self._pending:
+            waited_s = time.perf_counter() - self._pending[name].asked_s
+            logger.warning("waited %.0f s for %s: ranks %s have not asked for it", waited_s, name, ranks)
+        elif self._channel.ranks[self.rank] in ranks:
+            logger.warning("other ranks wait for %s, which this rank has not asked for", name)
+
+    def _note_end(self, submissions: Sequence[Submission]) -> None:
+        with self._changed:
+            stats = self._stats
+            for each in submissions:
+                stats.waited_for_data_s += each.asked_s - each.began_s
+                stats.waited_for_others_s += each.agreed_s - each.asked_s
+                stats.queued_s += each.started_s - each.agreed_s
+                stats.moved_s += each.ended_s - each.started_s
+        for each in submissions:
+            name = each.request.name
+            self.recorder.add("waits for data", name, each.began_s, each.asked_s)
+            self.recorder.add("waits for others", name, each.asked_s, each.agreed_s)
+            self.recorder.add("waits for a lane", name, each.agreed_s, each.started_s)
+            self.recorder.add("moves", name, each.started_s, each.ended_s)
+
+    # -- the end -------------------------------------------------------------------------------------------------------
+
+    def _fail(self, error: LaneError) -> None:
+        with self._changed:
+            self._error = self._error or error
+            waiting = [submission.agreement for submission in self._pending.values()]
+            waiting += [*self._agreements.values(), *([self._joined] if self._joined is not None else [])]
+            self._pending.clear()
+            self._gathering.clear()
+            self._agreements.clear()
+            self._joined = None
+            self._changed.notify_all()
+        for agreement in waiting:
+            agreement.decide(error=error)
+
+    def _abandon(self, error: BaseException) -> None:
+        self._lanes.abandon(error)
+        self._fail(LaneError(f"this rank ends: {type(error).__name__}: {error}{see('a-rank-died', quoted=error)}"))
+        self._channel.close(2.0)
+
+    def _is_stuck(self) -> bool:
+        return self._lanes.stuck or self._thread.is_alive()
+
+
+def _result_of(submission: Submission) -> Tensor:
+    result: Tensor = submission.result[0] if submission.result is not None else submission.tensors[0]
+    return result
+
+
+def _make_lanes(group: dist.ProcessGroup, config: CoordinatorConfig, device: torch.device, recorder: Recorder) -> Lanes:
+    settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
+    lanes = Lanes(group, 1, device, settings, recorder)
+    link = LinkProfile(None, 1, 1 << 20)
+    if config.lanes is None or config.slice_mb is None:
+        link = profile_link(lanes)
+    settings.slice_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
+    lanes.grow(config.lanes or link.num_lanes)
+    return lanes
+
+
+def _problem_of(config: object, groups: Mapping[str, Sequence[str]]) -> str | None:
+    if not isinstance(config, CoordinatorConfig):
+        return f"config must be a CoordinatorConfig(...), got {type(config).__name__}"
+    seen: dict[str, str] = {}
+    for name, members in groups.items():
+        if not members:
+            return f"group {name} is empty: leave it out"
+        for member in members:
+            if member in seen:
+                return f"{member} is in groups {seen[member]} and {name}: name it once"
+            seen[member] = name
+    return None

@@ -1,0 +1,109 @@
+"""What a caller holds of something that was asked for: to wait for it, on any thread."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from torch import Tensor
+
+from ddp_hooks.comm import LaneError, LaneTimeout, Work, see
+from ddp_hooks.comm.failure import Witness
+
+logger = logging.getLogger("ddp_hooks")
+
+_POLL_S = 1.0  # how often a wait asks whether another rank has failed
+
+
+class Agreement:
+    """Becomes work when all ranks have asked for the same, or an error.
+
+    Args:
+        name: of the request.
+        witness: who knows of ranks that failed.
+        describe: says where the control thread is, for messages.
+        timeout_s, stall_warning_s: as in the settings; ranks that are missing are named by the control thread, which
+            also ends what takes too long, so that this one only stands in for it.
+    """
+
+    def __init__(
+        self, name: str, witness: Witness, describe: Callable[[], str], timeout_s: float, stall_warning_s: float
+    ) -> None:
+        self.name = name
+        self._witness = witness
+        self._describe = describe
+        self._timeout_s = timeout_s
+        self._stall_warning_s = min(stall_warning_s, timeout_s)
+        self._decided = threading.Event()
+        self._work: Work | None = None
+        self._error: Exception | None = None
+
+    @property
+    def done(self) -> bool:
+        """Whether a wait would return at once, with a result."""
+        return self._decided.is_set() and self._error is None and (self._work is None or self._work.done)
+
+    def decide(self, work: Work | None = None, error: Exception | None = None) -> None:
+        """Let those that wait go on; the first decision counts."""
+        if not self._decided.is_set():
+            self._work, self._error = work, error
+            self._decided.set()
+
+    def wait(self) -> None:
+        """Return when the result is there."""
+        if not self._decided.is_set():
+            self._wait_with_warning()
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
+        if self._work is not None:
+            self._work.wait()
+
+    def _wait_with_warning(self) -> None:
+        start_s = time.monotonic()
+        warned = False
+        while not self._decided.wait(_POLL_S):
+            waited_s = time.monotonic() - start_s
+            failure = self._witness.first_failure()
+            if failure is not None and not self._decided.is_set():
+                raise LaneError(f"{self.name} cannot be done: {failure}{see('a-rank-died', quoted=failure)}")
+            if waited_s >= self._stall_warning_s and not warned:
+                warned = True
+                hint = self._witness.report_wait(self._describe())
+                logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.name, self._describe(), hint)
+            if waited_s >= self._timeout_s * 1.25 + _POLL_S:
+                hint = self._witness.report_wait(self._describe())
+                raise LaneTimeout(
+                    f"waited {waited_s:.0f} s for {self.name}; {self._describe()}. {hint}{see('a-wait-timed-out')}"
+                )
+        if warned and self._error is None:
+            self._witness.end_wait()
+
+
+class Handle:
+    """A collective that was asked for.
+
+    Args:
+        agreement: that it waits for.
+        result: makes what :meth:`wait` returns, when it is there.
+    """
+
+    def __init__(self, agreement: Agreement, result: Callable[[], Tensor]) -> None:
+        self._agreement = agreement
+        self._result = result
+
+    @property
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return self._agreement.done
+
+    def wait(self) -> Tensor:
+        """The result.
+
+        Raises:
+            ValueError: on every rank, if ranks have asked for different things under one name.
+            LaneError: another rank died, closed its coordinator, or did not ask for it in time.
+        """
+        self._agreement.wait()
+        return self._result()

@@ -1,0 +1,244 @@
+"""One cycle of coordination, as a generator: the same on the fabric, with a clock, and between processes.
+
+1. Ranks AND one vector: a byte of status, and a bit for every cached request that is pending (Horovod, Algorithm 2).
+   What all have is ready. Bits of status are such that one AND answers questions of all and of any.
+2. If a rank asks for something else than is cached under a name, that is forgotten, on all ranks.
+3. If a rank has something that is not cached, or wants to know what it waits for, ranks tell the first one, which
+   answers them all: what is ready, what cannot be, who is missing (Horovod, Algorithm 1, line 20).
+4. Questions about any rank are answered by a second vector, only where they were asked.
+
+Unlike in the paper nothing is tried again every millisecond. A cycle begins where a rank has news, and what one rank
+waits for is news of the last rank that asks for it, so the cycle in which it becomes ready begins there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Generator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ddp_hooks.comm import Algorithm, Round, see
+from ddp_hooks.coordination.bitvector import and_of_all, from_vector, indices, or_of_all, to_vector, vector_nbytes
+from ddp_hooks.coordination.cache import ResponseCache
+from ddp_hooks.coordination.messages import broadcast, gather
+from ddp_hooks.coordination.request import Request, decode, encode, packed, unpacked
+from ddp_hooks.coordination.table import Table, takes_part_without_data
+
+# Bits of status. Those of nobody are set where there is nothing, so that they survive only if that is so everywhere.
+_NOBODY_HAS_NEW = 1
+_NOBODY_DISAGREES_WITH_THE_CACHE = 2
+_NOBODY_ASKS_WHO_IS_MISSING = 4
+_NOBODY_CLOSES = 8
+_ALL_CLOSE = 16
+_ALL_HAVE_JOINED = 32
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What a rank brings to a cycle.
+
+    Args:
+        pending: requests by name, in the order in which they were made.
+        flags: of requests for ``"any"`` the bits that are set here.
+        overdue: names that have waited so long that it shall be said who is missing.
+        expired: names that have waited so long that everything ends.
+        joined: whether this rank has run out of data.
+        closing: whether this rank will ask for nothing more.
+    """
+
+    pending: Mapping[str, Request]
+    flags: Mapping[str, int] = field(default_factory=dict)
+    overdue: Collection[str] = ()
+    expired: Collection[str] = ()
+    joined: bool = False
+    closing: bool = False
+
+
+@dataclass
+class Outcome:
+    """What a cycle has found, the same on every rank.
+
+    Args:
+        ready: to be done, in this order.
+        answers: of requests for ``"any"``, which are not among those: the bits that are set on any rank.
+        refused: by name, why it cannot be done.
+        missing: by name, of what is overdue somewhere, the ranks that have not asked for it.
+        failure: why nothing more can be done.
+        all_joined: whether all ranks have run out of data.
+        closed: whether all ranks close.
+    """
+
+    ready: list[Request] = field(default_factory=list)
+    answers: dict[str, int] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    missing: dict[str, list[int]] = field(default_factory=dict)
+    failure: str | None = None
+    all_joined: bool = False
+    closed: bool = False
+
+
+class Negotiator:
+    """What one rank knows between cycles.
+
+    Args:
+        rank, ranks: which of them this one is; as messages call them.
+        capacity: of the cache.
+    """
+
+    def __init__(self, rank: int, ranks: Sequence[int], capacity: int) -> None:
+        self.cache = ResponseCache(capacity)
+        self._rank = rank
+        self._ranks = ranks
+        self._world_size = len(ranks)
+        self._told: set[str] = set()  # names that the first rank has heard of from here, and has not answered
+        self._told_of_joining = False
+        self._table = Table(ranks)  # of the first rank
+
+    @property
+    def vector_nbytes(self) -> int:
+        """Length of the first message of the next cycle."""
+        return vector_nbytes(self.cache.num_bits)
+
+    def has_news_of(self, pending: Mapping[str, Request]) -> bool:
+        """Whether another cycle is due: something was forgotten that is pending here."""
+        return any(self.cache.find(name) is None and name not in self._told for name in pending)
+
+    def cycle(self, situation: Situation, outcome: Outcome) -> Algorithm:
+        """Take part in one cycle; ``outcome`` is filled in."""
+        new, hits, stale = self._look_up(situation)
+        has_news = bool(new) or situation.joined > self._told_of_joining
+        vector = to_vector(_status(situation, has_news, bool(stale)), hits, self.cache.num_bits)
+        yield from and_of_all(vector, self._rank, self._world_size)
+        status, common = from_vector(vector)
+        if not status & _NOBODY_DISAGREES_WITH_THE_CACHE:
+            common &= ~(yield from self._forget(stale))
+        cached = [self.cache.at(bit) for bit in indices(common)]
+        answer: dict[str, Any] = {}
+        asks = not status & _NOBODY_ASKS_WHO_IS_MISSING or bool(~status & _NOBODY_CLOSES and ~status & _ALL_CLOSE)
+        if asks or not status & _NOBODY_HAS_NEW:
+            common_names = {request.name for request in cached}
+            answer = yield from self._consult(situation, new, asks, common_names)
+        fresh = unpacked(answer.get("ready", []))
+        for bit in indices(common):
+            self.cache.use(bit)
+        for request in fresh:
+            self.cache.put(request)
+        self._told -= {request.name for request in fresh} | answer.get("refused", {}).keys()
+        outcome.refused = answer.get("refused", {})
+        outcome.missing = answer.get("missing", {})
+        outcome.failure = answer.get("failure")
+        outcome.all_joined = bool(status & _ALL_HAVE_JOINED)
+        if outcome.all_joined:
+            self._told_of_joining = False  # data may come again
+        outcome.closed = bool(status & _ALL_CLOSE)
+        for request in (*cached, *fresh):
+            if request.operation == "any":
+                outcome.answers[request.name] = yield from self._ask_all(request, situation.flags.get(request.name, 0))
+            else:
+                outcome.ready.append(request)
+
+    def _look_up(self, situation: Situation) -> tuple[list[Request], int, int]:
+        """What is to be told to the first rank; bits of what is cached; and of what is cached otherwise."""
+        new, hits, stale = [], 0, 0
+        for name, request in situation.pending.items():
+            entry = self.cache.find(name)
+            if entry is None:
+                if name not in self._told:
+                    new.append(request)
+            elif entry.request == request:
+                hits |= 1 << entry.bit
+            else:
+                stale |= 1 << entry.bit
+        if situation.joined:
+            for bit in self.cache.bits():
+                if takes_part_without_data(self.cache.at(bit)):
+                    hits |= 1 << bit
+        return new, hits, stale
+
+    def _forget(self, stale: int) -> Generator[Round, None, int]:
+        """Drop what any rank disagrees with, in ascending order of numbers."""
+        vector = to_vector(0, stale, self.cache.num_bits)
+        yield from or_of_all(vector, self._rank, self._world_size)
+        _, dropped = from_vector(vector)
+        for bit in indices(dropped):
+            self.cache.drop(bit)
+        return dropped
+
+    def _ask_all(self, request: Request, flags: int) -> Generator[Round, None, int]:
+        (spec,) = request.tensors
+        vector = to_vector(0, flags, spec.shape[0])
+        yield from or_of_all(vector, self._rank, self._world_size)
+        return from_vector(vector)[1]
+
+    # -- the first rank, and those that ask it -------------------------------------------------------------------------
+
+    def _consult(
+        self, situation: Situation, new: Sequence[Request], asks: bool, common: Collection[str]
+    ) -> Generator[Round, None, dict[str, Any]]:
+        self._told |= {request.name for request in new}
+        self._told_of_joining = situation.joined
+        question = {
+            "new": packed(new),
+            "waiting": [name for name in situation.pending if name not in common] if asks else [],
+            "overdue": list(situation.overdue),
+            "expired": list(situation.expired),
+            "joined": situation.joined,
+            "closing": situation.closing,
+        }
+        questions = yield from gather(encode(question), self._rank, self._world_size)
+        answer = encode(self._answer([decode(each) for each in questions], asks)) if self._rank == 0 else b""
+        answer = yield from broadcast(answer, self._rank, self._world_size)
+        return dict(decode(answer))
+
+    def _answer(self, questions: Sequence[Mapping[str, Any]], asks: bool) -> dict[str, Any]:
+        for rank, question in enumerate(questions):
+            for request in unpacked(question["new"]):
+                self._table.add(rank, request)
+        joined = [rank for rank, question in enumerate(questions) if question["joined"]]
+        ready, refused = self._table.take_ready(joined)
+        answer: dict[str, Any] = {"ready": packed(ready), "refused": refused}
+        if asks:
+            done = refused.keys() | {request.name for request in ready}
+            answer |= self._say_who_is_missing(questions, done)
+        return answer
+
+    def _say_who_is_missing(self, questions: Sequence[Mapping[str, Any]], done: Collection[str]) -> dict[str, Any]:
+        having: dict[str, set[int]] = {}
+        for rank, question in enumerate(questions):
+            for name in question["waiting"]:
+                if name not in done:
+                    having.setdefault(name, set()).add(rank)
+        everyone = set(range(self._world_size))
+        missing = {name: sorted(everyone - ranks) for name, ranks in having.items()}
+        overdue = {name for question in questions for name in question["overdue"] if name in missing}
+        expired = [name for question in questions for name in question["expired"] if name in missing]
+        closing = {rank for rank, question in enumerate(questions) if question["closing"]}
+        failure = None
+        for name, ranks in missing.items():
+            if closing.intersection(ranks):
+                gone = [self._ranks[rank] for rank in ranks if rank in closing]
+                failure = f"{name} waits for ranks {gone}, which have closed their coordinator"
+                break
+            if name in expired:
+                failure = f"{name} was waited for too long: {self._sides(name, having[name], ranks)}"
+                break
+        if failure is not None:
+            failure += see("a-rank-is-missing")
+        named = {name: [self._ranks[rank] for rank in missing[name]] for name in missing if name in overdue}
+        return {"missing": named, "failure": failure}
+
+    def _sides(self, name: str, having: Collection[int], missing: Collection[int]) -> str:
+        has, lacks = (sorted(self._ranks[rank] for rank in ranks) for ranks in (having, missing))
+        return f"ranks {has} have asked for it, ranks {lacks} have not"
+
+
+def _status(situation: Situation, has_news: bool, disagrees: bool) -> int:
+    bits = {
+        _NOBODY_HAS_NEW: not has_news,
+        _NOBODY_DISAGREES_WITH_THE_CACHE: not disagrees,
+        _NOBODY_ASKS_WHO_IS_MISSING: not (situation.overdue or situation.expired),
+        _NOBODY_CLOSES: not situation.closing,
+        _ALL_CLOSE: situation.closing,
+        _ALL_HAVE_JOINED: situation.joined,
+    }
+    return sum(bit for bit, is_set in bits.items() if is_set)

@@ -1,0 +1,90 @@
+"""What is asked for, and how it is written down for other ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+Operation: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "any"]
+
+_UNEVEN = ("all_gather", "all_to_all")  # whose tensors may have another number of rows on every rank
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """One tensor of a request.
+
+    Args:
+        name: of the tensor.
+        shape: of the tensor; -1 for rows of which ranks may have different numbers.
+        dtype: as text.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+@dataclass(frozen=True)
+class Request:
+    """A collective that is wanted, of one tensor or of a group that travels together.
+
+    Equal on all ranks, or the collective cannot be done: that is what ranks compare.
+
+    Args:
+        name: under which ranks find each other's.
+        operation: what is to be done.
+        tensors: in the order in which they travel.
+        mean: whether sums are divided by the number of ranks.
+        root: of a broadcast, a rank within the group; else -1.
+        priority: larger ones go first among those that are ready together.
+        grouped: whether it was asked for as a group, also if that has one tensor.
+    """
+
+    name: str
+    operation: Operation
+    tensors: tuple[TensorSpec, ...]
+    mean: bool = False
+    root: int = -1
+    priority: int = 0
+    grouped: bool = False
+
+    def entries(self) -> dict[str, object]:
+        """Everything that must be the same, by name, for messages."""
+        settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "tensors"}
+        names = {"tensors": [spec.name for spec in self.tensors]}
+        shapes = {spec.name: f"{list(spec.shape)} of {spec.dtype}" for spec in self.tensors}
+        return {**settings, **names, **shapes}
+
+
+def spec_of(name: str, tensor: Tensor, operation: Operation) -> TensorSpec:
+    """What other ranks are told of a tensor."""
+    shape = tuple(tensor.shape)
+    return TensorSpec(name, (-1, *shape[1:]) if operation in _UNEVEN else shape, str(tensor.dtype))
+
+
+def packed(requests: Sequence[Request]) -> list[Any]:
+    """Requests as JSON takes them."""
+    return [astuple(request) for request in requests]
+
+
+def unpacked(items: Sequence[Any]) -> list[Request]:
+    """The reverse of :func:`packed`."""
+    return [
+        Request(name, operation, tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in specs), *rest)
+        for name, operation, specs, *rest in items
+    ]
+
+
+def encode(message: object) -> bytes:
+    """A message between ranks."""
+    return json.dumps(message, separators=(",", ":")).encode()
+
+
+def decode(data: bytes) -> Any:
+    """The reverse of :func:`encode`."""
+    return json.loads(data)

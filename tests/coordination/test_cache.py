@@ -1,0 +1,89 @@
+"""The response cache: numbers, what is dropped, and that looking up changes nothing.
+
+Prevents: caches that differ between ranks, and then bits that mean different things.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hooks.coordination.cache import ResponseCache
+from ddp_hooks.coordination.request import Request
+
+
+def request(name: str, priority: int = 0) -> Request:
+    return Request(name, "all_reduce", (), priority=priority)
+
+
+def names(cache: ResponseCache) -> dict[int, str]:
+    return {bit: cache.at(bit).name for bit in cache.bits()}
+
+
+def test_numbers_ascend_and_are_used_again() -> None:
+    cache = ResponseCache(8)
+    for name in "abc":
+        cache.put(request(name))
+    assert names(cache) == {0: "a", 1: "b", 2: "c"} and cache.num_bits == 3
+    cache.drop(1)
+    assert cache.find("b") is None and len(cache) == 2 and cache.num_bits == 3
+    cache.put(request("d"))
+    cache.put(request("e"))
+    assert names(cache) == {0: "a", 1: "d", 2: "c", 3: "e"}
+
+
+def test_what_was_used_longest_ago_is_dropped() -> None:
+    cache = ResponseCache(3)
+    for name in "abc":
+        cache.put(request(name))
+    cache.use(0)
+    assert cache.find("b") is not None, "looking up is no use"
+    cache.put(request("d"))
+    assert names(cache) == {0: "a", 1: "d", 2: "c"}
+    cache.put(request("e"))
+    assert names(cache) == {0: "a", 1: "d", 2: "e"}
+
+
+def test_a_name_that_means_something_else_replaces_what_it_meant() -> None:
+    cache = ResponseCache(3)
+    cache.put(request("a"))
+    cache.put(request("a", priority=5))
+    found = cache.find("a")
+    assert len(cache) == 1 and found is not None and found.request.priority == 5 and found.bit == 0
+
+
+def test_no_capacity_keeps_nothing() -> None:
+    cache = ResponseCache(0)
+    cache.put(request("a"))
+    assert len(cache) == 0 and cache.num_bits == 0 and cache.bits() == []
+
+
+@given(st.lists(st.tuples(st.sampled_from(["put", "use", "drop", "find"]), st.integers(0, 9))), st.integers(1, 5))
+def test_it_is_what_a_list_would_be(calls: list[tuple[str, int]], capacity: int) -> None:
+    cache, twin = ResponseCache(capacity), list[str]()  # the twin: names, the last use at the end
+    for call, number in calls:
+        name = str(number)
+        entry = cache.find(name)
+        assert (entry is not None) == (name in twin)
+        if call == "put":
+            others = [each for each in twin if each != name]
+            twin = [*others[max(0, len(others) - capacity + 1) :], name]
+            cache.put(request(name))
+        elif call == "use" and entry is not None:
+            twin = [*(each for each in twin if each != name), name]
+            cache.use(entry.bit)
+        elif call == "drop" and entry is not None:
+            twin.remove(name)
+            cache.drop(entry.bit)
+        assert sorted(names(cache).values()) == sorted(twin) and len(cache) == len(twin) <= capacity
+        assert all(bit < cache.num_bits <= capacity for bit in cache.bits())
+
+
+@pytest.mark.parametrize("capacity", [1, 2])
+def test_small_ones(capacity: int) -> None:
+    cache = ResponseCache(capacity)
+    for name in "abcab":
+        cache.put(request(name))
+        assert cache.find(name) is not None
+    assert len(cache) == capacity
