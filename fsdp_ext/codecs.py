@@ -17,7 +17,7 @@ CodecName: TypeAlias = Literal["exact", "bf16", "int8"]
 _SCALE_BYTES = 4  # float32
 _LARGEST = 127
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a reciprocal may be infinite
-_PIECE_NUMEL = 1 << 18  # worked on at a time: 1 MiB of float32 stays in a core's cache, and calls cost little
+_PIECE_NUMEL = 1 << 20  # worked on at a time, so that what is computed on the way is not much, and calls cost little
 
 
 class Codec(Protocol):
@@ -32,8 +32,14 @@ class Codec(Protocol):
     def decode(self, payload: Tensor, values: Tensor) -> None:
         """Write what ``payload`` says to ``values``."""
 
-    def add(self, payload: Tensor, values: Tensor, factor: int = 1) -> None:
-        """Add so many times what ``payload`` says to ``values``."""
+    def add(self, payload: Tensor, values: Tensor) -> None:
+        """Add what ``payload`` says to ``values``."""
+
+    def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
+        """Write ``values`` and ``residual`` to ``payload``, and what that loses to ``residual``.
+
+        What is not finite has been said, and must not stay: a scaler skips the step, and goes on.
+        """
 
 
 class Bf16:
@@ -48,8 +54,12 @@ class Bf16:
     def decode(self, payload: Tensor, values: Tensor) -> None:
         values.copy_(payload.view(torch.bfloat16))
 
-    def add(self, payload: Tensor, values: Tensor, factor: int = 1) -> None:
-        values.add_(payload.view(torch.bfloat16), alpha=factor)
+    def add(self, payload: Tensor, values: Tensor) -> None:
+        values.add_(payload.view(torch.bfloat16))
+
+    def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
+        self.encode(residual.add_(values), payload)
+        residual.sub_(payload.view(torch.bfloat16)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(frozen=True)
@@ -70,30 +80,43 @@ class Int8Blocks:
     def encode(self, values: Tensor, payload: Tensor) -> None:
         scales, codes = self._parts(payload)
         for where, blocks in self._pieces(values.numel()):
-            piece = values[where].float()
-            if piece.numel() % self.block:
-                piece = F.pad(piece, (0, -piece.numel() % self.block))
-            piece = piece.view(-1, self.block)
-            scratch = piece.abs()
-            scale = torch.div(scratch.amax(dim=1), _LARGEST, out=scales[blocks])
-            scale.masked_fill_(scale < _LEAST_SCALE, 0.0)
-            inverse = torch.where(scale > 0, scale, 1).reciprocal_()
-            # At most 127 by magnitude, and anything at all where the scale says that it is not finite.
-            codes[blocks] = torch.mul(piece, inverse[:, None], out=scratch).round_()
+            self._encode(values[where], scales[blocks], codes[blocks])
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        for where, piece in self._decoded(payload, values.numel()):
-            values[where] = piece
-
-    def add(self, payload: Tensor, values: Tensor, factor: int = 1) -> None:
-        for where, piece in self._decoded(payload, values.numel()):
-            values[where].add_(piece, alpha=factor)
-
-    def _decoded(self, payload: Tensor, numel: int) -> Iterator[tuple[slice, Tensor]]:
         scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(numel):
-            piece = codes[blocks].float().mul_(scales[blocks, None])
-            yield where, piece.view(-1)[: where.stop - where.start]
+        for where, blocks in self._pieces(values.numel()):
+            piece = values[where]
+            piece.copy_(self._decode(scales[blocks], codes[blocks], piece.numel()))
+
+    def add(self, payload: Tensor, values: Tensor) -> None:
+        scales, codes = self._parts(payload)
+        for where, blocks in self._pieces(values.numel()):
+            piece = values[where]
+            piece.add_(self._decode(scales[blocks], codes[blocks], piece.numel()))
+
+    def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
+        scales, codes = self._parts(payload)
+        for where, blocks in self._pieces(values.numel()):
+            piece, scale, code = residual[where].add_(values[where]), scales[blocks], codes[blocks]
+            self._encode(piece, scale, code)
+            piece.sub_(self._decode(scale, code, piece.numel()))
+            if not scale.isfinite().all():
+                piece.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    def _encode(self, piece: Tensor, scale: Tensor, code: Tensor) -> None:
+        piece = piece.float()
+        if piece.numel() % self.block:
+            piece = F.pad(piece, (0, -piece.numel() % self.block))
+        piece = piece.view(-1, self.block)
+        scratch = piece.abs()
+        torch.div(scratch.amax(dim=1), _LARGEST, out=scale)
+        scale.masked_fill_(scale < _LEAST_SCALE, 0.0)
+        inverse = torch.where(scale > 0, scale, 1).reciprocal_()
+        # At most 127 by magnitude, and anything at all where the scale says that it is not finite.
+        code.copy_(torch.mul(piece, inverse[:, None], out=scratch).round_())
+
+    def _decode(self, scale: Tensor, code: Tensor, numel: int) -> Tensor:
+        return code.float().mul_(scale[:, None]).view(-1)[:numel]
 
     def _pieces(self, numel: int) -> Iterator[tuple[slice, slice]]:
         """Where elements are, and their blocks; only the last piece may end inside of a block."""
@@ -115,4 +138,4 @@ def codec_of(name: CodecName, block: int, dtype: torch.dtype) -> Codec | None:
         return None
     if name == "bf16":
         return Bf16() if dtype.itemsize > 2 else None
-    return Int8Blocks(block)
+    return Int8Blocks(block) if dtype.itemsize > 1 else None

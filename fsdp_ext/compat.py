@@ -6,7 +6,6 @@ Everything is only read. Nothing depends on it for being right: without an answe
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
 
 
 @dataclass(frozen=True)
@@ -106,6 +104,11 @@ def keeps_parameters(module: FSDPModule) -> bool:
     return all(getattr(group, "post_forward_mesh_info", module) is None for group in _param_groups(module) or ())
 
 
+def holds_a_gather(module: FSDPModule) -> bool:
+    """Whether parameters were gathered that the module has not used so far."""
+    return any(getattr(group, "_all_gather_result", True) is not None for group in _param_groups(module) or ())
+
+
 @dataclass(frozen=True)
 class Column:
     """One parameter's place in what FSDP2 reduces, of which every rank's part has the same columns.
@@ -140,18 +143,11 @@ def columns_of(module: FSDPModule, world_size: int) -> tuple[Column, ...] | None
             parameter, place = param.sharded_param, param._module_info
             if parameter.requires_grad:
                 start = columns[-1].stop if columns else 0
-                stop = start + _padded_numel(parameter, world_size) // world_size
+                stop = start + param.padded_sharded_param_size.numel()
                 columns.append(Column(place.module, place.param_name, parameter, start, stop))
     except AttributeError:
         return None
     return tuple(columns)
-
-
-def _padded_numel(parameter: DTensor, world_size: int) -> int:
-    rows, *rest = parameter.shape
-    if any(placement.is_shard(0) for placement in parameter.placements):  # others divide evenly
-        rows = -(-rows // world_size) * world_size
-    return rows * math.prod(rest)
 
 
 def replicas_of(module: FSDPModule) -> dist.ProcessGroup | None:

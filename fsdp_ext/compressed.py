@@ -47,8 +47,7 @@ def compressed_reduce_scatter(
     payloads = encoded_for_others(chunks, rank, codec, residuals)
     incoming = [torch.empty_like(payload) for payload in payloads]
     yield from pairwise_exchange(payloads, incoming, rank)
-    residual = None if residuals is None else residuals[rank]
-    chunks[rank].copy_(mean_with_others(chunks[rank], rank, incoming, codec, divisor, residual))
+    add_up(chunks[rank], rank, incoming, codec, divisor, None if residuals is None else residuals[rank])
 
 
 def encoded_for_others(
@@ -60,35 +59,34 @@ def encoded_for_others(
         if peer != rank and residuals is None:
             codec.encode(chunk, payloads[peer])
         elif peer != rank and residuals is not None:
-            wanted = residuals[peer].add_(chunk)
-            codec.encode(wanted, payloads[peer])
-            codec.add(payloads[peer], wanted, factor=-1)
-            # What is not finite has been sent, and must not stay: a scaler skips the step, and goes on.
-            wanted.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+            codec.encode_with_residual(chunk, residuals[peer], payloads[peer])
     return payloads
 
 
-def mean_with_others(
+def add_up(
     own: Tensor, rank: int, payloads: Sequence[Tensor], codec: Codec, divisor: int = 1, residual: Tensor | None = None
-) -> Tensor:
-    """The mean, in float32, of this rank's chunk, with what is left of it, and what others have sent for it.
+) -> None:
+    """Make the mean of this rank's chunk, with what is left of it, and what others have sent for it; in float32.
 
     Args:
-        own: (numel,), of this rank.
+        own: (numel,), of this rank; becomes the mean.
         rank: whose payload is left aside.
         payloads: (nbytes,) of every rank.
         codec: of the payloads.
         divisor: number of ranks.
         residual: (numel,), float32, of this rank's own chunk; becomes zero.
     """
-    total = own.to(torch.float32, copy=True)
-    if residual is not None:
+    total = own if own.dtype == torch.float32 else own.float()
+    if residual is not None and residual.any():  # it is zero but for what a checkpoint has brought
         total += residual
         residual.zero_()
     for peer, payload in enumerate(payloads):
         if peer != rank:
             codec.add(payload, total)
-    return total.div_(divisor) if divisor > 1 else total
+    if divisor > 1:
+        total /= divisor
+    if total is not own:
+        own.copy_(total)
 
 
 def sliced(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from ddp_hooks.comm import Recorder, Span, Stall, Traffic, agree, at_exit, see
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.gather import RingAllGather
+from fsdp_ext.memory import Pool
 from fsdp_ext.native import NativeAllGather, NativeReduceScatter
 from fsdp_ext.pending import PendingReductions
 from fsdp_ext.prefetch import Prefetcher
@@ -28,6 +28,8 @@ from fsdp_ext.stats import ExtStats
 from fsdp_ext.transport import Transport
 
 logger = logging.getLogger("fsdp_ext")
+
+_ATTRIBUTE = "_fsdp_ext_extension"
 
 
 def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
@@ -59,20 +61,18 @@ def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     Collective: all ranks of the model's meshes do it. :func:`restore` undoes it.
     """
     config = config if config is not None else ExtConfig()
-    earlier = _extensions.get(model) if isinstance(model, nn.Module) else None
+    earlier = _extension_of(model)
     if earlier is not None and earlier.config == config:
         return earlier
     if earlier is not None:
         restore(model)
     _agree(model, config)
-    extension = Extension(model, config)
-    _extensions[model] = extension
-    return extension
+    return Extension(model, config)
 
 
 def restore(model: nn.Module) -> None:
     """Undo :func:`extend`, between steps; nothing if the model is not extended. Collective."""
-    extension = _extensions.pop(model, None)
+    extension = _extension_of(model)
     if extension is not None:
         extension.close()
 
@@ -90,6 +90,7 @@ class Extension:
     """What serves one model: made by :func:`extend`."""
 
     def __init__(self, model: nn.Module, config: ExtConfig) -> None:
+        self._model = model
         self.config = config
         self.counts = Counts()
         self.recorder = Recorder(config.trace)
@@ -98,6 +99,8 @@ class Extension:
         self.gather_stall, self.scatter_stall = Stall(), Stall()
         limit_bytes = None if config.pending_mb is None else int(config.pending_mb * (1 << 20))
         self.pending = PendingReductions(limit_bytes, self.scatter_stall, self.recorder)
+        self.pool = Pool()
+        """Memory on CPUs for whole parameters and gradients."""
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._residuals: list[Residuals] = []
         self._replaced: list[tuple[FSDPModule, tuple[Any, Any]]] = []
@@ -108,6 +111,7 @@ class Extension:
         self.prefetcher = Prefetcher(model, config.prefetch if on_cpu else 0)
         for name, module in modules:
             self._take_over(name, module)
+        setattr(model, _ATTRIBUTE, self)
         if not self._replaced:
             logger.info("parameters are on an accelerator: FSDP2's own exact collectives stay")
 
@@ -137,7 +141,7 @@ class Extension:
         steps: what ranks have kept of each other's shards moves to these, so that a run that goes on is the same, bit
         for bit, as one that resumes.
         """
-        self.pending.deliver()
+        self.pending.abandon()  # there is something only after a backward that failed
         state: dict[str, DTensor] = {}
         for residuals in self._residuals:
             residuals.settle()
@@ -161,6 +165,15 @@ class Extension:
         for residuals in self._residuals:
             residuals.load_state_dict({name: state[name] for name in residuals.state_dict()})
 
+    def scale_leftovers(self, factor: float) -> None:
+        """Multiply what gradients have lost so far and is still to be added; 0 forgets it. On all ranks, between steps.
+
+        For a loss scale that changes: what was lost has the scale of its own step. And for a batch whose gradients are
+        not to be used, also not what was left out of them.
+        """
+        for residuals in self._residuals:
+            residuals.scale(factor)
+
     @property
     def link_bytes_s(self) -> float | None:
         """What the slowest link carries, as far as it was measured."""
@@ -177,7 +190,8 @@ class Extension:
     def close(self) -> None:
         """Finish what is under way, give modules their own communication back, and end the lanes; collective."""
         self._handle.remove()
-        self.pending.deliver()
+        vars(self._model).pop(_ATTRIBUTE, None)
+        self.pending.abandon()  # there is something only after a backward that failed
         self.prefetcher.remove()
         while self._replaced:
             module, (gather, scatter) = self._replaced.pop()
@@ -212,7 +226,10 @@ class Extension:
         return any(transport.is_stuck for transport in self._transports.values())
 
 
-_extensions: weakref.WeakKeyDictionary[nn.Module, Extension] = weakref.WeakKeyDictionary()
+def _extension_of(model: object) -> Extension | None:
+    """The model keeps it, so that both can be let go of together."""
+    found = getattr(model, _ATTRIBUTE, None) if isinstance(model, nn.Module) else None
+    return found if isinstance(found, Extension) else None
 
 
 def _agree(model: nn.Module, config: ExtConfig) -> None:

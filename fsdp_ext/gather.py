@@ -32,10 +32,12 @@ class RingAllGather(AllGather):
         self._extension = extension
         self._module = module
         self._name = name
+        self._num_ranks = 0  # that the parameters are sharded over
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the whole parameters, of which this rank's shards fill its part."""
-        return torch.empty(*size, dtype=dtype, device=device)
+        (numel,) = map(int, size)
+        return self._extension.pool.empty(numel, dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -43,18 +45,20 @@ class RingAllGather(AllGather):
         """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
         self._extension.prefetcher.note(self._module)
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        self._num_ranks = self._num_ranks or world_size
         partition = Partition(output_tensor, equal_bounds(output_tensor.numel(), world_size))
         own = partition.ranges[rank]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 makes it a part of the output
             own.copy_(input_tensor)
         work = self._submit(self._extension.transport_of(group), partition, rank, self._name or ROOT)
         self._extension.counts.gathers += 1
-        return _Gathering(self._extension, work, self._name)
+        return _Gathering(self._extension, work, self._module, self._name)
 
     def _submit(self, transport: Transport, partition: Partition, rank: int, label: str) -> Work:
         config = self._extension.config
         codec = codec_of(config.all_gather, config.block, partition.flat.dtype)
-        if codec is None:
+        # With reshard_after_forward=n the backward gathers what the forward has rounded, among fewer ranks.
+        if codec is None or len(partition.ranges) != self._num_ranks:
             return transport.gathers.spread_all_gather(partition, label)
 
         def start(chunks: list[Tensor], where: slice) -> Algorithm:
@@ -66,19 +70,21 @@ class RingAllGather(AllGather):
 class _Gathering(dist.Work):
     """What FSDP2 waits for."""
 
-    def __init__(self, extension: Extension, work: Work, module: str) -> None:
+    def __init__(self, extension: Extension, work: Work, module: FSDPModule, name: str) -> None:
         super().__init__()
         self._extension = extension
         self._work = work
         self._module = module
+        self._name = name
 
     def wait(self, timeout: Any = None) -> bool:
         extension, stall = self._extension, self._extension.gather_stall
+        extension.prefetcher.note_arrival(self._module)
         before_s = stall.seconds
         with stall.measure(extension.recorder, self._work.label):
             self._work.wait()
         if in_backward():
-            extension.backward_waits[self._module] += stall.seconds - before_s
+            extension.backward_waits[self._name] += stall.seconds - before_s
         return True
 
     def is_completed(self) -> bool:

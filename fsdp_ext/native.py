@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
 from fsdp_ext.codecs import codec_of
-from fsdp_ext.compressed import encoded_for_others, mean_with_others
+from fsdp_ext.compressed import add_up, encoded_for_others
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.residuals import Residuals
 from fsdp_ext.scatter import divisor_of
@@ -75,7 +75,6 @@ class NativeReduceScatter(_Allocates, ReduceScatter):
         incoming = torch.empty_like(outgoing)
         dist.all_to_all_single(incoming, outgoing, group=group)
         residual = None if residuals is None else residuals[rank]
-        output_tensor.copy_(
-            mean_with_others(chunks[rank], rank, incoming.chunk(world_size), codec, divisor, residual)
-        )
+        add_up(chunks[rank], rank, incoming.chunk(world_size), codec, divisor, residual)
+        output_tensor.copy_(chunks[rank])
         return None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import Recorder, Stall, Work, compat
+from ddp_hooks.comm import Recorder, Stall, Work, compat, see
 
 
 class Earlier(NamedTuple):
@@ -18,11 +18,13 @@ class Earlier(NamedTuple):
     parameter: Tensor
     gradient: Tensor
 
-    def add_up(self, output: Tensor) -> None:
-        """Give it back, and add what has come, unless the parameter's gradient is no longer a part of ``output``."""
+    def give_back(self, output: Tensor, add: bool) -> None:
+        """Make it the parameter's gradient again, unless that is no part of ``output`` any more; ``add`` what has come.
+        """
         come = self.parameter.grad
-        if come is not None and _local(come).untyped_storage().data_ptr() == output.untyped_storage().data_ptr():
-            _local(self.gradient).add_(_local(come))
+        if come is not None and _memory(_local(come)) == _memory(output):
+            if add:
+                _local(self.gradient).add_(_local(come))
             self.parameter.grad = self.gradient
 
 
@@ -33,6 +35,7 @@ class Delivery(NamedTuple):
     source: Tensor  # (numel,), this rank's range of the memory that the ring adds in
     output: Tensor  # (numel,), which FSDP2 made the sharded gradients of
     nbytes: int  # of the memory that is kept for it
+    owner: object = None  # whose gradients these are
     earlier: tuple[Earlier, ...] = ()
 
     def complete(self) -> None:
@@ -40,27 +43,41 @@ class Delivery(NamedTuple):
         self.work.wait()
         self.output.copy_(self.source)
         for each in self.earlier:
-            each.add_up(self.output)
+            each.give_back(self.output, add=True)
+
+
+class _Pending(NamedTuple):
+    delivery: Delivery
+    version: int  # of the output, when it became NaN
 
 
 class PendingReductions:
     """Delivers at the latest when the backward ends that each of them was submitted in.
 
     FSDP2 makes the sharded gradients of memory that is not filled yet. Until it is, it holds NaN: who reads a gradient
-    too early, in a hook inside of the backward, shall see it. Gradients that were there before are taken away, so that
-    FSDP2 does not add NaN to them, and added to in the order of deliveries.
+    too early, in a hook inside of the backward, shall see it, and who changes one gets an error. Gradients that were
+    there before are taken away, so that FSDP2 does not add NaN to them, and added to in the order of deliveries.
     """
 
     def __init__(self, limit_bytes: int | None, stall: Stall, recorder: Recorder) -> None:
         self._limit_bytes = limit_bytes
         self._stall = stall
         self._recorder = recorder
-        self._deliveries: deque[Delivery] = deque()
+        self._waiting: deque[_Pending] = deque()
         self._nbytes = 0
         self._expected_by: int | None = None  # the backward at whose end they are delivered
 
     def __len__(self) -> int:
-        return len(self._deliveries)
+        return len(self._waiting)
+
+    @torch.no_grad()
+    def make_way(self, owner: object) -> None:
+        """Before gradients of ``owner`` are looked at: deliver what comes of earlier ones, and none of a dead backward.
+        """
+        if self._expected_by != torch._C._current_graph_task_id() and not compat.inside_another_backward():
+            self.abandon()
+        while any(each.delivery.owner is owner for each in self._waiting):
+            self._deliver_oldest()
 
     @torch.no_grad()
     def defer(self, delivery: Delivery) -> None:
@@ -69,28 +86,51 @@ class PendingReductions:
         if self._expected_by != backward:
             self._expected_by = backward
             compat.queue_engine_callback(self.deliver)
-        while self._deliveries and self._deliveries[0].work.done:
+        while self._waiting and self._waiting[0].delivery.work.done:
             self._deliver_oldest()
         # Never this one: FSDP2 has yet to make gradients of its output.
         delivery.output.fill_(torch.nan)
-        self._deliveries.append(delivery)
+        self._waiting.append(_Pending(delivery, delivery.output._version))
         self._nbytes += delivery.nbytes
-        while self._limit_bytes is not None and self._nbytes > self._limit_bytes and len(self._deliveries) > 1:
+        while self._limit_bytes is not None and self._nbytes > self._limit_bytes and len(self._waiting) > 1:
             self._deliver_oldest()
 
     def deliver(self) -> None:
         """Wait for all of them."""
         self._expected_by = None
-        while self._deliveries:
+        while self._waiting:
             self._deliver_oldest()
 
     @torch.no_grad()
+    def abandon(self) -> None:
+        """Those of a backward that did not come to its end: wait, as their memory is in use, and deliver nothing."""
+        self._expected_by = None
+        while self._waiting:
+            delivery, version = self._waiting.popleft()
+            delivery.work.wait()
+            if delivery.output._version == version:
+                for each in delivery.earlier:
+                    each.give_back(delivery.output, add=False)
+        self._nbytes = 0
+
+    @torch.no_grad()
     def _deliver_oldest(self) -> None:
-        delivery = self._deliveries.popleft()
+        delivery, version = self._waiting.popleft()
         self._nbytes -= delivery.nbytes
         with self._stall.measure(self._recorder, delivery.work.label):
-            delivery.complete()
+            delivery.work.wait()
+        if delivery.output._version != version:
+            raise RuntimeError(
+                f"a gradient of {delivery.work.label} was changed inside of the backward, before it had come: change "
+                f"it after the backward, in parameter.register_post_accumulate_grad_hook(...), or set "
+                f"ExtConfig(defer=False){see('gradients-are-guarded')}"
+            )
+        delivery.complete()
 
 
 def _local(gradient: Tensor) -> Tensor:
     return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
+from ddp_hooks.comm.compat import in_backward
 from fsdp_ext import compat
 
 _FEW = 2
@@ -27,21 +28,38 @@ class Prefetcher:
         self._order: list[FSDPModule] = []  # in which their parameters were gathered first
         self._num_forwards = 0
         self._listed: list[FSDPModule] = []  # modules whose lists are ours
-        self._handle = root.register_forward_pre_hook(torch.compiler.disable(self._begin_forward), prepend=True)
+        self._in_forward = False
+        # Gathered in forwards, and not waited for so far; in this order, which is the same on all ranks.
+        self._ahead: dict[FSDPModule, None] = {}
+        self._handles = [
+            root.register_forward_pre_hook(torch.compiler.disable(self._begin_forward), prepend=True),
+            root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True),
+        ]
 
     def note(self, module: FSDPModule) -> None:
         """Parameters of ``module`` are being gathered."""
+        if self._in_forward:
+            self._ahead[module] = None
         if self._num_forwards == 1 and module not in self._order:
             self._order.append(module)
 
+    def note_arrival(self, module: FSDPModule) -> None:
+        """They are waited for."""
+        self._ahead.pop(module, None)
+
     def remove(self) -> None:
         """Leave the modules as they were before."""
-        self._handle.remove()
+        self._drop_what_nobody_used()
+        for handle in self._handles:
+            handle.remove()
         for module in self._listed:
             module.set_modules_to_forward_prefetch([])
             module.set_modules_to_backward_prefetch([])
 
     def _begin_forward(self, *ignored: Any) -> None:
+        if not in_backward():
+            self._drop_what_nobody_used()
+            self._in_forward = True
         self._num_forwards += 1
         if self._num_forwards == 2:
             if self._depth is None:
@@ -52,6 +70,19 @@ class Prefetcher:
             # FSDP2 waits for the first module's parameters before it asks for those after it.
             for module in self._order[: self._depth + 1]:
                 module.unshard(async_op=True)
+
+    def _end_forward(self, *ignored: Any) -> None:
+        self._in_forward = False
+        if not torch.is_grad_enabled():  # else a backward may use what this forward has not
+            self._drop_what_nobody_used()
+
+    def _drop_what_nobody_used(self) -> None:
+        """Gathered ahead for modules that then did not run: FSDP2 would take it for their parameters of later, too."""
+        for module in list(self._ahead):
+            if compat.holds_a_gather(module):
+                module.unshard()
+                module.reshard()
+        self._ahead.clear()
 
     def _set_lists(self, depth: int) -> None:
         order = self._order

@@ -64,6 +64,11 @@ class Residuals:
                 own[column.start : column.start + shard.numel()].add_(shard.view(-1), alpha=divisor)
         return self._flat
 
+    def scale(self, factor: float) -> None:
+        """Multiply everything that is kept."""
+        for kept in (*self._loaded.values(), *([self._flat] if self._flat is not None else [])):
+            kept.mul_(factor)
+
     def settle(self) -> None:
         """Move everything to the rank whose shard it belongs to; collective, between steps.
 

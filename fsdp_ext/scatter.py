@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import Algorithm, Partition, Work
 from ddp_hooks.comm import compat as comm_compat
@@ -59,6 +60,8 @@ class RingReduceScatter(ReduceScatter):
             facts = compat.facts_of(self._module)
             if facts is not None and not (facts.all_reduces or facts.hooked or facts.forces_sums):
                 dtype = facts.original_dtype or dtype
+        if not is_output:
+            return self._extension.pool.empty(numel, dtype)
         return torch.empty(numel, dtype=dtype, device=device)
 
     def __call__(
@@ -77,9 +80,10 @@ class RingReduceScatter(ReduceScatter):
         divisor = divisor_of(op, input_tensor, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
         work = self._submit(self._extension.transport_of(group), partition, rank, divisor)
-        delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes)
+        delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes, self)
         counts, pending = self._extension.counts, self._extension.pending
         counts.reduce_scatters += 1
+        pending.make_way(self)
         columns = compat.columns_in(self._module, world_size, input_tensor.numel())
         reason = self.reason_to_wait(output_tensor.dtype, op, is_complete=columns is not None)
         if reason is None:
@@ -151,8 +155,11 @@ class RingReduceScatter(ReduceScatter):
             return f"gradients of {dtype} are converted to {facts.original_dtype}"
         if op == dist.ReduceOp.SUM:
             return "the sum is divided afterwards"
-        if not is_complete and any(parameter.grad is not None for parameter in facts.parameters):
+        gradients = [parameter.grad for parameter in facts.parameters if parameter.grad is not None]
+        if gradients and not is_complete:
             return "some parameters have no gradient, and others have one already, to be added to"
+        if not all(isinstance(gradient, DTensor) for gradient in gradients):
+            return "there is a gradient that is no DTensor"  # FSDP2 refuses it
         if any(getattr(parameter, "_post_accumulate_grad_hooks", None) for parameter in facts.parameters):
             return "parameters have hooks of register_post_accumulate_grad_hook"
         return None
@@ -160,14 +167,14 @@ class RingReduceScatter(ReduceScatter):
     def _tell(self, reason: str) -> None:
         if reason not in self._told:
             self._told.add(reason)
-            logger.debug("%s: every reduce-scatter is waited for, because %s", self._name, reason)
+            logger.debug("%s: reduce-scatters are waited for where %s", self._name, reason)
 
 
 def _take_away(columns: Sequence[compat.Column]) -> tuple[Earlier, ...]:
     """Gradients that are there already: FSDP2 then makes new ones."""
     earlier = []
     for column in columns:
-        if column.parameter.grad is not None:
+        if isinstance(column.parameter.grad, DTensor):
             earlier.append(Earlier(column.parameter, column.parameter.grad))
             column.parameter.grad = None
     return tuple(earlier)

@@ -34,7 +34,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
 
-from fsdp_ext import ExtConfig, Extension, extend
+from fsdp_ext import ExtConfig, Extension, extend, restore
 from recipes.gpt2_clm_trainer import own_labels
 from recipes.processes import mean_over_ranks, pick_device, process_group
 from recipes.record import Record, command_of, now, report, surroundings
@@ -80,8 +80,7 @@ def run(args: argparse.Namespace, argv: Sequence[str] | None, task: Task, device
     )
     if dist.get_rank() == 0:
         report(record, args.output)
-    if extension is not None:
-        extension.close()
+    restore(model)
     return record
 
 

@@ -72,6 +72,8 @@ RUNS = (
     Run("lightning_gpt", "none"),
     Run("lightning_gpt", "dear"),
     Run("lightning_gpt", "topk"),
+    Run("multitask_coordinated", "none"),
+    Run("multitask_coordinated", "coordinated"),
     Run("llama_fsdp2", "none"),
     Run("llama_fsdp2", "ring"),
     Run("llama_fsdp2", "ring-gather-bf16", ("--all-gather", "bf16")),
@@ -88,6 +90,7 @@ TITLES = {
     "accelerate_no_trainer": "GPT-2, Hugging Face Accelerate",
     "resnet_imagenet": "ResNet, plain PyTorch",
     "lightning_gpt": "GPT, Lightning",
+    "multitask_coordinated": "Several tasks, coordinated",
     "llama_fsdp2": "Llama, FSDP2",
 }
 INTRODUCTION = """\

@@ -71,7 +71,15 @@ def _loss_of(output: Tensor) -> Tensor:
 
 @pytest.mark.parametrize(
     ("page", "least"),
-    [("training_loop.md", 8), ("sparse.md", 4), ("tables.md", 8), ("tuning.md", 3), ("planner.md", 2), ("fsdp.md", 6), ("coordination.md", 3)],
+    [
+        ("training_loop.md", 8),
+        ("sparse.md", 4),
+        ("tables.md", 8),
+        ("tuning.md", 3),
+        ("planner.md", 2),
+        ("fsdp.md", 6),
+        ("coordination.md", 3),
+    ],
 )
 def test_every_block_of_a_page_runs(workers: WorkerPools, tmp_path: Path, page: str, least: int) -> None:
     counts = workers(2).run(run_page, page, str(tmp_path / "checkpoint.pt"))

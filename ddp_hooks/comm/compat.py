@@ -239,6 +239,16 @@ def inside_grad_scaler() -> bool:
     return False
 
 
+def inside_another_backward() -> bool:
+    """Whether the backward that runs was called from inside of another one, on this thread."""
+    calls, frame = 0, sys._getframe(1)
+    while frame is not None and calls < 2:
+        if frame.f_globals.get("__name__") == "torch.autograd.graph" and frame.f_code.co_name == "_engine_run_backward":
+            calls += 1
+        frame = frame.f_back  # type: ignore[assignment]
+    return calls > 1
+
+
 def inside_reentrant_checkpoint() -> bool:
     """Whether what runs was called by the backward inside of a backward that ``use_reentrant=True`` makes."""
     frame: FrameType | None = sys._getframe(1)

@@ -122,8 +122,20 @@ class _Search:
 
     def _measure(self, setting: _Setting) -> float:
         """Seconds per step, of the slowest rank."""
-        tuner = self._tuner
         model = self._build(setting.block_mb)
+        try:
+            slowest_s = self._time(model, setting)
+        finally:
+            restore(model)
+            del model
+            gc.collect()  # FSDP2's states refer to each other
+        self._num_trials += 1
+        if self._is_leader:
+            logger.info("trial %d: %s: %.4g s per step", self._num_trials, _described(setting), slowest_s)
+        return slowest_s
+
+    def _time(self, model: nn.Module, setting: _Setting) -> float:
+        tuner = self._tuner
         keep(model, setting.kept)
         extension = extend(model, setting.config) if setting.config is not None else None
         clock = StepClock(_device_of(model))
@@ -137,12 +149,6 @@ class _Search:
         slowest_s = max(_everyones(statistics.median(clock.seconds())))
         if extension is not None:
             self._look_at(model, extension, waited)
-        restore(model)
-        del model, extension
-        gc.collect()  # FSDP2's states refer to each other
-        self._num_trials += 1
-        if self._is_leader:
-            logger.info("trial %d: %s: %.4g s per step", self._num_trials, _described(setting), slowest_s)
         return slowest_s
 
     def _look_at(self, model: nn.Module, extension: Any, waited: dict[str, float]) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from recipes.benchmarks.compiled_job import CompiledJob
+from recipes.benchmarks.conditional_job import ConditionalJob
 from recipes.benchmarks.embrace_job import EmbraceJob
 from recipes.benchmarks.halves_job import HalvesJob
 from recipes.benchmarks.job import Job
@@ -24,7 +25,16 @@ from recipes.cluster import Cluster
 from recipes.cluster.launch import run_workers
 
 AnyJob: TypeAlias = (
-    Job | CompiledJob | EmbraceJob | HalvesJob | SparseJob | LossJob | PlannerJob | TrainerJob | TunerJob
+    Job
+    | CompiledJob
+    | ConditionalJob
+    | EmbraceJob
+    | HalvesJob
+    | SparseJob
+    | LossJob
+    | PlannerJob
+    | TrainerJob
+    | TunerJob
 )
 
 REPOSITORY = Path(__file__).resolve().parents[2]

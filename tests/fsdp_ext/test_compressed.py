@@ -82,10 +82,24 @@ def test_adding_what_a_payload_says(codec: Codec, dtype: torch.dtype) -> None:
     values, base = normal(1001, 0).to(dtype), normal(1001, 1).to(dtype)
     payload = torch.empty(codec.nbytes(1001), dtype=torch.uint8)
     codec.encode(values, payload)
-    for factor in (1, -1):
-        total = base.clone()
-        codec.add(payload, total, factor)
-        assert torch.equal(total, base + factor * there_and_back(codec, values))
+    total = base.clone()
+    codec.add(payload, total)
+    assert torch.equal(total, base + there_and_back(codec, values))
+
+
+@pytest.mark.parametrize("codec", CODECS, ids=str)
+def test_what_a_payload_loses(codec: Codec) -> None:
+    values, before = normal(1001, 0), normal(1001, 1) / 100
+    residual, payload = before.clone(), torch.empty(codec.nbytes(1001), dtype=torch.uint8)
+    codec.encode_with_residual(values, residual, payload)
+    said = torch.zeros(1001)
+    codec.decode(payload, said)
+    assert torch.equal(said, there_and_back(codec, before + values))
+    assert torch.equal(residual, before + values - said) and residual.any()
+    values[77] = torch.inf
+    codec.encode_with_residual(values, residual, payload)
+    codec.decode(payload, said)
+    assert not said.isfinite().all() and residual.isfinite().all()
 
 
 @given(st.floats(0.0, 2.0**-118, width=32))

@@ -5,6 +5,7 @@ Prevents: gradients that are delivered too late, added to what is not there yet,
 
 from __future__ import annotations
 
+import copy
 import itertools
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
 
 from fsdp_ext import ExtConfig
 from tests.fsdp_ext import twins
@@ -92,7 +94,7 @@ def test_settings(
     assert (stats.deferred == stats.reduce_scatters) == (not waits and not waits_at_times)
 
 
-@pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate])
+@pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip])
 @pytest.mark.parametrize(
     ("options", "replicas"),
     [({}, 2), ({"mp_policy": BF16}, 2), ({"reshard_after_forward": 2}, 1)],
@@ -189,6 +191,48 @@ def own_lists(model: nn.Module) -> None:
 def test_preparations(workers: WorkerPools, prepare: Callable[[nn.Module], None], waits: bool) -> None:
     stats = check(workers(3).run(twins.compare, twins.plain, 5, CONFIG, {}, {"idle": True}, 1, prepare))
     assert (stats.deferred == 0) == waits
+
+
+def two_forwards_twice(twin: Trainee, step: int) -> None:
+    """With zeros for what is unused FSDP2 reduces a block at its last use, and again at its first one."""
+    twin.optimizer.zero_grad()
+    for part in range(2):
+        (twin.loss(2 * step + part) + twin.loss(2 * step + part + 90)).backward()
+    twin.see_gradients()
+    twin.optimizer.step()
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_modules_that_are_reduced_twice(workers: WorkerPools, world_size: int) -> None:
+    check(workers(world_size).run(twins.compare, two_forwards_twice, 5, CONFIG, {}, {}, 1, include_unused))
+
+
+def test_ignored_parameters(workers: WorkerPools) -> None:
+    assert all(workers(2).run(train_with_ignored))
+
+
+def train_with_ignored(rank: int, world_size: int) -> bool:
+    """Parameters that FSDP2 leaves alone, on both twins alike."""
+    torch.manual_seed(7)
+    original = twins.WholeNumbers(world_size)
+    models = []
+    for extended in (True, False):
+        model = copy.deepcopy(original)
+        ignored = {model.get_parameter("blocks.1.layers.0.weight"), model.get_parameter("head.weight")}
+        for block in model.blocks:
+            twins.fully_shard(block, ignored_params=ignored)
+        twins.fully_shard(model, ignored_params=ignored)
+        if extended:
+            twins.extend(model, CONFIG)
+        trainee = Trainee(model, twins.momentum_sgd(model), lambda step: 1000 * step + 10 * rank)
+        for step in range(10):
+            twins.plain(trainee, step)
+        assert not isinstance(model.head.weight, DTensor)
+        models.append(model)
+    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
+    same = all(torch.equal(twins.local(a), twins.local(b)) for a, b in pairs)
+    twins.restore(models[0])
+    return same and not torch.equal(models[1].head.weight, original.head.weight)
 
 
 def divided_by(rank: int, world_size: int, factor: float) -> list[float]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +16,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError
@@ -304,30 +306,91 @@ def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: 
             assert "blocks." in outcome[1] or "root module" in outcome[1], f"does not say what: {outcome[1]}"
 
 
-def raise_in_backward(rank: int, world_size: int) -> bool:
-    """An exception half-way through every rank's backward; then training goes on."""
-    model, optimizer, extension = trained(rank, world_size, 2)
-    before = everything(model)
-    block: Any = model.get_submodule("blocks.2")
-    handle = block.register_forward_hook(lambda _, inputs, output: output.register_hook(_fail) and None)
-    reduced = extension.counts.reduce_scatters
-    with pytest.raises(ZeroDivisionError):
-        model(5 + rank).backward()
-    assert extension.counts.reduce_scatters == reduced + 2, "the two blocks behind it"
-    handle.remove()
-    assert isinstance(model, FSDPModule)
-    model.reset_iter_state()
-    unchanged = everything(model) == before
-    optimizer.zero_grad()
-    train(model, optimizer, rank, range(2, 4))
-    goes_on = everything(model) != before and len(extension.pending) == 0
-    restore(model)
-    return unchanged and goes_on
+def raise_in_backward(rank: int, world_size: int, set_to_none: bool) -> bool:
+    """An exception half-way through every rank's backward; then training goes on, as with stock FSDP2."""
+    ends = []
+    for extended in (True, False):
+        model, optimizer, extension = trained(rank, world_size, 2)
+        if not extended:
+            restore(model)
+        before = everything(model)
+        block: Any = model.get_submodule("blocks.2")
+        handle = block.register_forward_hook(lambda _, inputs, output: output.register_hook(_fail) and None)
+        reduced = extension.counts.reduce_scatters
+        with pytest.raises(ZeroDivisionError):
+            model(5 + rank).backward()
+        assert extension.counts.reduce_scatters == reduced + 2 * extended, "the two blocks behind it"
+        handle.remove()
+        assert isinstance(model, FSDPModule)
+        model.reset_iter_state()
+        assert everything(model) == before
+        optimizer.zero_grad(set_to_none=set_to_none)
+        train(model, optimizer, rank, range(2, 4))
+        assert everything(model) != before and len(extension.pending) == 0
+        ends.append(everything(model))
+        restore(model)
+    return ends[0] == ends[1]
 
 
 def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
-def test_training_goes_on_after_an_exception_in_backward(workers: WorkerPools) -> None:
-    assert all(workers(2).run(raise_in_backward))
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_training_goes_on_after_an_exception_in_backward(workers: WorkerPools, set_to_none: bool) -> None:
+    assert all(workers(2).run(raise_in_backward, set_to_none))
+
+
+class SkipsInEvaluation(nn.Module):
+    """One of its layers runs in training mode only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for index, layer in enumerate(self.layers):
+            if self.training or index != 2:
+                x = layer(x)
+        return x
+
+
+def load_after_evaluation(rank: int, world_size: int) -> bool:
+    """What was gathered ahead for a layer that did not run is not used for its parameters of later."""
+    torch.manual_seed(0)
+    model = SkipsInEvaluation()
+    for layer in model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    extension = extend(model, CONFIG)
+    x = torch.ones(2, 8)
+    for _ in range(3):
+        model(x).sum().backward()
+    model.eval()
+    with torch.no_grad():
+        model(x)
+    ahead = dict(extension.prefetcher._ahead)
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    model.train()
+    found = model(x).detach()
+    restore(model)
+    return not ahead and torch.equal(found, model(x).detach())
+
+
+def test_what_was_gathered_ahead_for_nothing(workers: WorkerPools) -> None:
+    assert all(workers(2).run(load_after_evaluation))
+
+
+def let_go(rank: int, world_size: int) -> bool:
+    """A model that is dropped takes its extension along."""
+    model, _, extension = trained(rank, world_size, 2)
+    dropped = weakref.ref(extension)
+    extension.close()
+    again = extend(model, CONFIG) is not extension
+    del model, extension
+    gc.collect()
+    return again and dropped() is None
+
+
+def test_models_are_let_go_of(workers: WorkerPools) -> None:
+    assert all(workers(2).run(let_go))

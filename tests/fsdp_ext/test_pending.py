@@ -49,7 +49,7 @@ def backward(*steps: object) -> None:
         y = torch.ones(2, requires_grad=True) * 1
         for step in reversed(steps):
             y = y * 1
-            y.register_hook(lambda _, step=step: step() and None)
+            y.register_hook(lambda _, step=step: None if step() is None else None)
         y.sum().backward()
 
 
@@ -86,17 +86,58 @@ def test_the_oldest_is_waited_for_when_too_much_is_kept(limit_bytes: int | None,
     assert all(each.delivered for each in reductions)
 
 
-def test_a_backward_that_fails_leaves_nothing_for_ever() -> None:
+def fail() -> None:
+    raise ZeroDivisionError
+
+
+def test_what_a_backward_that_fails_has_reduced_is_not_delivered() -> None:
     waiting, first, second = pending(), Reduction(1), Reduction(2)
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
     with pytest.raises(ZeroDivisionError):
         backward(lambda: waiting.defer(first.delivery), fail)
     assert first.missing and len(waiting) == 1
-    backward(lambda: waiting.defer(second.delivery))
-    assert first.delivered and second.delivered and len(waiting) == 0
+    backward(lambda: waiting.make_way("second"), lambda: waiting.defer(second.delivery))
+    assert first.missing and first.done and second.delivered and len(waiting) == 0
+
+
+@pytest.mark.parametrize("zeroed", [False, True])
+def test_gradients_of_before_a_backward_that_fails(zeroed: bool) -> None:
+    waiting, reduction = pending(), Reduction(2)
+    parameter, earlier = torch.nn.Parameter(torch.zeros(4)), torch.arange(4.0)
+
+    def defer() -> None:
+        waiting.defer(reduction.delivery._replace(earlier=(Earlier(parameter, earlier),)))
+        parameter.grad = reduction.output.view(4)
+
+    with pytest.raises(ZeroDivisionError):
+        backward(defer, fail)
+    if zeroed:
+        assert parameter.grad is not None
+        parameter.grad.zero_()
+    waiting.abandon()
+    assert parameter.grad is not None and len(waiting) == 0
+    assert parameter.grad.tolist() == ([0, 0, 0, 0] if zeroed else [0, 1, 2, 3]), "as they were, or as they were made"
+
+
+def test_two_reductions_of_one_module_add_up() -> None:
+    waiting, first, second = pending(), Reduction(1), Reduction(2)
+    parameter, earlier = torch.nn.Parameter(torch.zeros(4)), torch.arange(4.0)
+    parameter.grad = earlier
+
+    def defer(reduction: Reduction) -> None:
+        waiting.make_way("module")
+        assert parameter.grad is not None
+        taken = Earlier(parameter, parameter.grad)
+        waiting.defer(reduction.delivery._replace(owner="module", earlier=(taken,)))
+        parameter.grad = reduction.output.view(4)
+
+    backward(lambda: defer(first), lambda: defer(second))
+    assert parameter.grad is earlier and earlier.tolist() == [3, 4, 5, 6]
+
+
+def test_who_changes_a_gradient_too_early_hears_of_it() -> None:
+    waiting, reduction = pending(), Reduction(2)
+    with pytest.raises(RuntimeError, match=r"a gradient of reduction 2 was changed inside of the backward"):
+        backward(lambda: waiting.defer(reduction.delivery), lambda: reduction.output.view(2, 2).clamp_(-1, 1))
 
 
 def test_backwards_inside_of_each_other_deliver_their_own() -> None:
