@@ -234,7 +234,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--clip", type=float, default=5.0, help="largest norm of the gradient")
     add("--log-every", type=positive, default=10, metavar="STEPS")
     add("--seed", type=int, default=0)
-    add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
+    add("--device", choices=["cpu", "cuda"], default="cpu", help="models are coordinated on CPUs only so far")
     add("--output", type=Path, default=Path("build/recipes"), metavar="FOLDER", help="for the results")
     return parser.parse_args(argv)
 

@@ -23,7 +23,7 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.exchange import Algorithm, Recv
 from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
 
-_LISTENING_S = 365 * 24 * 3600.0  # who listens has no reason to give up
+_LISTENING = datetime.timedelta(days=365)  # who listens has no reason to give up
 _TAG = 0
 
 
@@ -42,10 +42,11 @@ class ControlChannel:
     Args:
         group: the ranks; creating the channel is collective over them, and makes a group of its own, on CPUs.
         timeout_s: a message that is expected within an algorithm fails after so long.
+        witness: who knows of ranks that failed.
         wake: called on another thread when there is something to hear.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, wake: Callable[[], None]) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, witness: Witness, wake: Callable[[], None]) -> None:
         self.traffic = Traffic()
         self.num_sent = 0  # messages
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -53,18 +54,16 @@ class ControlChannel:
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._wake = wake
         self._doing = "idle"
-        self._heard: _Heard | None = None
+        self._heard: _Heard | None = None  # what is listened for
+        self._hearing: _Heard | None = None  # what an algorithm waits for
         self._to_hear: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
         if self.world_size > 1:
-            self._group = compat.new_group_like(group, "gloo", _LISTENING_S, "ddp_hooks control")
-            name = self._group.group_name
+            self._group = compat.new_group_like(group, "gloo", timeout_s, "ddp_hooks control")
             self._thread = threading.Thread(target=self._listen, name="ddp_hooks control listener", daemon=True)
             self._thread.start()
-        else:
-            name = group.group_name
-        self.witness = Witness(compat.default_store(), f"control/{name}", self.ranks[self.rank], self.ranks)
+        self.witness = witness
 
     def listen(self, nbytes: int) -> None:
         """Expect the left neighbour's first message of the next algorithm, of so many bytes; see :attr:`has_heard`."""
@@ -128,8 +127,10 @@ class ControlChannel:
 
     def close(self, farewell_s: float) -> bool:
         """End; whether the thread that listens has ended, too. Nothing may be expected any more."""
-        if self._heard is not None:
-            self._heard.handle.abort()
+        for heard in (self._heard, self._hearing):
+            if heard is not None and not heard.arrived.is_set():
+                heard.errors.append(RuntimeError("the channel was closed"))
+                heard.handle.abort()
         self._to_hear.put(None)
         if self._thread is not None:
             self._thread.join(farewell_s)
@@ -141,6 +142,11 @@ class ControlChannel:
         return True
 
     @property
+    def stuck(self) -> bool:
+        """Whether the thread that listens still waits in the backend after the end."""
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def _left(self) -> int:
         return (self.rank - 1) % self.world_size
 
@@ -148,6 +154,7 @@ class ControlChannel:
         """What was listened for if this is that, and what then is still listened for."""
         heard = self._heard
         if heard is not None and exchange.peer == self._left:
+            self._hearing = heard
             return heard, None
         return None, heard
 
@@ -159,6 +166,7 @@ class ControlChannel:
         if heard.errors:
             raise self._failure(heard.errors[0], exchange.peer) from heard.errors[0]
         exchange.tensor.copy_(heard.buffer)
+        self._hearing = None
 
     def _complete(self, handle: Any, peer: int) -> None:
         try:
@@ -172,7 +180,7 @@ class ControlChannel:
     def _listen(self) -> None:
         while (heard := self._to_hear.get()) is not None:
             try:
-                heard.handle.wait()
+                heard.handle.wait(_LISTENING)
             except RuntimeError as error:
                 heard.errors.append(error)
             heard.arrived.set()

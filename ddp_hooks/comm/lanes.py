@@ -525,6 +525,11 @@ class Lanes:
         return len(self._lanes) if self._in_use is None else self._in_use
 
     @property
+    def witness(self) -> Witness | None:
+        """Who knows of ranks that failed; None on NCCL."""
+        return self._witness
+
+    @property
     def traffic(self) -> Traffic:
         """The totals of all lanes."""
         return sum((lane.traffic for lane in self._lanes), Traffic())

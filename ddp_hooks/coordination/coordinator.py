@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,23 +80,24 @@ class Coordinator:
             raise ValueError(f"torch.distributed is not initialised{see('set-up-is-refused')}")
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         entries = {"config": self.config, "groups": self.groups, "torch": torch.__version__}
-        agree(entries, _problem_of(self.config, self.groups), group, "the set-up of Coordinator")
+        problem = _problem_of(self.config, self.groups, torch.device(device))
+        agree(entries, problem, group, "the set-up of Coordinator")
         self.recorder = Recorder(self.config.trace)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self._group_of = {member: name for name, members in self.groups.items() for member in members}
         self._changed = threading.Condition()
         self._pending: dict[str, Submission] = {}  # asked for, and not agreed upon
-        self._gathering: dict[str, dict[str, Tensor]] = {}  # of incomplete groups, the members so far
-        self._agreements: dict[str, Agreement] = {}  # of those groups
-        self._began_s: dict[str, float] = {}
+        self._begun: dict[str, _Begun] = {}  # groups that are not complete
+        self._moving: set[str] = set()  # agreed upon, and not done
         self._has_news = False
         self._joined: Agreement | None = None
         self._closing = False
         self._ended = threading.Event()
         self._error: LaneError | None = None
         self._stats = CoordinationStats()
-        self._channel = ControlChannel(group, self.config.timeout_s, self._wake)
         self._lanes = _make_lanes(group, self.config, torch.device(device), self.recorder)
+        assert self._lanes.witness is not None, "on CPUs there is one"
+        self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness, self._wake)
         self._execution = Execution(self._lanes, torch.device(device), self._note_end)
         self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity)
         self._last_cycle_s = 0.0
@@ -167,6 +168,8 @@ class Coordinator:
 
     def any(self, flags: Tensor, name: str, priority: int = 0) -> Handle:
         """Of every flag, (n,), whether it is set on any rank: a bit each, and no lane."""
+        if flags.dim() != 1:
+            raise ValueError(f"{name}: any takes flags in one row, (n,), got {tuple(flags.shape)}")
         submission_flags = sum(1 << index for index, flag in enumerate(flags.tolist()) if flag)
         return self._ask("any", name, [(name, flags)], priority=priority, flags=submission_flags)
 
@@ -174,7 +177,9 @@ class Coordinator:
         """This rank has no more data: stand in with zeros for what others all-reduce, until all ranks have joined."""
         with self._changed:
             self._raise_if_ended()
-            agreement = self._joined = self._new_agreement(JOIN)
+            if self._joined is not None:
+                raise RuntimeError(f"this rank has joined already, on another thread{see('a-rank-is-missing')}")
+            agreement = self._joined = self._new_agreement(JOIN, timeout_s=None)
             self._tell()
         agreement.wait()
 
@@ -200,13 +205,17 @@ class Coordinator:
         with self._changed:
             if self._closing:
                 return
-            pending = list(self._pending.values())
-        for submission in pending:
-            submission.agreement.wait()
-        with self._changed:
             self._closing = True
             self._tell()
+            # What is pending is done when others ask for it, or fails because they close, too.
+            self._changed.wait_for(lambda: not self._pending or self._error is not None)
         self._ended.wait(farewell_s)
+        self._end(f"this coordinator was closed{see('the-state-was-closed')}", farewell_s)
+
+    def _end(self, reason: str, farewell_s: float) -> None:
+        """Let threads end, and those that still wait for something know why."""
+        self._fail(LaneError(reason))
+        self._thread.join(farewell_s)
         self._lanes.close(farewell_s)
         self._channel.close(farewell_s)
 
@@ -221,13 +230,10 @@ class Coordinator:
         flags: int = 0,
         **settings: Any,
     ) -> Handle:
-        request = Request(name, operation, tuple(spec_of(n, t, operation) for n, t in named), **settings)
+        request = self._request(name, operation, named, **settings)
         with self._changed:
             self._raise_if_ended()
-            if name in self._pending or name in self._gathering:
-                raise ValueError(
-                    f"{name} was asked for already, and is not done: wait for it first, or name it otherwise"
-                )
+            self._refuse_twice(name)
             now_s = time.perf_counter()
             submission = Submission(
                 request,
@@ -242,41 +248,72 @@ class Coordinator:
             self._tell()
         return Handle(submission.agreement, lambda: _result_of(submission))
 
+    def _request(
+        self,
+        name: str,
+        operation: Operation,
+        named: Sequence[tuple[str, Tensor]],
+        mean: bool = False,
+        root: int = -1,
+        priority: int = 0,
+        grouped: bool = False,
+    ) -> Request:
+        """What other ranks are told; whatever numbers the caller has, as JSON takes them."""
+        for each in (name, *(n for n, _ in named)):
+            if not isinstance(each, str):
+                raise TypeError(f"names are texts, got {each!r}")
+        if mean and not all(tensor.is_floating_point() or tensor.is_complex() for _, tensor in named):
+            raise ValueError(f"{name}: means are of floating-point numbers, got {named[0][1].dtype}")
+        specs = tuple(spec_of(n, tensor, operation) for n, tensor in named)
+        return Request(name, operation, specs, bool(mean), int(root), int(priority), grouped)
+
+    def _refuse_twice(self, name: str) -> None:
+        if name in self._pending or name in self._begun or name in self._moving:
+            raise ValueError(f"{name} was asked for already, and is not done: wait for it first, or name it otherwise")
+
     def _add_to_group(self, group: str, name: str, tensor: Tensor, mean: bool, priority: int) -> Handle:
         with self._changed:
             self._raise_if_ended()
-            if group in self._pending:
-                raise ValueError(f"{name} was asked for already, with {group}, and is not done: wait for it first")
-            members = self._gathering.setdefault(group, {})
-            if name in members:
+            if group not in self._begun:
+                self._refuse_twice(group)
+                agreement = self._new_agreement(group)
+                self._begun[group] = _Begun({}, agreement, mean, priority, tensor.dtype, time.perf_counter())
+            begun = self._begun[group]
+            if name in begun.members:
                 raise ValueError(f"{name} was asked for already, and {group} is not complete: wait for it first")
-            if not members:
-                self._agreements[group] = self._new_agreement(group)
-                self._began_s[group] = time.perf_counter()
-            members[name] = tensor
-            agreement = self._agreements[group]
-            if len(members) == len(self.groups[group]):
-                self._complete(group, mean, priority)
-        return Handle(agreement, lambda: tensor)
+            if (mean, priority, tensor.dtype) != (begun.mean, begun.priority, begun.dtype):
+                raise ValueError(
+                    f"{name} was asked for with mean={mean}, priority={priority}, {tensor.dtype}, and others of "
+                    f"{group} with mean={begun.mean}, priority={begun.priority}, {begun.dtype}: a group has one of each"
+                )
+            begun.members[name] = tensor
+            if len(begun.members) == len(self.groups[group]):
+                self._complete(group, self._begun.pop(group))
+        return Handle(begun.agreement, lambda: tensor)
 
-    def _complete(self, group: str, mean: bool, priority: int) -> None:
-        members, agreement = self._gathering.pop(group), self._agreements.pop(group)
-        tensors = [members[name] for name in self.groups[group]]
-        specs = tuple(spec_of(n, t, "all_reduce") for n, t in zip(self.groups[group], tensors, strict=True))
-        request = Request(group, "all_reduce", specs, mean=mean, priority=priority, grouped=True)
-        began_s, asked_s = self._began_s.pop(group), time.perf_counter()
-        self._pending[group] = Submission(request, tensors, agreement, began_s=began_s, asked_s=asked_s)
+    def _complete(self, group: str, begun: _Begun) -> None:
+        named = [(name, begun.members[name]) for name in self.groups[group]]
+        request = self._request(group, "all_reduce", named, begun.mean, priority=begun.priority, grouped=True)
+        tensors, asked_s = [tensor for _, tensor in named], time.perf_counter()
+        self._pending[group] = Submission(request, tensors, begun.agreement, began_s=begun.began_s, asked_s=asked_s)
         self._tell()
 
-    def _new_agreement(self, name: str) -> Agreement:
+    def _new_agreement(self, name: str, timeout_s: float | None = -1.0) -> Agreement:
         config = self.config
-        return Agreement(name, self._channel.witness, self._channel.describe, config.timeout_s, config.stall_warning_s)
+        return Agreement(
+            name,
+            self._channel.witness,
+            self._channel.describe,
+            self._fail,
+            config.timeout_s if timeout_s == -1.0 else timeout_s,
+            config.stall_warning_s,
+        )
 
     def _raise_if_ended(self) -> None:
-        if self._error is not None:
-            raise type(self._error)(str(self._error)) from self._error
         if self._closing:
             raise RuntimeError(f"this coordinator was closed: make a new one{see('the-state-was-closed')}")
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
 
     def _tell(self) -> None:
         self._has_news = True
@@ -337,7 +374,8 @@ class Coordinator:
     def _next_due_s(self) -> float:
         """When something will have waited for so long that the others are to be asked."""
         config = self.config
-        due_s = [
+        due_s = [max(begun.began_s, begun.warned_s) + config.stall_warning_s for begun in self._begun.values()]
+        due_s += [
             min(max(each.asked_s, each.warned_s) + config.stall_warning_s, each.asked_s + config.timeout_s)
             for each in self._pending.values()
         ]
@@ -352,6 +390,11 @@ class Coordinator:
         expired = [name for name, s in self._pending.items() if now_s - s.asked_s >= config.timeout_s]
         for name in overdue:
             self._pending[name].warned_s = now_s
+        for name, begun in self._begun.items():
+            if now_s - max(begun.began_s, begun.warned_s) >= config.stall_warning_s:
+                begun.warned_s = now_s
+                lacking = [member for member in self.groups[name] if member not in begun.members]
+                logger.warning("waited %.0f s for %s, which lacks %s here", now_s - begun.began_s, name, lacking)
         return Situation(
             {name: submission.request for name, submission in self._pending.items()},
             {name: submission.flags for name, submission in self._pending.items() if submission.flags},
@@ -364,6 +407,8 @@ class Coordinator:
     def _apply(self, outcome: Outcome) -> None:
         """What was agreed upon becomes work, or errors; in the same order on every rank."""
         with self._changed:
+            if self._error is not None:
+                return
             for name, ranks in outcome.missing.items():
                 self._say_who_is_missing(name, ranks)
             for name, reason in outcome.refused.items():
@@ -378,10 +423,12 @@ class Coordinator:
             mine = {request.name: self._pending.pop(request.name, None) for request in outcome.ready}
             if self._negotiator.has_news_of({name: each.request for name, each in self._pending.items()}):
                 self._has_news = True
+            self._moving.update(name for name, submission in mine.items() if submission is not None)
             self._stats.requests += len(outcome.ready)
             if outcome.all_joined and self._joined is not None:
                 self._joined.decide()
                 self._joined = None
+            self._changed.notify_all()
         now_s = time.perf_counter()
         for message in fused(outcome.ready, mebibytes(self.config.fusion_mb), self.config.mix_groups):
             submissions = [mine[request.name] for request in message]
@@ -407,6 +454,7 @@ class Coordinator:
         with self._changed:
             stats = self._stats
             for each in submissions:
+                self._moving.discard(each.request.name)
                 stats.waited_for_data_s += each.asked_s - each.began_s
                 stats.waited_for_others_s += each.agreed_s - each.asked_s
                 stats.queued_s += each.started_s - each.agreed_s
@@ -421,13 +469,14 @@ class Coordinator:
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _fail(self, error: LaneError) -> None:
+        """End everything that waits; the first error counts."""
         with self._changed:
             self._error = self._error or error
             waiting = [submission.agreement for submission in self._pending.values()]
-            waiting += [*self._agreements.values(), *([self._joined] if self._joined is not None else [])]
+            waiting += [begun.agreement for begun in self._begun.values()]
+            waiting += [self._joined] if self._joined is not None else []
             self._pending.clear()
-            self._gathering.clear()
-            self._agreements.clear()
+            self._begun.clear()
             self._joined = None
             self._changed.notify_all()
         for agreement in waiting:
@@ -436,10 +485,24 @@ class Coordinator:
     def _abandon(self, error: BaseException) -> None:
         self._lanes.abandon(error)
         self._fail(LaneError(f"this rank ends: {type(error).__name__}: {error}{see('a-rank-died', quoted=error)}"))
+        self._thread.join(2.0)
         self._channel.close(2.0)
 
     def _is_stuck(self) -> bool:
-        return self._lanes.stuck or self._thread.is_alive()
+        return self._lanes.stuck or self._channel.stuck or self._thread.is_alive()
+
+
+@dataclass
+class _Begun:
+    """A group of which some members are there; the first one says how it is to be reduced."""
+
+    members: dict[str, Tensor]
+    agreement: Agreement
+    mean: bool
+    priority: int
+    dtype: torch.dtype
+    began_s: float
+    warned_s: float = 0.0
 
 
 def _result_of(submission: Submission) -> Tensor:
@@ -458,9 +521,11 @@ def _make_lanes(group: dist.ProcessGroup, config: CoordinatorConfig, device: tor
     return lanes
 
 
-def _problem_of(config: object, groups: Mapping[str, Sequence[str]]) -> str | None:
+def _problem_of(config: object, groups: Mapping[str, Sequence[str]], device: torch.device) -> str | None:
     if not isinstance(config, CoordinatorConfig):
         return f"config must be a CoordinatorConfig(...), got {type(config).__name__}"
+    if device.type != "cpu":
+        return f"tensors are coordinated on CPUs only so far, got device {device}: use DistributedDataParallel there"
     seen: dict[str, str] = {}
     for name, members in groups.items():
         if not members:

@@ -24,18 +24,28 @@ class Agreement:
         name: of the request.
         witness: who knows of ranks that failed.
         describe: says where the control thread is, for messages.
-        timeout_s, stall_warning_s: as in the settings; ranks that are missing are named by the control thread, which
-            also ends what takes too long, so that this one only stands in for it.
+        fail: told of an error of the work, which ends everything.
+        timeout_s: after so much longer than this a wait ends in any case; the control thread names ranks that are
+            missing, and ends what takes too long, before. None: a wait may take as long as it takes.
+        stall_warning_s: after so long it is logged if another rank does not answer the control thread.
     """
 
     def __init__(
-        self, name: str, witness: Witness, describe: Callable[[], str], timeout_s: float, stall_warning_s: float
+        self,
+        name: str,
+        witness: Witness,
+        describe: Callable[[], str],
+        fail: Callable[[LaneError], None],
+        timeout_s: float | None,
+        stall_warning_s: float,
     ) -> None:
         self.name = name
         self._witness = witness
         self._describe = describe
+        self._fail = fail
         self._timeout_s = timeout_s
-        self._stall_warning_s = min(stall_warning_s, timeout_s)
+        self._stall_warning_s = stall_warning_s
+        self._lock = threading.Lock()
         self._decided = threading.Event()
         self._work: Work | None = None
         self._error: Exception | None = None
@@ -47,32 +57,36 @@ class Agreement:
 
     def decide(self, work: Work | None = None, error: Exception | None = None) -> None:
         """Let those that wait go on; the first decision counts."""
-        if not self._decided.is_set():
-            self._work, self._error = work, error
-            self._decided.set()
+        with self._lock:
+            if not self._decided.is_set():
+                self._work, self._error = work, error
+                self._decided.set()
 
     def wait(self) -> None:
         """Return when the result is there."""
         if not self._decided.is_set():
-            self._wait_with_warning()
+            self._wait_for_a_decision()
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except LaneError as error:
+                self._fail(error)
+                raise
 
-    def _wait_with_warning(self) -> None:
-        start_s = time.monotonic()
-        warned = False
+    def _wait_for_a_decision(self) -> None:
+        start_s, warned = time.monotonic(), False
         while not self._decided.wait(_POLL_S):
-            waited_s = time.monotonic() - start_s
             failure = self._witness.first_failure()
             if failure is not None and not self._decided.is_set():
                 raise LaneError(f"{self.name} cannot be done: {failure}{see('a-rank-died', quoted=failure)}")
-            if waited_s >= self._stall_warning_s and not warned:
+            waited_s = time.monotonic() - start_s
+            if waited_s >= self._stall_warning_s and not warned and not self._describe().endswith("idle"):
                 warned = True
                 hint = self._witness.report_wait(self._describe())
                 logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.name, self._describe(), hint)
-            if waited_s >= self._timeout_s * 1.25 + _POLL_S:
+            if self._timeout_s is not None and waited_s >= self._timeout_s * 1.25 + _POLL_S:
                 hint = self._witness.report_wait(self._describe())
                 raise LaneTimeout(
                     f"waited {waited_s:.0f} s for {self.name}; {self._describe()}. {hint}{see('a-wait-timed-out')}"

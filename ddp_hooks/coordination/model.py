@@ -8,13 +8,14 @@ others give zeros.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import agree, mebibytes, see
 from ddp_hooks.comm import compat as comm_compat
@@ -25,6 +26,7 @@ from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.stats import CoordinationStats
 
 _USED = "used parameters"
+_ATTRIBUTE = "_ddp_hooks_coordinated"
 
 
 def coordinate(
@@ -74,35 +76,46 @@ def coordinate(
     if problem is None:
         try:
             members = _groups_of(model, parameters, num_groups, group_mb, groups)
-        except ValueError as error:
+        except (TypeError, ValueError) as error:
             problem = str(error)
-    entries = {name: (tuple(p.shape), p.dtype) for name, p in parameters.items()}
-    agree({**entries, "groups": members}, problem, group, "the set-up of coordinate")
+    entries: dict[str, object] = {"broadcast_buffers": broadcast_buffers, "groups": members}
+    if isinstance(model, nn.Module):
+        for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+            entries[name] = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+    agree(entries, problem, group, "the set-up of coordinate")
     return CoordinatedModel(model, parameters, members, broadcast_buffers, group, config)
 
 
 @dataclass
 class _Group:
-    """Parameters that travel together."""
+    """Parameters that travel together.
+
+    Args:
+        name: of the request.
+        members: names of the parameters, with their places in the group's memory, in elements.
+        flat: the memory that gradients travel in, of this backward; (numel,).
+        present: members whose gradients are in it.
+        handle: of the collective, once it was asked for.
+    """
 
     name: str
-    members: tuple[str, ...]
-    handle: Handle | None = None  # of this backward
+    members: dict[str, slice]
+    flat: Tensor | None = None
+    present: set[str] = field(default_factory=set)
+    handle: Handle | None = None
 
 
 @dataclass
 class _Backward:
-    """What has happened in the backward that runs.
+    """The backward that runs.
 
     Args:
         task: the engine's number of it.
-        asked: names whose gradients are on their way.
-        stand_ins: zeros that travel in the place of gradients that are not there, by name.
+        has_asked: whether gradients of it are on their way.
     """
 
     task: int
-    asked: set[str] = field(default_factory=set)
-    stand_ins: dict[str, Tensor] = field(default_factory=dict)
+    has_asked: bool = False
 
 
 class CoordinatedModel:
@@ -119,7 +132,7 @@ class CoordinatedModel:
     ) -> None:
         self._model = model
         self._parameters = parameters
-        self._groups = [_Group(f"group {index}", tuple(names)) for index, names in enumerate(members)]
+        self._groups = [_Group(f"group {index}", _places(names, parameters)) for index, names in enumerate(members)]
         self._group_of = {name: each for each in self._groups for name in each.members}
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._broadcasts_buffers = broadcast_buffers
@@ -127,8 +140,8 @@ class CoordinatedModel:
         self._backward: _Backward | None = None
         self._syncs = True
         _begin_alike(model, group)
-        device = next(iter(parameters.values())).device
-        self.coordinator = Coordinator(group, config, device, {each.name: each.members for each in self._groups})
+        self.coordinator = Coordinator(group, config)
+        setattr(model, _ATTRIBUTE, self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in parameters.values()
         ]
@@ -152,12 +165,15 @@ class CoordinatedModel:
         """Leave the model as it was; collective."""
         while self._handles:
             self._handles.pop().remove()
+        vars(self._model).pop(_ATTRIBUTE, None)
         self.coordinator.close()
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, *ignored: object) -> None:
-        if self._backward is not None and not comm_compat.in_backward():
+        if comm_compat.in_backward():  # of an activation checkpoint
+            return
+        if self._backward is not None:
             self._refuse_to_go_on(self._backward)
         if self._broadcasts_buffers and self._model.training and torch.is_grad_enabled() and self._syncs:
             self._broadcast_buffers()
@@ -165,7 +181,7 @@ class CoordinatedModel:
     def _refuse_to_go_on(self, failed: _Backward) -> None:
         """A backward did not come to its end."""
         self._backward = None
-        if failed.asked:
+        if failed.has_asked:
             raise RuntimeError(
                 "the last backward failed, and gradients of it are still on their way, perhaps on this rank only: "
                 "start anew from a checkpoint, or find out before the backward that a batch is to be skipped"
@@ -194,67 +210,98 @@ class CoordinatedModel:
         self._used.add(name)
         if not self._syncs:
             return
-        if name in backward.asked:
+        group = self._group_of[name]
+        if name in group.present:
             raise RuntimeError(
                 f"the gradient of {name} was complete, and was added to again, in one backward: checkpoint activations "
                 f"with use_reentrant=False, or reduce once, after backwards under no_sync(){see('coordinated-models')}"
             )
-        self._ask_for(name, backward)
+        self._pack(group, name, parameter.grad)
+        if len(group.present) == len(group.members):
+            backward.has_asked = True
+            self._ask_for(group)
 
     def _running_backward(self, name: str) -> _Backward:
+        if comm_compat.inside_reentrant_checkpoint():
+            raise RuntimeError(
+                f"the gradient of {name} comes from a backward inside of another one, of which ranks may make "
+                f"different numbers: checkpoint activations with use_reentrant=False{see('coordinated-models')}"
+            )
         task = torch._C._current_graph_task_id()
         if self._backward is not None and self._backward.task != task:
             self._refuse_to_go_on(self._backward)
         if self._backward is None:
-            if comm_compat.inside_reentrant_checkpoint():
-                raise RuntimeError(
-                    f"the gradient of {name} comes from a backward inside of another one, of which ranks may make "
-                    f"different numbers: checkpoint activations with use_reentrant=False{see('coordinated-models')}"
-                )
             self._backward = _Backward(task)
+            for group in self._groups:
+                group.flat, group.handle = None, None
+                group.present.clear()
             comm_compat.queue_engine_callback(self._end_backward)
         return self._backward
 
-    def _ask_for(self, name: str, backward: _Backward, gradient: Tensor | None = None) -> None:
-        tensor = self._parameters[name].grad if gradient is None else gradient
-        assert tensor is not None
-        backward.asked.add(name)
-        self._group_of[name].handle = self.coordinator.all_reduce(tensor, name, mean=True)
+    def _pack(self, group: _Group, name: str, gradient: Tensor | None) -> None:
+        """Copy it to where it travels; None: zeros.
+
+        Not in place: autograd may still be handing on the memory that it has made the gradient of.
+        """
+        if group.flat is None:
+            numel = max(place.stop for place in group.members.values())
+            group.flat = torch.empty(numel, dtype=self._parameters[name].dtype)
+        place = group.flat[group.members[name]].view(self._parameters[name].shape)
+        place.zero_() if gradient is None else place.copy_(gradient)
+        group.present.add(name)
+
+    def _ask_for(self, group: _Group) -> None:
+        assert group.flat is not None
+        group.handle = self.coordinator.all_reduce(group.flat, group.name, mean=True)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
-        backward, self._backward = self._backward, None
-        if not self._syncs or backward is None:
+        """Hear what was used anywhere, send what is missing, and give every parameter the mean of its gradients."""
+        if not self._syncs:
+            self._backward = None
             return
+        assert self._backward is not None
+        self._backward.has_asked = True
         used_here = torch.tensor([name in self._used for name in self._parameters])
         used = self.coordinator.any(used_here, _USED).wait()
         used_anywhere = {name for name, is_used in zip(self._parameters, used.tolist(), strict=True) if is_used}
         travelling = [group for group in self._groups if not used_anywhere.isdisjoint(group.members)]
         for group in travelling:
-            for name in group.members:
-                if name not in backward.asked:
-                    self._stand_in(name, name in used_anywhere, backward)
+            if group.handle is None:
+                for name in group.members.keys() - group.present:
+                    # What came of earlier backwards counts, too, but not of what nobody has used: that stays.
+                    self._pack(group, name, self._parameters[name].grad if name in used_anywhere else None)
+                self._ask_for(group)
         for group in travelling:
-            assert group.handle is not None
-            group.handle.wait()
-            group.handle = None
-        for name, gradient in backward.stand_ins.items():
-            if name in used_anywhere:
-                self._parameters[name].grad = gradient
+            self._hand_out(group, used_anywhere)
         self._used.clear()
+        self._backward = None
 
-    def _stand_in(self, name: str, is_used_anywhere: bool, backward: _Backward) -> None:
-        """What came of earlier backwards, or zeros."""
-        parameter = self._parameters[name]
-        if parameter.grad is not None and is_used_anywhere:
-            self._ask_for(name, backward)
-            return
-        backward.stand_ins[name] = torch.zeros_like(parameter)
-        self._ask_for(name, backward, backward.stand_ins[name])
+    def _hand_out(self, group: _Group, used_anywhere: Collection[str]) -> None:
+        assert group.handle is not None
+        means = group.handle.wait()
+        for name, place in group.members.items():
+            parameter = self._parameters[name]
+            if name in used_anywhere:
+                mean = means[place].view(parameter.shape)
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(mean)
+        group.flat, group.handle = None, None
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+
+
+def _places(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
+    """One after the other."""
+    places: dict[str, slice] = {}
+    start = 0
+    for name in names:
+        places[name] = slice(start, start + parameters[name].numel())
+        start = places[name].stop
+    return places
 
 
 def _problem_of(model: object, optimizer: object) -> str | None:
@@ -262,6 +309,15 @@ def _problem_of(model: object, optimizer: object) -> str | None:
         return f"coordinate(...) takes a module, got {type(model).__name__}"
     if isinstance(model, nn.parallel.DistributedDataParallel):
         return "coordinate(...) takes the place of DistributedDataParallel: pass the model itself, ddp.module"
+    if hasattr(model, _ATTRIBUTE):
+        return f"{type(model).__name__} is coordinated already: call close() of what coordinate(...) returned first"
+    for name, parameter in model.named_parameters():
+        if isinstance(parameter, DTensor) or parameter.device.type != "cpu":
+            kind = "a DTensor" if isinstance(parameter, DTensor) else f"on {parameter.device}"
+            return (
+                f"{name} is {kind}: whole parameters on CPUs are coordinated so far; use FSDP2 itself, or "
+                f"DistributedDataParallel(find_unused_parameters=True)"
+            )
     trained = set(_trained(model).values())
     if not trained:
         return f"{type(model).__name__} has no parameters that are trained"

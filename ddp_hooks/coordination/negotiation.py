@@ -105,13 +105,16 @@ class Negotiator:
 
     def cycle(self, situation: Situation, outcome: Outcome) -> Algorithm:
         """Take part in one cycle; ``outcome`` is filled in."""
-        new, hits, stale = self._look_up(situation)
+        new, hits_of_own, stale = self._look_up(situation)
+        hits = hits_of_own | (self._stood_in_for() if situation.joined else 0)
         has_news = bool(new) or situation.joined > self._told_of_joining
         vector = to_vector(_status(situation, has_news, bool(stale)), hits, self.cache.num_bits)
         yield from and_of_all(vector, self._rank, self._world_size)
         status, common = from_vector(vector)
         if not status & _NOBODY_DISAGREES_WITH_THE_CACHE:
             common &= ~(yield from self._forget(stale))
+        if status & _ALL_HAVE_JOINED:  # what all would stand in for, nobody need have asked for
+            common &= yield from self._asked_by_any(hits_of_own)
         cached = [self.cache.at(bit) for bit in indices(common)]
         answer: dict[str, Any] = {}
         asks = not status & _NOBODY_ASKS_WHO_IS_MISSING or bool(~status & _NOBODY_CLOSES and ~status & _ALL_CLOSE)
@@ -149,11 +152,16 @@ class Negotiator:
                 hits |= 1 << entry.bit
             else:
                 stale |= 1 << entry.bit
-        if situation.joined:
-            for bit in self.cache.bits():
-                if takes_part_without_data(self.cache.at(bit)):
-                    hits |= 1 << bit
         return new, hits, stale
+
+    def _stood_in_for(self) -> int:
+        """Bits of what a rank that has joined gives zeros for."""
+        return sum(1 << bit for bit in self.cache.bits() if takes_part_without_data(self.cache.at(bit)))
+
+    def _asked_by_any(self, hits: int) -> Generator[Round, None, int]:
+        vector = to_vector(0, hits, self.cache.num_bits)
+        yield from or_of_all(vector, self._rank, self._world_size)
+        return from_vector(vector)[1]
 
     def _forget(self, stale: int) -> Generator[Round, None, int]:
         """Drop what any rank disagrees with, in ascending order of numbers."""
@@ -179,7 +187,11 @@ class Negotiator:
         self._told_of_joining = situation.joined
         question = {
             "new": packed(new),
-            "waiting": [name for name in situation.pending if name not in common] if asks else [],
+            "waiting": [
+                [name, takes_part_without_data(request)]
+                for name, request in situation.pending.items()
+                if asks and name not in common
+            ],
             "overdue": list(situation.overdue),
             "expired": list(situation.expired),
             "joined": situation.joined,
@@ -204,10 +216,11 @@ class Negotiator:
 
     def _say_who_is_missing(self, questions: Sequence[Mapping[str, Any]], done: Collection[str]) -> dict[str, Any]:
         having: dict[str, set[int]] = {}
+        joined = {rank for rank, question in enumerate(questions) if question["joined"]}
         for rank, question in enumerate(questions):
-            for name in question["waiting"]:
+            for name, zeros_do in question["waiting"]:
                 if name not in done:
-                    having.setdefault(name, set()).add(rank)
+                    having.setdefault(name, set(joined if zeros_do else ())).add(rank)
         everyone = set(range(self._world_size))
         missing = {name: sorted(everyone - ranks) for name, ranks in having.items()}
         overdue = {name for question in questions for name in question["overdue"] if name in missing}
@@ -238,7 +251,7 @@ def _status(situation: Situation, has_news: bool, disagrees: bool) -> int:
         _NOBODY_DISAGREES_WITH_THE_CACHE: not disagrees,
         _NOBODY_ASKS_WHO_IS_MISSING: not (situation.overdue or situation.expired),
         _NOBODY_CLOSES: not situation.closing,
-        _ALL_CLOSE: situation.closing,
+        _ALL_CLOSE: situation.closing and not situation.pending,
         _ALL_HAVE_JOINED: situation.joined,
     }
     return sum(bit for bit, is_set in bits.items() if is_set)

@@ -38,7 +38,8 @@ class Table:
         refused: dict[str, str] = {}
         for name, asked in list(self._waiting.items()):
             request = next(iter(asked.values()))
-            standing_in = set(joined) if takes_part_without_data(request) else set()
+            # Any of them: ranks that disagree are to hear of it.
+            standing_in = set(joined) if any(map(takes_part_without_data, asked.values())) else set()
             if len(asked.keys() | standing_in) < len(self._ranks):
                 continue
             del self._waiting[name]

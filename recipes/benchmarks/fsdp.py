@@ -63,7 +63,8 @@ where every reduce-scatter has to be waited for, as an all-reduce by FSDP2 itsel
 * `ddp-…`, `dear`: plain DDP, and DDP with DeAR."""
 
 LEGEND = f"""\
-* `× stock`: how many times faster than `{STOCK}`, with the same `set_to_none` and `replicas`; `× ring`: than `{RING}`.
+* `× stock`: how many times faster than `{STOCK}`, in blocks of 25 MB, with the same `set_to_none` and `replicas`; \
+`× ring`: than `{RING}`.
 * `÷ DeAR`: step time over that of DDP with DeAR.
 * `exposed`: step minus compute, in seconds. `CPU s`: processor seconds per step, all ranks together: two cores serve \
 all workers, so where these are near twice the step, the processor is the limit.
@@ -161,26 +162,27 @@ def plot(results: list[Result], path: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(1, len(results), figsize=(1 + 3.6 * len(results), 4.6), squeeze=False, sharey=False)
-    for ax, result in zip(axes[0], results, strict=True):
+    num_columns = min(len(results), 3)
+    num_rows = -(-len(results) // num_columns)
+    figure, axes = plt.subplots(num_rows, num_columns, figsize=(7.2 * num_columns, 4.2 * num_rows), squeeze=False)
+    for ax in axes.flat[len(results) :]:
+        ax.remove()
+    for ax, result in zip(axes.flat, results, strict=False):
         names = list(result.variants)
         steps_s = [variant.step_s for variant in result.variants.values()]
         below = [variant.step_s - variant.fastest_s for variant in result.variants.values()]
         above = [variant.slowest_s - variant.step_s for variant in result.variants.values()]
-        kinds = [parse_variant(name).kind for name in names]
-        colours = [COLOURS.get(kind, "tab:grey") for kind in kinds]
+        colours = [COLOURS.get(parse_variant(name).kind, "tab:grey") for name in names]
         ax.barh(names, steps_s, xerr=[below, above], color=colours, capsize=3)
         ax.axvline(result.compute_s, color="tab:green", linewidth=1, label="compute")
         ax.axvline(result.bounds.dependency, color="black", linewidth=1, label="bound of float32")
         ax.invert_yaxis()
         ax.set_title(result.title, fontsize=8)
-        ax.tick_params(labelsize=7)
+        ax.tick_params(labelsize=6)
         ax.set_xlabel("seconds per step", fontsize=8)
-        if ax is not axes[0][0] and names == list(results[0].variants):
-            ax.set_yticklabels([])
     axes[0][0].legend(fontsize=7, loc="lower right")
     figure.tight_layout()
-    figure.savefig(path, dpi=120, bbox_inches="tight")
+    figure.savefig(path, dpi=100, bbox_inches="tight")
     plt.close(figure)
 
 

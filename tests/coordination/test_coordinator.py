@@ -148,6 +148,9 @@ def grouped(rank: int, world_size: int) -> dict[str, Any]:
         lambda: coordinator.broadcast(torch.ones(2, 3).t(), "strided"),
         lambda: coordinator.broadcast(torch.ones(2), "root", root=world_size),
         lambda: coordinator.all_gather(torch.tensor(1.0), "number"),
+        lambda: coordinator.all_reduce(torch.ones(3), "b", mean=True),
+        lambda: coordinator.all_reduce(torch.ones(3, dtype=torch.int64), "whole", mean=True),
+        lambda: coordinator.any(torch.ones(2, 2), "square"),
     ):
         with pytest.raises(ValueError) as error:
             ask()
@@ -182,6 +185,9 @@ def test_groups(workers: WorkerPools) -> None:
                 "contiguous",
                 "below 2",
                 "got a number",
+                "a group has one of each",
+                "means are of floating-point numbers",
+                "flags in one row",
             ),
             strict=True,
         ):

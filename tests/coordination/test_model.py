@@ -6,6 +6,7 @@ Prevents: parameters that nobody used and that change; gradients of some ranks t
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -187,6 +188,50 @@ def test_groups(workers: WorkerPools, options: dict[str, Any], groups: int) -> N
         assert found["different"] == [] and found["moved"] and found["groups"] == groups
 
 
+class Views(nn.Module):
+    """Gradients that are views of memory which autograd goes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.shift = nn.Parameter(torch.zeros(4))
+        self.halves = nn.ParameterList([torch.ones(2, 2), torch.ones(4)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        slow = _Slow.apply(y)
+        return y + slow + self.shift.unsqueeze(0) + self.halves[0].view(-1) + self.halves[1]
+
+
+class _Slow(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        time.sleep(0.2)  # in which what is on its way arrives
+        return gradient * 2
+
+
+def views(rank: int, world_size: int) -> bool:
+    torch.manual_seed(0)
+    ours, theirs = Views(), Views()
+    theirs.load_state_dict(ours.state_dict())
+    ddp = DistributedDataParallel(theirs, find_unused_parameters=True)
+    coordinated = coordinate(ours, config=CONFIG, group_mb=1e-6)
+    x = torch.ones(1, 4) * (rank + 1)
+    for model in (ours, ddp):
+        (model(x).square().sum() * (1 + rank)).backward()
+    coordinated.close()
+    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
+    return all(torch.allclose(a.grad, b.grad) for a, b in pairs)  # type: ignore[arg-type]
+
+
+def test_gradients_that_share_memory_with_what_autograd_goes_on_with(workers: WorkerPools) -> None:
+    assert workers(2).run(views) == [True, True]
+
+
 def skipped(rank: int, world_size: int) -> tuple[int, int]:
     """Requests of a step in which one of six branches is used, and of one in which all are."""
     model = Branches(world_size)
@@ -220,6 +265,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     expect(ValueError, lambda: coordinate(model, groups=[["trunk.nothing"]]))
     expect(ValueError, lambda: coordinate(Branches(world_size + rank) if rank == 0 else nn.Linear(2, 3)))
     coordinated = coordinate(model, config=CONFIG)
+    expect(ValueError, lambda: coordinate(model))
 
     def inside_of_another() -> None:
         x = torch.zeros((), requires_grad=True)
@@ -247,6 +293,7 @@ def test_what_cannot_work_is_refused(workers: WorkerPools) -> None:
         "pass num_groups or groups, not both",
         "group 0 has 'trunk.nothing'",
         "the set-up of coordinate differs between ranks",
+        "Branches is coordinated already",
         "use_reentrant=False",
         "division by zero",
         "the last backward failed",

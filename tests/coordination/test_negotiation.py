@@ -180,7 +180,9 @@ def test_without_data() -> None:
     outcome, _ = cycle(ranks, [pending(gather, overdue=["g"]), pending(gather), pending(joined=True)])
     assert outcome.ready == [] and outcome.missing == {"g": [2]}, "rows cannot be made up"
     outcome, _ = cycle(ranks, [pending(joined=True)] * 3)
-    assert outcome.all_joined
+    assert outcome.all_joined and outcome.ready == [], "nobody has asked for what all stand in for"
+    outcome, _ = cycle(ranks, [pending(joined=True), pending(a, joined=True), pending(joined=True)])
+    assert outcome.all_joined and outcome.ready == [a], "but for what somebody has"
 
 
 def test_joining_is_news_for_what_waits() -> None:

@@ -435,3 +435,28 @@ def test_converges(workers: WorkerPools) -> None:
     )
     untrained = 0.1
     assert exact < untrained / 5 and sparse < 1.5 * exact, (exact, sparse)
+
+
+def scaled(rank: int, world_size: int, factor: float) -> bool:
+    """What is left over, before and after it was scaled, in training and when it was loaded."""
+    torch.manual_seed(7)
+    model = twins.shard(twins.WholeNumbers(world_size))
+    extension = extend(model, SPARSE)
+    found = []
+    for loaded in (False, True):
+        if loaded:
+            extension.load_state_dict(extension.state_dict())
+        else:
+            model(3 + rank).backward()
+        before = {name: twins.local(value).clone() for name, value in extension.state_dict().items()}
+        extension.scale_leftovers(factor)
+        after = {name: twins.local(value) for name, value in extension.state_dict().items()}
+        found.append(all(torch.equal(after[name], before[name] * factor) for name in before))
+        found.append(any(value.any() for value in before.values()) == (not loaded or factor != 0))
+    restore(model)
+    return all(found)
+
+
+@pytest.mark.parametrize("factor", [0.0, 0.5, 2.0])
+def test_what_is_left_over_is_scaled(workers: WorkerPools, factor: float) -> None:
+    assert all(workers(2).run(scaled, factor))
