@@ -52,6 +52,8 @@ class Run:
         return f"{self.recipe}_{self.hook}.json"
 
 
+_LONGER = ("--steps", "200")  # to tell what rounding costs
+
 RUNS = (
     Run("gpt2_clm_trainer", "none"),
     Run("gpt2_clm_trainer", "dear"),
@@ -74,14 +76,14 @@ RUNS = (
     Run("lightning_gpt", "topk"),
     Run("multitask_coordinated", "none"),
     Run("multitask_coordinated", "coordinated"),
-    Run("llama_fsdp2", "none"),
-    Run("llama_fsdp2", "ring"),
-    Run("llama_fsdp2", "ring-gather-bf16", ("--all-gather", "bf16")),
-    Run("llama_fsdp2", "ring-gather-int8", ("--all-gather", "int8")),
-    Run("llama_fsdp2", "ring-scatter-bf16", ("--reduce-scatter", "bf16")),
-    Run("llama_fsdp2", "ring-scatter-int8", ("--reduce-scatter", "int8")),
-    Run("llama_fsdp2", "ring-scatter-sparse", ("--reduce-scatter", "sparse")),
-    Run("llama_fsdp2", "ring-gather-int8-scatter-int8", ("--all-gather", "int8", "--reduce-scatter", "int8")),
+    Run("llama_fsdp2", "none", (*_LONGER,)),
+    Run("llama_fsdp2", "ring", (*_LONGER,)),
+    Run("llama_fsdp2", "ring-gather-bf16", ("--all-gather", "bf16", *_LONGER)),
+    Run("llama_fsdp2", "ring-gather-int8", ("--all-gather", "int8", *_LONGER)),
+    Run("llama_fsdp2", "ring-scatter-bf16", ("--reduce-scatter", "bf16", *_LONGER)),
+    Run("llama_fsdp2", "ring-scatter-int8", ("--reduce-scatter", "int8", *_LONGER)),
+    Run("llama_fsdp2", "ring-scatter-sparse", ("--reduce-scatter", "sparse", *_LONGER)),
+    Run("llama_fsdp2", "ring-gather-int8-scatter-int8", ("--all-gather", "int8", "--reduce-scatter", "int8", *_LONGER)),
 )
 TITLES = {
     "gpt2_clm_trainer": "GPT-2, Hugging Face Trainer",
