@@ -67,7 +67,7 @@ def test_any_order(workers: WorkerPools, world_size: int) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world_size", "capacity"), [(2, 1024), (3, 20), (4, 1024)])
+@pytest.mark.parametrize(("world_size", "capacity"), [(3, 20), (4, 1024)])
 def test_any_order_for_long(workers: WorkerPools, world_size: int, capacity: int) -> None:
     config = CoordinatorConfig(
         lanes=2, slice_mb=0.01, timeout_s=60, stall_warning_s=30, cycle_ms=0.2, capacity=capacity
