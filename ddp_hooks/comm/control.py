@@ -129,7 +129,7 @@ class ControlChannel:
         """End; whether the thread that listens has ended, too. Nothing may be expected any more."""
         for heard in (self._heard, self._hearing):
             if heard is not None and not heard.arrived.is_set():
-                heard.errors.append(RuntimeError("the channel was closed"))
+                heard.errors.append(RuntimeError(f"the channel was closed{see('the-state-was-closed')}"))
                 heard.handle.abort()
         self._to_hear.put(None)
         if self._thread is not None:

@@ -210,11 +210,8 @@ class Coordinator:
             # What is pending is done when others ask for it, or fails because they close, too.
             self._changed.wait_for(lambda: not self._pending or self._error is not None)
         self._ended.wait(farewell_s)
-        self._end(f"this coordinator was closed{see('the-state-was-closed')}", farewell_s)
-
-    def _end(self, reason: str, farewell_s: float) -> None:
-        """Let threads end, and those that still wait for something know why."""
-        self._fail(LaneError(reason))
+        # Those that still wait for something shall know why.
+        self._fail(LaneError(f"this coordinator was closed{see('the-state-was-closed')}"))
         self._thread.join(farewell_s)
         self._lanes.close(farewell_s)
         self._channel.close(farewell_s)

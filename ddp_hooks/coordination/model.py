@@ -40,7 +40,7 @@ def coordinate(
     group: dist.ProcessGroup | None = None,
     config: CoordinatorConfig | None = None,
 ) -> CoordinatedModel:
-    """Let ranks train one model together, whichever parts of it each of them uses in each step; in place.
+    """Let ranks train one model together, whichever parts of it each of them uses in each step; in place::
 
         coordinated = coordinate(model, optimizer)
         for batch in loader:

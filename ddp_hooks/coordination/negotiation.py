@@ -226,21 +226,28 @@ class Negotiator:
         overdue = {name for question in questions for name in question["overdue"] if name in missing}
         expired = [name for question in questions for name in question["expired"] if name in missing]
         closing = {rank for rank, question in enumerate(questions) if question["closing"]}
-        failure = None
-        for name, ranks in missing.items():
-            if closing.intersection(ranks):
-                gone = [self._ranks[rank] for rank in ranks if rank in closing]
-                failure = f"{name} waits for ranks {gone}, which have closed their coordinator"
-                break
-            if name in expired:
-                failure = f"{name} was waited for too long: {self._sides(name, having[name], ranks)}"
-                break
-        if failure is not None:
-            failure += see("a-rank-is-missing")
+        failure = self._failure_of(missing, having, expired, closing)
         named = {name: [self._ranks[rank] for rank in missing[name]] for name in missing if name in overdue}
         return {"missing": named, "failure": failure}
 
-    def _sides(self, name: str, having: Collection[int], missing: Collection[int]) -> str:
+    def _failure_of(
+        self,
+        missing: Mapping[str, Collection[int]],
+        having: Mapping[str, Collection[int]],
+        expired: Collection[str],
+        closing: Collection[int],
+    ) -> str | None:
+        """Why everything ends: a rank that is missing closes, or has been waited for too long."""
+        for name, ranks in missing.items():
+            gone = [self._ranks[rank] for rank in ranks if rank in closing]
+            if gone:
+                return f"{name} waits for ranks {gone}, which have closed their coordinator{see('a-rank-is-missing')}"
+            if name in expired:
+                sides = self._sides(having[name], ranks)
+                return f"{name} was waited for too long: {sides}{see('a-rank-is-missing')}"
+        return None
+
+    def _sides(self, having: Collection[int], missing: Collection[int]) -> str:
         has, lacks = (sorted(self._ranks[rank] for rank in ranks) for ranks in (having, missing))
         return f"ranks {has} have asked for it, ranks {lacks} have not"
 
