@@ -289,7 +289,8 @@ def idle(rank: int, world_size: int) -> dict[str, int]:
 
 def test_nobody_asks(workers: WorkerPools) -> None:
     for found in workers(3).run(idle):
-        assert found == {"turns": 0, "cycles": 0, "files": 0, "threads": 0, "pending": 0, "sent": 0}
+        assert found.pop("turns") <= 1, "the look after the last cycle"
+        assert found == {"cycles": 0, "files": 0, "threads": 0, "pending": 0, "sent": 0}
 
 
 def one_rank_asks(rank: int, world_size: int, seen: str) -> Any:
