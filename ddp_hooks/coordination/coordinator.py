@@ -420,6 +420,8 @@ class Coordinator:
             mine = {request.name: self._pending.pop(request.name, None) for request in outcome.ready}
             if self._negotiator.has_news_of({name: each.request for name, each in self._pending.items()}):
                 self._has_news = True
+            if self._closing and not self._pending and not outcome.closed:
+                self._has_news = True  # it counts as closing only now
             self._moving.update(name for name, submission in mine.items() if submission is not None)
             self._stats.requests += len(outcome.ready)
             if outcome.all_joined and self._joined is not None:
