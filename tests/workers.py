@@ -7,6 +7,7 @@ replaced, so that one test's failure cannot reach the next.
 from __future__ import annotations
 
 import datetime
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -14,6 +15,7 @@ import time
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 _PRELOAD = ["torch", "torch.distributed", "torchvision", "transformers", "ddp_hooks", "ddp_hooks.tuning.surrogate"]
@@ -34,6 +36,10 @@ def _context() -> Any:
 def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    # A process that a signal ends cannot report: what it and its libraries print at last is kept for _outcome.
+    said = os.open(f"{rendezvous}.stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(said, 2)
+    faulthandler.enable(2)
     import torch
     import torch.distributed as dist
 
@@ -69,12 +75,12 @@ class Workers:
         context = _context()
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ddp_hooks_tests_")
-        rendezvous = os.path.join(self._folder.name, "rendezvous")
+        self._rendezvous = os.path.join(self._folder.name, "rendezvous")
         self.processes: list[Any] = []
         self._connections: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, rendezvous, theirs), daemon=True)
+            process = context.Process(target=_serve, args=(rank, world_size, self._rendezvous, theirs), daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -105,7 +111,10 @@ class Workers:
         try:
             outcome: tuple[Any, ...] = connection.recv()
         except EOFError:
-            return "lost", f"rank {rank} died"
+            self.processes[rank].join(5)
+            said = Path(f"{self._rendezvous}.stderr{rank}").read_text(errors="replace")
+            code = self.processes[rank].exitcode
+            return "lost", f"rank {rank} died, exit code {code}; its last words:\n{said[-6000:]}"
         return outcome
 
     @property

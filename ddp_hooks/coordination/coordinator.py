@@ -101,6 +101,7 @@ class Coordinator:
         self._execution = Execution(self._lanes, torch.device(device), self._note_end)
         self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity)
         self._last_cycle_s = 0.0
+        self._before = self._lanes.traffic  # what measuring the link has moved
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
         self._thread = threading.Thread(target=self._serve, name="ddp_hooks coordinator", daemon=True)
         self._thread.start()
@@ -185,7 +186,7 @@ class Coordinator:
 
     def stats(self) -> CoordinationStats:
         """Totals so far, on this rank."""
-        control, moved = self._channel.traffic, self._lanes.traffic
+        control, moved = self._channel.traffic, self._lanes.traffic - self._before
         with self._changed:
             return replace(
                 self._stats,

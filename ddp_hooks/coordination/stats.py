@@ -15,7 +15,7 @@ class CoordinationStats:
         requests: that were done.
         control_messages, control_bytes: that this rank has sent to agree.
         control_s: seconds in which the control thread agreed.
-        sent_bytes, received_bytes: payload of all messages.
+        sent_bytes, received_bytes: payload of all messages, without those that measured the link at the start.
         waited_for_data_s: seconds from a group's first tensor to its last one, added over requests.
         waited_for_others_s: seconds from there until all ranks had asked for it, likewise.
         queued_s: seconds from there until a lane began, likewise.

@@ -135,7 +135,9 @@ def _sent_mb(result: Result, name: str) -> str:
 def _remark(result: Result) -> str:
     tuned = result.details.get("fsdp2-tuned", {})
     found = f" Tuning found blocks of {tuned['block_mb']:g} MB" if "block_mb" in tuned else ""
-    if found:
+    if found and "prefetch" not in tuned:
+        found += ", and nothing faster than stock."
+    elif found:
         found += f", prefetch={tuned['prefetch']:g}." if tuned["prefetch"] >= 0 else ", and the default prefetching."
     return (
         f"Emulated compute {result.compute_s:.3f} s per step; {result.parameter_bytes / 1e6:.1f} MB of parameters. "

@@ -81,11 +81,11 @@ def _tuned(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: O
     model = make(found.block_mb)
     optimizer = _optimizer(model, make_optimizer, spec.sharding)
     extension = found.apply(model)
-    if extension is None:
-        return Trainee(model, optimizer)
+    tuned = {"block_mb": found.block_mb, "trials": float(found.num_trials)}
+    if extension is None:  # nothing was faster than stock
+        return Trainee(model, optimizer, finish=lambda: tuned)
     trainee = _extended(model, optimizer, extension)
-    prefetch = -1 if extension.config.prefetch is None else extension.config.prefetch
-    tuned = {"block_mb": found.block_mb, "prefetch": float(prefetch), "trials": float(found.num_trials)}
+    tuned["prefetch"] = float(-1 if extension.config.prefetch is None else extension.config.prefetch)
     return replace(trainee, finish=lambda: {**trainee.finish(), **tuned})
 
 
