@@ -113,6 +113,7 @@ class Workers:
         except EOFError:
             self.processes[rank].join(5)
             said = Path(f"{self._rendezvous}.stderr{rank}").read_text(errors="replace")
+            said = said.partition("\nExtension modules: ")[0]  # faulthandler's list of hundreds
             code = self.processes[rank].exitcode
             return "lost", f"rank {rank} died, exit code {code}; its last words:\n{said[-6000:]}"
         return outcome
