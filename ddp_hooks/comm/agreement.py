@@ -7,12 +7,17 @@ is made or gradient touched.
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
 from ddp_hooks.comm.advice import see
+
+VERIFY = "DDP_HOOKS_VERIFY"
+"""Of the environment: see :mod:`ddp_hooks.comm.verifying`."""
+_num_agreements = 0
 
 
 class Disagreement(NamedTuple):
@@ -42,7 +47,10 @@ def compare(
 
     Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ.
     """
+    global _num_agreements
+    _num_agreements += 1
     lines = {name: str(value) for name, value in entries.items()}
+    lines[VERIFY] = os.environ.get(VERIFY, "0")  # or some ranks would wait for others' lines
     digest = hashlib.sha256("\n".join(f"{k}={v}" for k, v in lines.items()).encode()).hexdigest()
     verdicts = _gather((problem, digest), group)
     ranks = dist.get_process_group_ranks(group)
@@ -60,6 +68,11 @@ def compare(
         found = first_difference(_gather(lines, group), ranks)
         return Disagreement(difference=f"{subject} differs between ranks: {found}")
     return Disagreement()
+
+
+def num_agreements() -> int:
+    """How often this process has compared anything: in steady state it stays as it is."""
+    return _num_agreements
 
 
 def first_difference(lines_by_rank: list[dict[str, str]], ranks: Sequence[int]) -> str:

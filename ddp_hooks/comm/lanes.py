@@ -21,7 +21,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
@@ -36,6 +36,7 @@ from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm, Recv, Send
 from ddp_hooks.comm.failure import LaneError, Witness, is_lost_connection
 from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
+from ddp_hooks.comm.verifying import content_of, difference, is_verifying, lines_of_all
 from ddp_hooks.comm.work import Joined, StreamWork, ThreadWork, Work
 
 logger = logging.getLogger("ddp_hooks")
@@ -43,6 +44,7 @@ logger = logging.getLogger("ddp_hooks")
 _FIRST_SPECIAL_TAG = 1 << 30  # tags below are those of slices
 _ROLL_CALL_TAG = _FIRST_SPECIAL_TAG
 _TAGS_PER_KIND = 1 << 20
+_VERIFYING = 1 << 9  # a kind of exchange that nobody else has
 WINDOW = 4  # slices under way per lane, and so slice buffers per lane and dtype
 
 
@@ -59,11 +61,13 @@ class LaneSettings:
         slice_bytes: largest message of rings, and size of a slice buffer.
         timeout_s: after this long without progress a wait fails.
         stall_warning_s: after this long a wait is logged, with what it waits for.
+        verify: ranks compare every collective before it moves, on CPUs; see :mod:`ddp_hooks.comm.verifying`.
     """
 
     slice_bytes: int = 1 << 20
     timeout_s: float = 600.0
     stall_warning_s: float = 60.0
+    verify: bool = field(default_factory=is_verifying)
 
 
 class Lane(Protocol):
@@ -110,6 +114,7 @@ class _Submission:
     work: ThreadWork
     slices: Iterable[Slice]
     after: Collection[Work]
+    content: str = ""  # for ranks to compare
 
 
 class _Running:
@@ -143,6 +148,7 @@ class ThreadLane:
         self._stopping = False  # begin nothing more
         self._doing = "idle"
         self._num_slices = 0
+        self._num_verified = 0
         self._scratch: dict[torch.dtype, list[Tensor]] = {}
         self._submissions: queue.SimpleQueue[_Submission | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name=f"ddp_hooks lane {index}", daemon=True)
@@ -156,7 +162,8 @@ class ThreadLane:
         Of ``part = (i, n)`` only slices i, i + n, i + 2n, …: the others are other lanes'.
         """
         slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes, divisor, self._rule)
-        return self._submit("reduce-scatter", itertools.islice(slices, part[0], None, part[1]), label)
+        content = f"{content_of(partitions)}, divided by {divisor}" if self._settings.verify else ""
+        return self._submit("reduce-scatter", itertools.islice(slices, part[0], None, part[1]), label, content=content)
 
     def all_gather(
         self,
@@ -168,8 +175,11 @@ class ThreadLane:
     ) -> Work:
         """All-gathers, slice by slice, of a part as above; see :class:`Lane`."""
         all_slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._rule)
-        slices = itertools.islice(all_slices, part[0], None, part[1])
-        return self._submit("all-gather", slices if only_if is None else _slices_if(only_if, slices), label, after)
+        slices: Iterator[Slice] = itertools.islice(all_slices, part[0], None, part[1])
+        if only_if is not None:
+            slices = _slices_if(only_if, slices)
+        content = content_of(partitions) if self._settings.verify else ""
+        return self._submit("all-gather", slices, label, after, content)
 
     def run(
         self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
@@ -197,12 +207,12 @@ class ThreadLane:
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
     def _submit(
-        self, phase: str, slices: Iterable[Slice], label: str, after: Collection[Work] = ()
+        self, phase: str, slices: Iterable[Slice], label: str, after: Collection[Work] = (), content: str = ""
     ) -> ThreadWork:
         settings = self._settings
         name = f"{phase} of {label}"
         work = ThreadWork(name, settings.timeout_s, settings.stall_warning_s, self.describe, self._witness)
-        self._submissions.put(_Submission(work, slices, after))
+        self._submissions.put(_Submission(work, slices, after, content))
         return work
 
     @torch.no_grad()
@@ -215,6 +225,8 @@ class ThreadLane:
             if self._error is None:
                 try:
                     self._wait_for(submission.after, submission.work.label)
+                    if self._settings.verify and self._world_size > 1:
+                        self._verify(submission)
                     with self._counting(submission.work.label):
                         self._run_slices(submission)
                 except LaneError as error:
@@ -235,6 +247,17 @@ class ThreadLane:
             if not other.done:
                 self._doing = f"{label}, which is to follow {other.label}"
                 other.wait_as_a_lane()
+
+    def _verify(self, submission: _Submission) -> None:
+        """Raise on all ranks if they are about to move different things."""
+        name = submission.work.label
+        lines, algorithm = lines_of_all(f"{name}: {submission.content}", self._rank, self._world_size)
+        tag = special_tag(_VERIFYING, self._num_verified)
+        self._num_verified += 1
+        self._run_slices(_Submission(submission.work, [Slice(lambda scratch: algorithm, 0, torch.uint8, tag)], ()))
+        found = difference(lines, self._global_ranks)
+        if found is not None:
+            raise LaneError(f"collective {self._num_verified} of lane {self._index}: {found}{see('ranks-differ')}")
 
     @contextmanager
     def _counting(self, label: str) -> Iterator[None]:

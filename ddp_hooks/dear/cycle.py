@@ -324,6 +324,8 @@ class StepCycle:
     def _adopt(self, layout: Layout, reduction: Reduction) -> None:
         """Make ``layout`` the one in force: move parameters, optimizer state and kept gradients to where it says."""
         reduction.wait()
+        names = {f"bucket {i}": [self._names[p] for p in bucket] for i, bucket in enumerate(layout.buckets)}
+        agree({**names, "atoms": layout.atoms}, None, self._lanes.group, "the layout of buckets")
         old = self._arrangement.layout
         for shard in self._sharded.shards:  # what was kept from earlier backwards travels with the state
             shard.tensor.grad = self._keeper.unless_discarded(shard, shard.base)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import mebibytes
+from ddp_hooks.comm import agree, mebibytes
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.groups import GradientGroup, Members, form_groups
 
@@ -64,6 +64,8 @@ class Grouping:
         dist.broadcast_object_list(order, group=group, group_src=0)
         self._end_watch()
         self._order = order[0]
+        members = {f"group {i}": members for i, members in enumerate(self.members_of(self.mb))}
+        agree(members, None, group, "the groups of gradients")
         self.form(self.mb)
 
     def restore(self, order: Sequence[str] | None, mb: float) -> None:
