@@ -8,6 +8,7 @@ asks again and again, so that waiting costs nothing.
 from __future__ import annotations
 
 import datetime
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -23,7 +24,11 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.exchange import Algorithm, Recv
 from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
 
+logger = logging.getLogger("ddp_hooks")
+
 _LISTENING = datetime.timedelta(days=365)  # who listens has no reason to give up
+_FAREWELL = datetime.timedelta(seconds=2)
+_IDLE = "idle"
 _TAG = 0
 
 
@@ -53,9 +58,8 @@ class ControlChannel:
         self.ranks = dist.get_process_group_ranks(group)  # as messages call them
         self._timeout = datetime.timedelta(seconds=timeout_s)
         self._wake = wake
-        self._doing = "idle"
+        self._doing = _IDLE
         self._heard: _Heard | None = None  # what is listened for
-        self._hearing: _Heard | None = None  # what an algorithm waits for
         self._to_hear: queue.SimpleQueue[_Heard | None] = queue.SimpleQueue()
         self._group: dist.ProcessGroup | None = None
         self._thread: threading.Thread | None = None
@@ -119,18 +123,21 @@ class ControlChannel:
             self._complete(handle, peer)
             self.traffic.sent_bytes += tensor.nbytes
             self.num_sent += 1
-        self._doing = "idle"
+        self._doing = _IDLE
 
     def describe(self) -> str:
         """Where this rank is, for messages."""
         return f"rank {self.ranks[self.rank]}, control: {self._doing}"
 
     def close(self, farewell_s: float) -> bool:
-        """End; whether the thread that listens has ended, too. Nothing may be expected any more."""
-        for heard in (self._heard, self._hearing):
-            if heard is not None and not heard.arrived.is_set():
-                heard.errors.append(RuntimeError(f"the channel was closed{see('the-state-was-closed')}"))
-                heard.handle.abort()
+        """End; whether the thread that listens has ended, too. Nothing may be expected any more.
+
+        A rank that leaves between two algorithms sends its right neighbour zeros in the place of the next message: a
+        receive that was posted cannot be taken back, so they are what ends the neighbour's, and around the ring this
+        rank's own.
+        """
+        if self._heard is not None and self._doing == _IDLE:
+            self._say_farewell(self._heard.buffer.numel())
         self._to_hear.put(None)
         if self._thread is not None:
             self._thread.join(farewell_s)
@@ -140,6 +147,14 @@ class ControlChannel:
             compat.destroy_group(self._group)
             self._group = None
         return True
+
+    def _say_farewell(self, nbytes: int) -> None:
+        assert self._group is not None
+        try:
+            right = (self.rank + 1) % self.world_size
+            self._group.send([torch.zeros(nbytes, dtype=torch.uint8)], right, _TAG).wait(_FAREWELL)
+        except RuntimeError as error:  # it has left, too
+            logger.debug("nobody heard the farewell of rank %d: %s", self.ranks[self.rank], error)
 
     @property
     def stuck(self) -> bool:
@@ -154,7 +169,6 @@ class ControlChannel:
         """What was listened for if this is that, and what then is still listened for."""
         heard = self._heard
         if heard is not None and exchange.peer == self._left:
-            self._hearing = heard
             return heard, None
         return None, heard
 
@@ -166,7 +180,6 @@ class ControlChannel:
         if heard.errors:
             raise self._failure(heard.errors[0], exchange.peer) from heard.errors[0]
         exchange.tensor.copy_(heard.buffer)
-        self._hearing = None
 
     def _complete(self, handle: Any, peer: int) -> None:
         try:

@@ -18,6 +18,9 @@ class CoordinatorConfig:
         fusion_mb: all-reduces that are ready together travel as one up to this size in MiB; what is larger by itself,
             or a group, is not cut. 0: each alone.
         mix_groups: whether a group may travel with others that are ready (Horovod, section 3.2); False: alone.
+        credit_mb: once requests have more than one priority, so many MiB are under way at a time, and the rest waits
+            for its turn by priority; what is fused is not larger then. The smaller, the sooner what is urgent gets
+            through, and the more often ranks agree.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
         slice_mb: largest message of rings in MiB. None: chosen by the same measurement.
         trace: record spans for :meth:`Coordinator.timeline`.
@@ -30,6 +33,7 @@ class CoordinatorConfig:
     capacity: int = 1024
     fusion_mb: float = 64.0
     mix_groups: bool = True
+    credit_mb: float = 16.0
     lanes: int | None = None
     slice_mb: float | None = None
     trace: bool = False
@@ -40,7 +44,7 @@ class CoordinatorConfig:
         for name in ("cycle_ms", "capacity", "fusion_mb"):
             if not at_least(getattr(self, name), 0):
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
-        for name in ("slice_mb", "timeout_s", "stall_warning_s"):
+        for name in ("slice_mb", "credit_mb", "timeout_s", "stall_warning_s"):
             if getattr(self, name) is not None and not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
         if self.lanes is not None and not at_least(self.lanes, 1):

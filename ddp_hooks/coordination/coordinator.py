@@ -18,12 +18,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import (
+    Algorithm,
     LaneError,
     Lanes,
     LaneSettings,
     LinkProfile,
     Recorder,
     Span,
+    ThreadWork,
+    Work,
     agree,
     at_exit,
     mebibytes,
@@ -36,11 +39,14 @@ from ddp_hooks.coordination.execution import Execution, Submission
 from ddp_hooks.coordination.fusion import fused
 from ddp_hooks.coordination.handle import Agreement, Handle
 from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
+from ddp_hooks.coordination.release import Message, ReleaseQueue
 from ddp_hooks.coordination.request import Operation, Request, spec_of
 from ddp_hooks.coordination.stats import CoordinationStats
 
 logger = logging.getLogger("ddp_hooks")
 
+_LOOK_S = 0.001  # how often it is seen whether work that is to be followed is done
+_CHECK_S = 0.5  # how often whether lanes have failed that others wait for
 JOIN = "join()"
 """What messages call the end of a rank's data."""
 
@@ -88,7 +94,11 @@ class Coordinator:
         self._changed = threading.Condition()
         self._pending: dict[str, Submission] = {}  # asked for, and not agreed upon
         self._begun: dict[str, _Begun] = {}  # groups that are not complete
+        self._held: dict[str, _Held] = {}  # to be asked for when other work is done
+        self._queued: dict[int, list[Submission | None]] = {}  # agreed upon, by the message that has not left
         self._moving: set[str] = set()  # agreed upon, and not done
+        self._under_way: dict[int, Work] = {}  # messages whose end others wait for
+        self._ended_here: set[int] = set()  # of those
         self._has_news = False
         self._joined: Agreement | None = None
         self._closing = False
@@ -99,6 +109,7 @@ class Coordinator:
         assert self._lanes.witness is not None, "on CPUs there is one"
         self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness, self._wake)
         self._execution = Execution(self._lanes, torch.device(device), self._note_end)
+        self._queue = ReleaseQueue(mebibytes(self.config.credit_mb))  # of the control thread
         self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity)
         self._last_cycle_s = 0.0
         self._before = self._lanes.traffic  # what measuring the link has moved
@@ -110,6 +121,9 @@ class Coordinator:
 
     def all_reduce(self, tensor: Tensor, name: str, mean: bool = False, priority: int = 0) -> Handle:
         """Sum ``tensor`` over all ranks, in place; with ``mean`` divide by their number, also if some have joined.
+
+        Of what was agreed upon and has not left yet, the largest ``priority`` leaves first, the same on all ranks; see
+        ``CoordinatorConfig(credit_mb=…)``.
 
         A member of one of :attr:`groups` travels with its group, which is asked for when all of it is there.
         """
@@ -167,6 +181,19 @@ class Coordinator:
             )
         return self._ask("all_to_all", name, [(name, tensor.contiguous())], priority=priority, splits=chosen)
 
+    def exchange(
+        self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Work | Handle] = ()
+    ) -> Handle:
+        """Run an algorithm of one's own, :data:`ddp_hooks.comm.Algorithm`, when all ranks have asked for theirs.
+
+        Args:
+            algorithm: this rank's part.
+            name: of the request.
+            priority: see :meth:`all_reduce`.
+            after: it is asked for when this work is done, here.
+        """
+        return self._ask("exchange", name, [], priority=priority, algorithm=algorithm, after=after)
+
     def any(self, flags: Tensor, name: str, priority: int = 0) -> Handle:
         """Of every flag, (n,), whether it is set on any rank: a bit each, and no lane."""
         if flags.dim() != 1:
@@ -209,7 +236,7 @@ class Coordinator:
             self._closing = True
             self._tell()
             # What is pending is done when others ask for it, or fails because they close, too.
-            self._changed.wait_for(lambda: not self._pending or self._error is not None)
+            self._changed.wait_for(lambda: not self._is_awaiting or self._error is not None)
         self._ended.wait(farewell_s)
         # Those that still wait for something shall know why.
         self._fail(LaneError(f"this coordinator was closed{see('the-state-was-closed')}"))
@@ -226,6 +253,8 @@ class Coordinator:
         named: Sequence[tuple[str, Tensor]],
         splits: Sequence[int] = (),
         flags: int = 0,
+        algorithm: Algorithm | None = None,
+        after: Sequence[Work | Handle] = (),
         **settings: Any,
     ) -> Handle:
         request = self._request(name, operation, named, **settings)
@@ -239,11 +268,16 @@ class Coordinator:
                 self._new_agreement(name),
                 list(splits),
                 flags,
+                algorithm,
                 began_s=now_s,
                 asked_s=now_s,
             )
-            self._pending[name] = submission
-            self._tell()
+            if all(work.done for work in after):
+                self._pending[name] = submission
+                self._tell()
+            else:
+                self._held[name] = _Held(submission, after)
+                self._changed.notify_all()
         return Handle(submission.agreement, lambda: _result_of(submission))
 
     def _request(
@@ -266,7 +300,7 @@ class Coordinator:
         return Request(name, operation, specs, bool(mean), int(root), int(priority), grouped)
 
     def _refuse_twice(self, name: str) -> None:
-        if name in self._pending or name in self._begun or name in self._moving:
+        if any(name in each for each in (self._pending, self._begun, self._held, self._moving)):
             raise ValueError(f"{name} was asked for already, and is not done: wait for it first, or name it otherwise")
 
     def _add_to_group(self, group: str, name: str, tensor: Tensor, mean: bool, priority: int) -> Handle:
@@ -313,6 +347,11 @@ class Coordinator:
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
 
+    @property
+    def _is_awaiting(self) -> bool:
+        """Whether something that was asked for has not left."""
+        return bool(self._pending or self._held or self._queued)
+
     def _tell(self) -> None:
         self._has_news = True
         self._changed.notify_all()
@@ -327,7 +366,7 @@ class Coordinator:
     def _serve(self) -> None:
         try:
             while True:
-                self._channel.listen(self._negotiator.vector_nbytes)
+                self._channel.listen(self._negotiator.vector_nbytes_with(len(self._queue.under_way)))
                 situation = self._await_reason()
                 if situation is None:
                     return
@@ -356,18 +395,37 @@ class Coordinator:
         pause_s = self.config.cycle_ms / 1000
         with self._changed:
             while self._error is None:
-                now_s = time.perf_counter()
-                due_s = self._next_due_s()
+                self._ask_for_held()
+                self._refuse_broken_lanes()
+                now_s, due_s = time.perf_counter(), self._next_due_s()
                 if self._channel.has_heard or now_s >= due_s:
                     break
                 if self._has_news:
                     due_s = min(due_s, self._last_cycle_s + pause_s)
                     if now_s >= due_s:
                         break
-                self._changed.wait(None if due_s == float("inf") else due_s - now_s)
+                # Nobody tells of work of other lanes that is done, nor a lane that it has failed.
+                look_s = _LOOK_S if self._held else _CHECK_S if self._queued else float("inf")
+                wait_s = min(due_s - now_s, look_s)
+                self._changed.wait(None if wait_s == float("inf") else wait_s)
             if self._error is not None:
                 return None
             return self._situation()
+
+    def _ask_for_held(self) -> None:
+        """What was to follow other work, and can."""
+        for name in [name for name, held in self._held.items() if all(work.done for work in held.after)]:
+            submission = self._held.pop(name).submission
+            submission.asked_s = time.perf_counter()
+            self._pending[name] = submission
+            self._has_news = True
+
+    def _refuse_broken_lanes(self) -> None:
+        """Nothing more leaves where what has left does not arrive."""
+        for work in self._under_way.values() if self._queued else ():
+            error = work.error_within(0) if isinstance(work, ThreadWork) else None
+            if error is not None:
+                self._fail(error)
 
     def _next_due_s(self) -> float:
         """When something will have waited for so long that the others are to be asked."""
@@ -399,7 +457,9 @@ class Coordinator:
             overdue,
             expired,
             self._joined is not None,
-            self._closing,
+            self._closing and not self._held and not self._queued,
+            self._queue.under_way,
+            frozenset(self._ended_here),
         )
 
     def _apply(self, outcome: Outcome) -> None:
@@ -421,27 +481,49 @@ class Coordinator:
             mine = {request.name: self._pending.pop(request.name, None) for request in outcome.ready}
             if self._negotiator.has_news_of({name: each.request for name, each in self._pending.items()}):
                 self._has_news = True
-            if self._closing and not self._pending and not outcome.closed:
-                self._has_news = True  # it counts as closing only now
             self._moving.update(name for name, submission in mine.items() if submission is not None)
             self._stats.requests += len(outcome.ready)
             if outcome.all_joined and self._joined is not None:
                 self._joined.decide()
                 self._joined = None
+            leaving = self._release(outcome, mine)
+            if self._closing and not self._is_awaiting and not outcome.closed:
+                self._has_news = True  # it counts as closing only now
             self._changed.notify_all()
-        now_s = time.perf_counter()
-        for message in fused(outcome.ready, mebibytes(self.config.fusion_mb), self.config.mix_groups):
-            submissions = [mine[request.name] for request in message]
+        for message, submissions in leaving:
+            self._start(message, submissions)
+        if outcome.failure is not None:
+            self._fail(LaneError(outcome.failure))
+
+    def _release(
+        self, outcome: Outcome, mine: Mapping[str, Submission | None]
+    ) -> list[tuple[Message, list[Submission | None]]]:
+        """What leaves now, of what was agreed upon now and before."""
+        queue, config, now_s = self._queue, self.config, time.perf_counter()
+        queue.end(outcome.ended)
+        for number in outcome.ended:
+            self._ended_here.discard(number)
+            self._under_way.pop(number, None)
+        queue.note_priorities(request.priority for request in outcome.ready)
+        limit_mb = min(config.fusion_mb, config.credit_mb) if queue.holds_back else config.fusion_mb
+        for message in queue.add(fused(outcome.ready, mebibytes(limit_mb), config.mix_groups)):
+            self._queued[message.number] = submissions = [mine[request.name] for request in message.requests]
             for submission in submissions:
                 if submission is not None:
                     submission.agreed_s = now_s
-            work = self._execution.start(message, submissions)
-            self._stats.collectives += 1
-            for submission in submissions:
-                if submission is not None:
-                    submission.agreement.decide(work)
-        if outcome.failure is not None:
-            self._fail(LaneError(outcome.failure))
+        leaving = [(message, self._queued.pop(message.number)) for message in queue.take()]
+        if self._queued and not self._ended_here.isdisjoint(queue.under_way):
+            self._has_news = True  # what waits was not there when this ended
+        return leaving
+
+    def _start(self, message: Message, submissions: Sequence[Submission | None]) -> None:
+        work = self._execution.start(message, submissions)
+        self._stats.collectives += 1
+        if message.number in self._queue.under_way:
+            self._under_way[message.number] = work
+        for submission in submissions:
+            if submission is not None:
+                submission.agreement.decide(work)
 
     def _say_who_is_missing(self, name: str, ranks: Sequence[int]) -> None:
         if name in self._pending:
@@ -450,9 +532,13 @@ class Coordinator:
         elif self._channel.ranks[self.rank] in ranks:
             logger.warning("other ranks wait for %s, which this rank has not asked for", name)
 
-    def _note_end(self, submissions: Sequence[Submission]) -> None:
+    def _note_end(self, number: int, submissions: Sequence[Submission]) -> None:
         with self._changed:
             stats = self._stats
+            if number in self._queue.under_way:
+                self._ended_here.add(number)
+                if self._queued:
+                    self._tell()
             for each in submissions:
                 self._moving.discard(each.request.name)
                 stats.waited_for_data_s += each.asked_s - each.began_s
@@ -474,9 +560,11 @@ class Coordinator:
             self._error = self._error or error
             waiting = [submission.agreement for submission in self._pending.values()]
             waiting += [begun.agreement for begun in self._begun.values()]
+            waiting += [held.submission.agreement for held in self._held.values()]
+            waiting += [each.agreement for queued in self._queued.values() for each in queued if each is not None]
             waiting += [self._joined] if self._joined is not None else []
-            self._pending.clear()
-            self._begun.clear()
+            for names in (self._pending, self._begun, self._held, self._queued):
+                names.clear()
             self._joined = None
             self._changed.notify_all()
         for agreement in waiting:
@@ -505,9 +593,19 @@ class _Begun:
     warned_s: float = 0.0
 
 
+@dataclass
+class _Held:
+    """To be asked for when other work is done."""
+
+    submission: Submission
+    after: Sequence[Work | Handle]
+
+
 def _result_of(submission: Submission) -> Tensor:
-    result: Tensor = submission.result[0] if submission.result is not None else submission.tensors[0]
-    return result
+    if submission.result is not None:
+        result: Tensor = submission.result[0]
+        return result
+    return submission.tensors[0] if submission.tensors else torch.empty(0)
 
 
 def _make_lanes(group: dist.ProcessGroup, config: CoordinatorConfig, device: torch.device, recorder: Recorder) -> Lanes:

@@ -15,6 +15,7 @@ from ddp_hooks.comm.lanes import Lane
 from ddp_hooks.coordination.collectives import all_gather_rows, all_to_all_rows, broadcast
 from ddp_hooks.coordination.fusion import dtype_of
 from ddp_hooks.coordination.handle import Agreement
+from ddp_hooks.coordination.release import Message
 from ddp_hooks.coordination.request import Request
 
 
@@ -28,6 +29,7 @@ class Submission:
         agreement: that callers wait for.
         splits: of an all-to-all, numbers of rows by rank.
         flags: of a request for ``"any"``.
+        algorithm: of an exchange.
         result: what came of it, where that is no tensor of the caller's.
         began_s, asked_s, agreed_s, started_s, ended_s: in seconds of ``time.perf_counter()``.
         warned_s: when it was last said who is missing.
@@ -38,6 +40,7 @@ class Submission:
     agreement: Agreement
     splits: list[int] = field(default_factory=list)
     flags: int = 0
+    algorithm: Algorithm | None = None
     result: Any = None
     began_s: float = 0.0
     asked_s: float = 0.0
@@ -53,16 +56,17 @@ class Execution:
     Args:
         lanes: that carry everything.
         device: of tensors that stand in where this rank has none.
-        when_done: told of every message's submissions when they have ended, on a lane's thread.
+        when_done: told of every message's number and submissions when they have ended, on a lane's thread.
     """
 
-    def __init__(self, lanes: Lanes, device: torch.device, when_done: Callable[[list[Submission]], None]) -> None:
+    def __init__(self, lanes: Lanes, device: torch.device, when_done: Callable[[int, list[Submission]], None]) -> None:
         self._lanes = lanes
         self._device = device
         self._when_done = when_done
 
-    def start(self, requests: Sequence[Request], mine: Sequence[Submission | None]) -> Work:
-        """Move one message: requests that were fused, with this rank's submissions or None where it has none."""
+    def start(self, message: Message, mine: Sequence[Submission | None]) -> Work:
+        """Move one message, with this rank's submissions or None where it has none."""
+        requests = message.requests
         submissions = [each for each in mine if each is not None]
         label = ", ".join(request.name for request in requests[:3]) + (", …" if len(requests) > 3 else "")
         lane = self._lanes.next_lane()
@@ -75,7 +79,7 @@ class Execution:
             self._reduce_scatter(lane, submissions[0], divisor, label)
         else:
             lane.run(self._algorithm(submissions[0]), label)
-        return lane.run(without_messages(lambda: self._finish(submissions)), label)
+        return lane.run(without_messages(lambda: self._finish(message.number, submissions)), label)
 
     def _tensors(self, request: Request, submission: Submission | None) -> list[Tensor]:
         if submission is not None:
@@ -106,7 +110,11 @@ class Execution:
 
     def _algorithm(self, submission: Submission) -> Algorithm:
         rank, world_size = self._lanes.rank, self._lanes.world_size
-        request, (tensor,) = submission.request, submission.tensors
+        request = submission.request
+        if request.operation == "exchange":
+            assert submission.algorithm is not None
+            return submission.algorithm
+        (tensor,) = submission.tensors
 
         def keep(*result: Any) -> None:
             submission.result = result
@@ -119,11 +127,11 @@ class Execution:
             return all_to_all_rows(tensor, submission.splits, rank, world_size, keep)
         raise AssertionError(request.operation)
 
-    def _finish(self, submissions: list[Submission]) -> None:
+    def _finish(self, number: int, submissions: list[Submission]) -> None:
         now_s = time.perf_counter()
         for submission in submissions:
             submission.ended_s = now_s
-        self._when_done(submissions)
+        self._when_done(number, submissions)
 
 
 def _note_start(submissions: Sequence[Submission]) -> None:

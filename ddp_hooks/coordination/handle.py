@@ -108,6 +108,11 @@ class Handle:
         self._result = result
 
     @property
+    def label(self) -> str:
+        """The request's name."""
+        return self._agreement.name
+
+    @property
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
         return self._agreement.done

@@ -1,6 +1,7 @@
 """One cycle of coordination, as a generator: the same on the fabric, with a clock, and between processes.
 
-1. Ranks AND one vector: a byte of status, and a bit for every cached request that is pending (Horovod, Algorithm 2).
+1. Ranks AND one vector: a byte of status, a bit for every message under way that has ended, where others wait for it
+   (:mod:`~ddp_hooks.coordination.release`), and one for every cached request that is pending (Horovod, Algorithm 2).
    What all have is ready. Bits of status are such that one AND answers questions of all and of any.
 2. If a rank asks for something else than is cached under a name, that is forgotten, on all ranks.
 3. If a rank has something that is not cached, or wants to know what it waits for, ranks tell the first one, which
@@ -17,7 +18,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_hooks.comm import Algorithm, Round, see
+from ddp_hooks.comm import Algorithm, LaneError, Round, see
 from ddp_hooks.coordination.bitvector import and_of_all, from_vector, indices, or_of_all, to_vector, vector_nbytes
 from ddp_hooks.coordination.cache import ResponseCache
 from ddp_hooks.coordination.messages import broadcast, gather
@@ -31,6 +32,7 @@ _NOBODY_ASKS_WHO_IS_MISSING = 4
 _NOBODY_CLOSES = 8
 _ALL_CLOSE = 16
 _ALL_HAVE_JOINED = 32
+_ALL_ARE_THERE = 64  # zeros are what a rank leaves behind that ends without the others
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,8 @@ class Situation:
         expired: names that have waited so long that everything ends.
         joined: whether this rank has run out of data.
         closing: whether this rank will ask for nothing more.
+        under_way: numbers of messages that move, and are not known to have ended everywhere; the same on every rank.
+        ended: those of them that have ended here.
     """
 
     pending: Mapping[str, Request]
@@ -52,6 +56,8 @@ class Situation:
     expired: Collection[str] = ()
     joined: bool = False
     closing: bool = False
+    under_way: Sequence[int] = ()
+    ended: Collection[int] = ()
 
 
 @dataclass
@@ -66,6 +72,7 @@ class Outcome:
         failure: why nothing more can be done.
         all_joined: whether all ranks have run out of data.
         closed: whether all ranks close.
+        ended: numbers of messages that have ended on all ranks.
     """
 
     ready: list[Request] = field(default_factory=list)
@@ -75,6 +82,7 @@ class Outcome:
     failure: str | None = None
     all_joined: bool = False
     closed: bool = False
+    ended: list[int] = field(default_factory=list)
 
 
 class Negotiator:
@@ -96,8 +104,12 @@ class Negotiator:
 
     @property
     def vector_nbytes(self) -> int:
-        """Length of the first message of the next cycle."""
-        return vector_nbytes(self.cache.num_bits)
+        """Length of the first message of the next cycle, if no message is under way that others wait for."""
+        return self.vector_nbytes_with(0)
+
+    def vector_nbytes_with(self, num_under_way: int) -> int:
+        """Likewise, if so many are."""
+        return vector_nbytes(num_under_way + self.cache.num_bits)
 
     def has_news_of(self, pending: Mapping[str, Request]) -> bool:
         """Whether another cycle is due: something was forgotten that is pending here."""
@@ -108,9 +120,16 @@ class Negotiator:
         new, hits_of_own, stale = self._look_up(situation)
         hits = hits_of_own | (self._stood_in_for() if situation.joined else 0)
         has_news = bool(new) or situation.joined > self._told_of_joining
-        vector = to_vector(_status(situation, has_news, bool(stale)), hits, self.cache.num_bits)
+        under_way = situation.under_way
+        ended = sum(1 << place for place, number in enumerate(under_way) if number in situation.ended)
+        num_bits = len(under_way) + self.cache.num_bits
+        vector = to_vector(_status(situation, has_news, bool(stale)), ended | hits << len(under_way), num_bits)
         yield from and_of_all(vector, self._rank, self._world_size)
-        status, common = from_vector(vector)
+        status, bits = from_vector(vector)
+        if not status & _ALL_ARE_THERE:
+            raise LaneError(f"another rank has ended its coordinator, after an error{see('a-rank-died')}")
+        outcome.ended = [under_way[place] for place in indices(bits & (1 << len(under_way)) - 1)]
+        common = bits >> len(under_way)
         if not status & _NOBODY_DISAGREES_WITH_THE_CACHE:
             common &= ~(yield from self._forget(stale))
         if status & _ALL_HAVE_JOINED:  # what all would stand in for, nobody need have asked for
@@ -260,5 +279,6 @@ def _status(situation: Situation, has_news: bool, disagrees: bool) -> int:
         _NOBODY_CLOSES: not situation.closing,
         _ALL_CLOSE: situation.closing and not situation.pending,
         _ALL_HAVE_JOINED: situation.joined,
+        _ALL_ARE_THERE: True,
     }
     return sum(bit for bit, is_set in bits.items() if is_set)

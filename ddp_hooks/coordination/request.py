@@ -9,7 +9,9 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-Operation: TypeAlias = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "any"]
+Operation: TypeAlias = Literal[
+    "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "exchange", "any"
+]
 
 _UNEVEN = ("all_gather", "all_to_all")  # whose tensors may have another number of rows on every rank
 
@@ -41,7 +43,7 @@ class Request:
         tensors: in the order in which they travel.
         mean: whether sums are divided by the number of ranks.
         root: of a broadcast, a rank within the group; else -1.
-        priority: larger ones go first among those that are ready together.
+        priority: larger ones go first.
         grouped: whether it was asked for as a group, also if that has one tensor.
     """
 

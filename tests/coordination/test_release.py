@@ -1,0 +1,202 @@
+"""Priorities: what is urgent overtakes what has not left, in one order on all ranks.
+
+Prevents: ranks whose queues part, urgent rows behind megabytes that nobody waits for, and bits sent for nothing.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ddp_hooks.comm import Algorithm, LaneError, Recv, Send, without_messages
+from ddp_hooks.coordination import Coordinator, CoordinatorConfig
+from ddp_hooks.coordination.execution import Execution, Submission
+from ddp_hooks.coordination.release import MAX_UNDER_WAY, Message, ReleaseQueue
+from ddp_hooks.coordination.request import Request, TensorSpec
+from tests.workers import WorkerFailed, WorkerPools
+
+MIB = 1 << 20
+
+
+def request(name: str, priority: int, nbytes: int = MIB) -> Request:
+    return Request(name, "all_reduce", (TensorSpec(name, (nbytes // 4,), "torch.float32"),), priority=priority)
+
+
+def put(queue: ReleaseQueue, *requests: Request) -> None:
+    queue.note_priorities(each.priority for each in requests)
+    queue.add([[each] for each in requests])
+
+
+def names(messages: Sequence[Message]) -> list[str]:
+    return [each.name for message in messages for each in message.requests]
+
+
+def test_one_priority_holds_nothing_back() -> None:
+    queue = ReleaseQueue(2 * MIB)
+    put(queue, *(request(f"r{i}", 0) for i in range(100)))
+    assert names(queue.take()) == [f"r{i}" for i in range(100)] and not queue.under_way
+
+
+def test_what_is_urgent_overtakes_what_has_not_left() -> None:
+    queue = ReleaseQueue(2 * MIB)
+    put(queue, request("low 0", -1), request("low 1", -1), request("low 2", -1), request("early", 0))
+    assert names(queue.take()) == ["early", "low 0"]
+    put(queue, request("urgent", 5), request("small", 5, 4))
+    assert names(queue.take()) == [], "there is no credit"
+    queue.end([queue.under_way[0]])
+    assert names(queue.take()) == ["urgent"]
+    queue.end(queue.under_way)
+    assert names(queue.take()) == ["small", "low 1"]
+    queue.end(queue.under_way)
+    assert names(queue.take()) == ["low 2"] and not queue.waiting
+
+
+def test_large_ones_leave_alone_and_not_too_many_at_once() -> None:
+    queue = ReleaseQueue(MIB)
+    put(queue, request("large", 1, 9 * MIB), *(request(f"r{i}", 0, 4) for i in range(100)))
+    assert names(queue.take()) == ["large"]
+    queue.end(queue.under_way)
+    assert len(queue.take()) == MAX_UNDER_WAY
+    unknown = Request("rows", "all_gather", (TensorSpec("rows", (-1, 9), "torch.float32"),))
+    assert Message(0, (unknown,)).cost(MIB) == MIB // 4
+
+
+@given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 3 * MIB)), min_size=1, max_size=30), st.randoms())
+def test_everything_leaves_once(asked: list[tuple[int, int]], chance: random.Random) -> None:
+    queue, left = ReleaseQueue(2 * MIB), list[str]()
+    for index, (priority, nbytes) in enumerate(asked):
+        put(queue, request(f"r{index}", priority, nbytes))
+        if chance.random() < 0.5:
+            left += names(queue.take())
+            queue.end([number for number in queue.under_way if chance.random() < 0.5])
+    while queue.waiting:
+        left += names(queue.take())
+        assert queue.under_way or not queue.waiting, "or nothing would ever end"
+        queue.end(queue.under_way)
+    assert sorted(left) == sorted(f"r{index}" for index in range(len(asked)))
+
+
+class Slow(Execution):
+    """Messages take a while, so that there is something to overtake."""
+
+    def start(self, message: Message, mine: Sequence[Submission | None]) -> Any:
+        if message.requests[0].priority < 0:
+            self._lanes.run(without_messages(lambda: time.sleep(0.05)), "a pause")
+        return super().start(message, mine)
+
+
+def overtake(rank: int, world_size: int, hold_back: bool) -> tuple[list[str], list[float]]:
+    """The order in which messages have ended, and what came of them."""
+    config = CoordinatorConfig(lanes=1, slice_mb=1, credit_mb=1 if hold_back else 1000, fusion_mb=0, timeout_s=30)
+    coordinator = Coordinator(config=config)
+    order: list[str] = []
+    note_end = coordinator._note_end
+
+    def note(number: int, submissions: list[Submission]) -> None:
+        order.extend(each.request.name for each in submissions)
+        note_end(number, submissions)
+
+    coordinator._execution = Slow(coordinator._lanes, torch.device("cpu"), note)
+    coordinator.all_reduce(torch.ones(1), "first", priority=1).wait()  # there are several priorities, from now on
+    low = [coordinator.all_reduce(torch.full((200_000,), float(rank)), f"low {i}", priority=-1) for i in range(8)]
+    low[0].wait()
+    if rank % 2:
+        time.sleep(0.01)
+    urgent = coordinator.all_reduce(torch.full((10,), float(rank)), "urgent", mean=True, priority=1)
+    results = [float(urgent.wait()[0]), *(float(handle.wait()[-1]) for handle in low)]
+    stats = coordinator.stats()
+    coordinator.close()
+    assert not coordinator._queued and not coordinator._held and stats.requests == 10
+    return order, results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_between_processes(workers: WorkerPools, world_size: int) -> None:
+    found = workers(world_size).run(overtake, True)
+    mean = (world_size - 1) / 2
+    for order, results in found:
+        assert order == found[0][0] and len(order) == 10
+        assert order.index("urgent") < order.index("low 4"), "it does not wait for what had not left"
+        assert results == [mean] + [mean * world_size] * 8
+    for order, _ in workers(world_size).run(overtake, False):
+        assert order[-1] == "urgent", "with credit for all of it nothing is overtaken"
+
+
+def pass_on(rank: int, world_size: int, value: torch.Tensor) -> Algorithm:
+    incoming = torch.empty_like(value)
+    yield [Recv((rank - 1) % world_size, incoming), Send((rank + 1) % world_size, value.clone())]
+    value.copy_(incoming)
+
+
+def chains(rank: int, world_size: int) -> list[list[float]]:
+    """Exchanges that follow others, and lie between collectives of other priorities, from two threads."""
+    config = CoordinatorConfig(lanes=2, slice_mb=1, credit_mb=0.5, timeout_s=30)
+    coordinator = Coordinator(config=config)
+    results: list[list[float]] = [[], []]
+
+    def work(thread: int) -> None:
+        chance = random.Random(10 * rank + thread)
+        for step in range(30):
+            value = torch.tensor([float(rank)])
+            first = coordinator.exchange(pass_on(rank, world_size, value), f"a {thread}", priority=1)
+            time.sleep(0.003 * chance.random())
+            dense = coordinator.all_reduce(torch.ones(5000), f"dense {thread}", priority=thread - 1)
+            then = coordinator.exchange(pass_on(rank, world_size, value), f"b {thread}", -1, after=[first, dense])
+            then.wait()
+            assert first.done and dense.done and int(dense.wait()[7]) == world_size, step
+            results[thread].append(float(value))
+
+    threads = [threading.Thread(target=work, args=(thread,)) for thread in range(2)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join(60)
+    coordinator.close()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_exchanges_follow_each_other(workers: WorkerPools, world_size: int) -> None:
+    if world_size == 1:
+        return  # nobody to exchange with; pass_on would send to itself
+    for rank, results in enumerate(workers(world_size).run(chains)):
+        assert results == [[float((rank - 2) % world_size)] * 30] * 2
+
+
+def break_a_lane(rank: int, world_size: int) -> list[str]:
+    """What has left fails, so what waits for its turn must not wait for ever."""
+    coordinator = Coordinator(config=CoordinatorConfig(lanes=1, slice_mb=1, credit_mb=1, timeout_s=2))
+    coordinator.all_reduce(torch.ones(1), "first", priority=1).wait()
+
+    def broken() -> Algorithm:
+        if rank == 1:
+            raise ArithmeticError("broken on purpose")
+        yield [Recv(1, torch.empty(1))]
+
+    handles = [coordinator.exchange(broken(), "broken")]
+    handles += [coordinator.all_reduce(torch.ones(300_000), f"low {i}", priority=-1) for i in range(4)]
+    errors = []
+    for handle in handles:
+        try:
+            handle.wait()
+        except LaneError as error:
+            errors.append(str(error))
+    coordinator.close()
+    return errors
+
+
+def test_what_waits_hears_of_lanes_that_fail(workers: WorkerPools) -> None:
+    try:
+        found = workers(2).run(break_a_lane)
+    except WorkerFailed as failed:  # the process group may break with the lane
+        raise AssertionError(str(failed)) from failed
+    assert all(len(errors) >= 4 for errors in found)
+    assert "broken on purpose" in found[1][0]
