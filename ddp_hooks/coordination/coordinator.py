@@ -90,6 +90,7 @@ class Coordinator:
         agree(entries, problem, group, "the set-up of Coordinator")
         self.recorder = Recorder(self.config.trace)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.ranks = dist.get_process_group_ranks(group)
         self._group_of = {member: name for name, members in self.groups.items() for member in members}
         self._changed = threading.Condition()
         self._pending: dict[str, Submission] = {}  # asked for, and not agreed upon

@@ -39,6 +39,7 @@ def coordinate(
     broadcast_buffers: bool = True,
     group: dist.ProcessGroup | None = None,
     config: CoordinatorConfig | None = None,
+    coordinator: Coordinator | None = None,
 ) -> CoordinatedModel:
     """Let ranks train one model together, whichever parts of it each of them uses in each step; in place::
 
@@ -62,6 +63,8 @@ def coordinate(
         broadcast_buffers: whether rank 0's buffers are those of all ranks in every forward in training mode, as in DDP.
         group: the ranks; None: all of them.
         config: of the :class:`Coordinator`.
+        coordinator: one that moves other things, too, such as tables; without it the model has one of its own. Its
+            ranks are the model's, and so are its settings.
 
     Raises:
         ValueError: on every rank, if this cannot work or ranks differ.
@@ -72,6 +75,7 @@ def coordinate(
     if group is None:
         raise ValueError(f"torch.distributed is not initialised{see('set-up-is-refused')}")
     problem, members = _problem_of(model, optimizer), list[list[str]]()
+    problem = problem or _problem_of_coordinator(coordinator, config, group)
     parameters = _trained(model) if problem is None else {}
     if problem is None:
         try:
@@ -79,11 +83,12 @@ def coordinate(
         except (TypeError, ValueError) as error:
             problem = str(error)
     entries: dict[str, object] = {"broadcast_buffers": broadcast_buffers, "groups": members}
+    entries["coordinator"] = coordinator is not None
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             entries[name] = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
     agree(entries, problem, group, "the set-up of coordinate")
-    return CoordinatedModel(model, parameters, members, broadcast_buffers, group, config)
+    return CoordinatedModel(model, parameters, members, broadcast_buffers, group, config, coordinator)
 
 
 @dataclass
@@ -129,6 +134,7 @@ class CoordinatedModel:
         broadcast_buffers: bool,
         group: dist.ProcessGroup,
         config: CoordinatorConfig | None,
+        coordinator: Coordinator | None,
     ) -> None:
         self._model = model
         self._parameters = parameters
@@ -140,7 +146,8 @@ class CoordinatedModel:
         self._backward: _Backward | None = None
         self._syncs = True
         _begin_alike(model, group)
-        self.coordinator = Coordinator(group, config)
+        self._owns_coordinator = coordinator is None
+        self.coordinator = coordinator if coordinator is not None else Coordinator(group, config)
         setattr(model, _ATTRIBUTE, self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in parameters.values()
@@ -166,7 +173,8 @@ class CoordinatedModel:
         while self._handles:
             self._handles.pop().remove()
         vars(self._model).pop(_ATTRIBUTE, None)
-        self.coordinator.close()
+        if self._owns_coordinator:
+            self.coordinator.close()
 
     # -- forward -------------------------------------------------------------------------------------------------------
 
@@ -337,6 +345,18 @@ def _problem_of(model: object, optimizer: object) -> str | None:
             f"the optimizer updates {len(updated - trained)} parameters that are not the model's, and would not be "
             f"reduced: make it over model.parameters()"
         )
+    return None
+
+
+def _problem_of_coordinator(
+    coordinator: Coordinator | None, config: CoordinatorConfig | None, group: dist.ProcessGroup
+) -> str | None:
+    if coordinator is None:
+        return None
+    if config is not None:
+        return "a coordinator has its own config: pass one of the two"
+    if coordinator.ranks != dist.get_process_group_ranks(group):
+        return f"the coordinator has ranks {coordinator.ranks}: pass the group that it was made of"
     return None
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import get_args
+from dataclasses import dataclass
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,18 @@ from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
 
 _KINDS = get_args(Kind)
+_NAMES = 16  # of requests of one kind that a coordinator knows
+_CAN_WAIT = -1
+"""The priority of delayed rows with a coordinator: below that of gradients, 0."""
+_IS_WAITED_FOR = 1
+"""And of all else: above it."""
+
+
+class Exchanger(Protocol):
+    """What of :class:`ddp_hooks.coordination.Coordinator` tables need."""
+
+    def exchange(self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Any] = ()) -> Any:
+        """Run the algorithm when all ranks have asked for theirs; returns what is waited for."""
 
 
 class Channels:
@@ -36,17 +49,19 @@ class Channels:
         self.ranks = dist.get_process_group_ranks(group)
         self.recorder = Recorder(False)
         self._counts: dict[Kind, int] = defaultdict(int)
-        settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
-        self.urgent = Lanes(group, 1, device, settings, self.recorder)
-        self.patient = Lanes(group, 1, device, settings, self.recorder)
+        self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._open(device, LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s))
+
+    def _open(self, device: torch.device, settings: LaneSettings) -> None:
+        self.urgent = Lanes(self.group, 1, device, settings, self.recorder)
+        self.patient = Lanes(self.group, 1, device, settings, self.recorder)
         self._control = self.urgent  # for numbers that the host needs
         if device.type != "cpu":
-            self._control = Lanes(group, 1, torch.device("cpu"), settings, self.recorder, backend="gloo")
-        self.rank, self.world_size = self.urgent.rank, self.urgent.world_size
+            self._control = Lanes(self.group, 1, torch.device("cpu"), settings, self.recorder, backend="gloo")
 
     @property
     def lanes(self) -> list[Lanes]:
-        """All of them."""
+        """Of its own, all of them."""
         return list(dict.fromkeys((self.urgent, self.patient, self._control)))
 
     def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
@@ -90,3 +105,61 @@ class Channels:
     def is_stuck(self) -> bool:
         """Whether a lane still waits for another rank after it was told to end."""
         return any(lanes.stuck for lanes in self.lanes)
+
+
+@dataclass
+class _Asked:
+    """An exchange that a coordinator was asked for."""
+
+    label: str
+    handle: Any
+
+    @property
+    def done(self) -> bool:
+        return bool(self.handle.done)
+
+    def wait(self) -> None:
+        self.handle.wait()
+
+
+class CoordinatedChannels(Channels):
+    """Exchanges through a coordinator, by priority among all that it moves: what is waited for before gradients, what
+    was delayed after them.
+
+    Args:
+        group, device, config: see :class:`Channels`.
+        coordinator: of the same ranks.
+        name: tells these tables from others of the coordinator.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, device: torch.device, config: TableConfig, coordinator: Exchanger, name: str
+    ) -> None:
+        self._coordinator = coordinator
+        self._name = name
+        self._asked: dict[str, _Asked] = {}
+        super().__init__(group, device, config)
+
+    def _open(self, device: torch.device, settings: LaneSettings) -> None:
+        """Lanes are the coordinator's."""
+
+    @property
+    def lanes(self) -> list[Lanes]:
+        return []
+
+    def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
+        """Ask for an exchange, when other work is done."""
+        name = f"{kind} {self._counts[kind] % _NAMES} of {self._name}"
+        self._counts[kind] += 1
+        if name in self._asked:
+            self._asked[name].wait()  # a name can be used again when it is done
+        priority = _CAN_WAIT if kind == "delayed" else _IS_WAITED_FOR
+        handles = [work.handle if isinstance(work, _Asked) else work for work in after]
+        handle = self._coordinator.exchange(self.tally.counted(kind, algorithm), name, priority, handles)
+        self._asked[name] = asked = _Asked(label, handle)
+        return asked
+
+    def close(self) -> None:
+        """Finish what was asked for; the coordinator goes on."""
+        while self._asked:
+            self._asked.popitem()[1].wait()

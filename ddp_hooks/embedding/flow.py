@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
 from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, compat, see
-from ddp_hooks.embedding.channels import Channels
+from ddp_hooks.embedding.channels import Channels, CoordinatedChannels, Exchanger
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.expected import ExpectedGradients
 from ddp_hooks.embedding.freezing import Freezing
@@ -69,6 +69,7 @@ class TableFlow:
         optimizer: of their weights.
         group: the ranks.
         config: the settings.
+        coordinator: that moves everything, if there is one.
     """
 
     def __init__(
@@ -78,13 +79,17 @@ class TableFlow:
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup,
         config: TableConfig,
+        coordinator: Exchanger | None = None,
     ) -> None:
         self.config = config
         self.optimizer = optimizer
         self.device = tables[0].weight.device
         self._root = root
         self._all = list(tables)
-        self._channels = Channels(group, self.device, config)
+        if coordinator is None:
+            self._channels = Channels(group, self.device, config)
+        else:
+            self._channels = CoordinatedChannels(group, self.device, config, coordinator, tables[0].name)
         self._tally = self._channels.tally
         self._updates = TableUpdates(optimizer, [table.weight for table in tables])
         self._step = TableStep(self._channels, self._updates)

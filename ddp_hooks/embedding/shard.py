@@ -11,6 +11,7 @@ from torch import nn
 
 from ddp_hooks.comm import agree
 from ddp_hooks.embedding import updates
+from ddp_hooks.embedding.channels import Exchanger
 from ddp_hooks.embedding.choose import Chosen, Which, choose, find_problem
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.module import ShardedEmbedding
@@ -25,6 +26,7 @@ def shard_embeddings(
     optimizer_class: type[torch.optim.Optimizer] = torch.optim.SparseAdam,
     *,
     config: TableConfig | None = None,
+    coordinator: Exchanger | None = None,
     **optimizer_options: Any,
 ) -> EmbeddingTables:
     """Split large embeddings by columns over the ranks (EmbRace, section 4.1), in place, before wrapping the model.
@@ -44,6 +46,8 @@ def shard_embeddings(
         optimizer_class: ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`RowwiseAdamW`, whose updates of a row look at
             no other one.
         config: settings of the exchange.
+        coordinator: a ``ddp_hooks.coordination.Coordinator`` of the same ranks, that orders what tables send among
+            all that it moves: what is waited for before gradients, delayed rows after them. On CPUs.
         **optimizer_options: for ``optimizer_class``, such as ``lr``.
 
     Raises:
@@ -59,14 +63,16 @@ def shard_embeddings(
         try:
             chosen = choose(model, modules)
             problem = find_problem(chosen, config) or _problem_of_devices(chosen)
+            problem = problem or _problem_of_coordinator(coordinator, chosen, group)
         except ValueError as error:
             problem = str(error)
     entries = _fingerprint(chosen, optimizer_class, optimizer_options, config) if problem is None else {}
+    entries["coordinator"] = coordinator is not None
     agree(entries, problem, group, "the set-up of shard_embeddings")
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     tables = [_table_of(index, one, rank, world_size) for index, one in enumerate(chosen)]
     optimizer = optimizer_class([(table.name, table.weight) for table in tables], **optimizer_options)
-    result = EmbeddingTables(model, tables, optimizer, group, config)
+    result = EmbeddingTables(model, tables, optimizer, group, config, coordinator)
     result.begin_with([one.weight for one in chosen])
     for table, one in zip(tables, chosen, strict=True):
         _replace(result, table, one)
@@ -107,6 +113,20 @@ def _problem_of_devices(chosen: Sequence[Chosen]) -> str | None:
     devices = {str(one.weight.device) for one in chosen}
     if len(devices) > 1:
         return f"the tables must be on one device, found {sorted(devices)}"
+    return None
+
+
+def _problem_of_coordinator(
+    coordinator: Exchanger | None, chosen: Sequence[Chosen], group: dist.ProcessGroup
+) -> str | None:
+    if coordinator is None:
+        return None
+    devices = {one.weight.device.type for one in chosen}
+    if devices != {"cpu"}:
+        return f"coordinators move what is on CPUs, and the tables are on {sorted(devices)}: leave coordinator away"
+    ranks, theirs = dist.get_process_group_ranks(group), getattr(coordinator, "ranks", None)
+    if theirs != ranks:
+        return f"the coordinator has ranks {theirs}, and the tables have {ranks}: make them of one group"
     return None
 
 

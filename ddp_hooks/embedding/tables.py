@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from ddp_hooks.comm import Work, at_exit, compat, see
+from ddp_hooks.embedding.channels import Exchanger
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.columns import scatter_columns
 from ddp_hooks.embedding.config import TableConfig
@@ -38,6 +39,7 @@ class EmbeddingTables(TableFlow):
     Attributes:
         optimizer: a ``torch.optim.Optimizer`` of the tables, for schedulers and its settings.
         config: the settings.
+        coordinator: that moves everything, if there is one.
     """
 
     def __init__(
@@ -47,8 +49,9 @@ class EmbeddingTables(TableFlow):
         optimizer: torch.optim.Optimizer,
         group: dist.ProcessGroup,
         config: TableConfig,
+        coordinator: Exchanger | None = None,
     ) -> None:
-        super().__init__(model, tables, optimizer, group, config)
+        super().__init__(model, tables, optimizer, group, config, coordinator)
         self._index_of = {name: table.index for table in tables for name in (table.name, *table.aliases)}
         self._checkpoint = TableCheckpoint(tables, optimizer, self._channels)
         self._kept: list[Tensor] | None = None  # whole tables, for state_dict() on this rank until the next step
