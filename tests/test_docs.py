@@ -78,7 +78,7 @@ def _loss_of(output: Tensor) -> Tensor:
         ("tuning.md", 3),
         ("planner.md", 2),
         ("fsdp.md", 6),
-        ("coordination.md", 3),
+        ("coordination.md", 5),
     ],
 )
 def test_every_block_of_a_page_runs(workers: WorkerPools, tmp_path: Path, page: str, least: int) -> None:

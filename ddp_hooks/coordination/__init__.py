@@ -5,6 +5,7 @@ from ddp_hooks.coordination.coordinator import Coordinator
 from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.model import CoordinatedModel, coordinate
 from ddp_hooks.coordination.stats import CoordinationStats
+from ddp_hooks.coordination.timeline import draw_phases, seconds_by_name, write_trace
 
 __all__ = [
     "CoordinatedModel",
@@ -13,4 +14,7 @@ __all__ = [
     "CoordinatorConfig",
     "Handle",
     "coordinate",
+    "draw_phases",
+    "seconds_by_name",
+    "write_trace",
 ]
