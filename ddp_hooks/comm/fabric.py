@@ -51,17 +51,20 @@ class _Participant:
     algorithm: Algorithm
     traffic: RankTraffic
     round: Round | None = None
-    waiting: list[Recv] = field(default_factory=list)
+    waiting: deque[Recv] = field(default_factory=deque)
     round_end_s: float = 0.0
     sent: list[tuple[Send, Tensor]] = field(default_factory=list)  # with what each message held when it was sent
 
 
-def run_on_fabric(algorithms: Sequence[Algorithm], cost: AlphaBeta | None = None) -> list[RankTraffic]:
+def run_on_fabric(
+    algorithms: Sequence[Algorithm], cost: AlphaBeta | None = None, handling_s: float = 0.0
+) -> list[RankTraffic]:
     """Run ``algorithms[r]`` as rank r, all in this process, until every one has ended.
 
     Args:
         algorithms: one generator per rank; their tensors are changed as the algorithms say.
         cost: the price of a message; links are full duplex, and a rank's messages in one direction follow each other.
+        handling_s: seconds that a rank takes for each message that it receives, one after the other.
 
     Returns:
         The traffic of every rank, with its clock at the end.
@@ -77,7 +80,7 @@ def run_on_fabric(algorithms: Sequence[Algorithm], cost: AlphaBeta | None = None
     idle_turns = 0
     while running:
         participant = running.popleft()
-        progressed, ended = _advance(participant, mailboxes, cost)
+        progressed, ended = _advance(participant, mailboxes, cost, handling_s)
         idle_turns = 0 if progressed else idle_turns + 1
         if not ended:
             running.append(participant)
@@ -90,7 +93,10 @@ def run_on_fabric(algorithms: Sequence[Algorithm], cost: AlphaBeta | None = None
 
 
 def _advance(
-    participant: _Participant, mailboxes: dict[tuple[int, int], deque[_Message]], cost: AlphaBeta
+    participant: _Participant,
+    mailboxes: dict[tuple[int, int], deque[_Message]],
+    cost: AlphaBeta,
+    handling_s: float,
 ) -> tuple[bool, bool]:
     """Move one rank as far as it goes; returns whether it moved and whether it has ended."""
     progressed = False
@@ -103,7 +109,7 @@ def _advance(
             progressed = True
             _post(participant, mailboxes, cost)
         while participant.waiting and mailboxes[participant.waiting[0].peer, participant.rank]:
-            _receive(participant, participant.waiting.pop(0), mailboxes, cost)
+            _receive(participant, participant.waiting.popleft(), mailboxes, handling_s)
             progressed = True
         if participant.waiting:
             return progressed, False
@@ -126,7 +132,7 @@ def _post(
             mailboxes[participant.rank, exchange.peer].append(message)
             participant.sent.append((exchange, message.payload))
             traffic.sent_bytes += nbytes
-    participant.waiting = [exchange for exchange in participant.round if isinstance(exchange, Recv)]
+    participant.waiting = deque(exchange for exchange in participant.round if isinstance(exchange, Recv))
     participant.round_end_s = link_free_s
 
 
@@ -143,7 +149,7 @@ def _receive(
     participant: _Participant,
     receive: Recv,
     mailboxes: dict[tuple[int, int], deque[_Message]],
-    cost: AlphaBeta,
+    handling_s: float,
 ) -> None:
     message = mailboxes[receive.peer, participant.rank].popleft()
     if message.payload.shape != receive.tensor.shape or message.payload.dtype != receive.tensor.dtype:
@@ -153,7 +159,7 @@ def _receive(
         )
     receive.tensor.copy_(message.payload)
     participant.traffic.received_bytes += message.payload.numel() * message.payload.element_size()
-    participant.round_end_s = max(participant.round_end_s, message.arrival_s)
+    participant.round_end_s = max(participant.round_end_s, message.arrival_s) + handling_s
 
 
 def _describe_deadlock(blocked: Sequence[_Participant] | deque[_Participant]) -> str:

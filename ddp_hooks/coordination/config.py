@@ -15,6 +15,8 @@ class CoordinatorConfig:
         cycle_ms: a rank that has news waits so long after its last cycle before it begins another one, so that news
             come together. Ranks without news wait for nothing, and cost nothing.
         capacity: of the response cache: requests that are known by a bit. 0: everything is negotiated every time.
+        fan_out: what is negotiated is told along a tree in which every rank hears from at most so many others
+            (Horovod, section 2.2.3). None: all ranks tell the first one themselves.
         fusion_mb: all-reduces that are ready together travel as one up to this size in MiB; what is larger by itself,
             or a group, is not cut. 0: each alone.
         mix_groups: whether a group may travel with others that are ready (Horovod, section 3.2); False: alone.
@@ -31,6 +33,7 @@ class CoordinatorConfig:
 
     cycle_ms: float = 1.0
     capacity: int = 1024
+    fan_out: int | None = None
     fusion_mb: float = 64.0
     mix_groups: bool = True
     credit_mb: float = 16.0
@@ -49,3 +52,5 @@ class CoordinatorConfig:
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
         if self.lanes is not None and not at_least(self.lanes, 1):
             raise ValueError(f"lanes must be >= 1, got {self.lanes!r}")
+        if self.fan_out is not None and not at_least(self.fan_out, 2):
+            raise ValueError(f"fan_out must be >= 2, got {self.fan_out!r}")

@@ -36,7 +36,7 @@ from ddp_hooks.comm import (
 from ddp_hooks.comm.control import ControlChannel
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.execution import Execution, Submission
-from ddp_hooks.coordination.fusion import fused
+from ddp_hooks.coordination.fusion import fused, nbytes_of
 from ddp_hooks.coordination.handle import Agreement, Handle
 from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
 from ddp_hooks.coordination.release import Message, ReleaseQueue
@@ -111,7 +111,7 @@ class Coordinator:
         self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness, self._wake)
         self._execution = Execution(self._lanes, torch.device(device), self._note_end)
         self._queue = ReleaseQueue(mebibytes(self.config.credit_mb))  # of the control thread
-        self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity)
+        self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity, self.config.fan_out)
         self._last_cycle_s = 0.0
         self._before = self._lanes.traffic  # what measuring the link has moved
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
@@ -218,6 +218,7 @@ class Coordinator:
         with self._changed:
             return replace(
                 self._stats,
+                message_sizes=dict(self._stats.message_sizes),
                 control_bytes=control.sent_bytes,
                 control_messages=self._channel.num_sent,
                 sent_bytes=moved.sent_bytes,
@@ -519,7 +520,7 @@ class Coordinator:
 
     def _start(self, message: Message, submissions: Sequence[Submission | None]) -> None:
         work = self._execution.start(message, submissions)
-        self._stats.collectives += 1
+        self._stats.note_message(sum(map(nbytes_of, message.requests)))
         if message.number in self._queue.under_way:
             self._under_way[message.number] = work
         for submission in submissions:

@@ -91,13 +91,15 @@ class Negotiator:
     Args:
         rank, ranks: which of them this one is; as messages call them.
         capacity: of the cache.
+        fan_out: of the tree along which ranks tell the first one; None: all tell it themselves.
     """
 
-    def __init__(self, rank: int, ranks: Sequence[int], capacity: int) -> None:
+    def __init__(self, rank: int, ranks: Sequence[int], capacity: int, fan_out: int | None = None) -> None:
         self.cache = ResponseCache(capacity)
         self._rank = rank
         self._ranks = ranks
         self._world_size = len(ranks)
+        self._fan_out = fan_out
         self._told: set[str] = set()  # names that the first rank has heard of from here, and has not answered
         self._told_of_joining = False
         self._table = Table(ranks)  # of the first rank
@@ -216,7 +218,7 @@ class Negotiator:
             "joined": situation.joined,
             "closing": situation.closing,
         }
-        questions = yield from gather(encode(question), self._rank, self._world_size)
+        questions = yield from gather(encode(question), self._rank, self._world_size, self._fan_out)
         answer = encode(self._answer([decode(each) for each in questions], asks)) if self._rank == 0 else b""
         answer = yield from broadcast(answer, self._rank, self._world_size)
         return dict(decode(answer))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass
@@ -12,6 +12,8 @@ class CoordinationStats:
     Args:
         cycles: agreements that this rank took part in.
         collectives: messages that were moved, each of one request or of several that were fused.
+        message_sizes: those messages by size: number of them by ``nbytes.bit_length()``, so that under 20 are those of
+            512 KiB up to less than 1 MiB. Rows of which ranks may have different numbers are not counted.
         requests: that were done.
         control_messages, control_bytes: that this rank has sent to agree.
         control_s: seconds in which the control thread agreed.
@@ -34,3 +36,10 @@ class CoordinationStats:
     waited_for_others_s: float = 0.0
     queued_s: float = 0.0
     moved_s: float = 0.0
+    message_sizes: dict[int, int] = field(default_factory=dict)
+
+    def note_message(self, nbytes: int) -> None:
+        """Count a message that is to be moved."""
+        self.collectives += 1
+        size = nbytes.bit_length()
+        self.message_sizes[size] = self.message_sizes.get(size, 0) + 1

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 
 from recipes.benchmarks.compiled_job import CompiledJob
 from recipes.benchmarks.conditional_job import ConditionalJob
+from recipes.benchmarks.coordination_job import ControlJob, GroupingJob
 from recipes.benchmarks.embrace_job import EmbraceJob
 from recipes.benchmarks.halves_job import HalvesJob
 from recipes.benchmarks.job import Job
@@ -28,7 +29,9 @@ AnyJob: TypeAlias = (
     Job
     | CompiledJob
     | ConditionalJob
+    | ControlJob
     | EmbraceJob
+    | GroupingJob
     | HalvesJob
     | SparseJob
     | LossJob

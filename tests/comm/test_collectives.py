@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import (
+    Algorithm,
     AlphaBeta,
     CollectiveRule,
     FabricError,
@@ -175,6 +176,17 @@ def test_clock_follows_the_papers_equations() -> None:
     gather = [ring_all_gather(chunks[r], r) for r in range(world_size)]
     for traffic in (*run_on_fabric(scatter, cost), *run_on_fabric(gather, cost)):
         assert traffic.clock_s == pytest.approx(expected_s)
+
+
+def test_a_rank_handles_one_message_after_the_other() -> None:
+    def tells() -> Algorithm:
+        yield [Send(0, torch.zeros(1))]
+
+    def hears() -> Algorithm:
+        yield [Recv(peer, torch.zeros(1)) for peer in (1, 2, 3)]
+
+    first, *others = run_on_fabric([hears(), tells(), tells(), tells()], AlphaBeta(alpha_s=1.0), handling_s=0.25)
+    assert first.clock_s == 1.75 and all(each.clock_s == 0 for each in others)
 
 
 def test_fabric_names_who_waits() -> None:

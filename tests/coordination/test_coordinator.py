@@ -9,6 +9,7 @@ import os
 import random
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -63,6 +64,11 @@ def any_order(rank: int, world_size: int, num_steps: int, num_tensors: int, conf
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_any_order(workers: WorkerPools, world_size: int) -> None:
     assert workers(world_size).run(any_order, 40, 50, FAST) == [[]] * world_size
+
+
+def test_any_order_along_a_tree(workers: WorkerPools) -> None:
+    config = replace(FAST, capacity=0, fan_out=2)
+    assert workers(3).run(any_order, 10, 50, config) == [[]] * 3
 
 
 @pytest.mark.slow
@@ -164,6 +170,7 @@ def grouped(rank: int, world_size: int) -> dict[str, Any]:
         "found": found,
         "whole": whole,
         "messages": stats.collectives,
+        "sizes": stats.message_sizes,
         "requests": stats.requests,
         "refusals": refusals,
     }
@@ -175,6 +182,7 @@ def test_groups(workers: WorkerPools) -> None:
         assert found["found"] == [[5.0] * 3, [1.0] * 3, [3.0] * 3]
         assert found["whole"] == [2.0, 2.0]
         assert found["messages"] == 3 and found["requests"] == 3, "a request is a group or what stands alone"
+        assert found["sizes"] == {(36).bit_length(): 1, (12).bit_length(): 2}, "three of 12 bytes together; 8, and 12"
         for message, part in zip(
             found["refusals"],
             (
@@ -252,6 +260,7 @@ def test_settings_are_compared(workers: WorkerPools) -> None:
         ({"fusion_mb": "x"}, "fusion_mb must be >= 0, got 'x'"),
         ({"timeout_s": 0}, "timeout_s must be > 0"),
         ({"lanes": 0}, "lanes must be >= 1, got 0"),
+        ({"fan_out": 1}, "fan_out must be >= 2, got 1"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:

@@ -21,8 +21,8 @@ def request(name: str, numel: int = 4, **settings: object) -> Request:
     return Request(name, "all_reduce", (TensorSpec(name, (numel,), "torch.float32"),), **settings)  # type: ignore[arg-type]
 
 
-def negotiators(world_size: int, capacity: int = 1024) -> list[Negotiator]:
-    return [Negotiator(rank, range(world_size), capacity) for rank in range(world_size)]
+def negotiators(world_size: int, capacity: int = 1024, fan_out: int | None = None) -> list[Negotiator]:
+    return [Negotiator(rank, range(world_size), capacity, fan_out) for rank in range(world_size)]
 
 
 def cycle(ranks: Sequence[Negotiator], situations: Sequence[Situation]) -> tuple[Outcome, list[RankTraffic]]:
@@ -57,11 +57,11 @@ class Rank:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 16, 17, 64])
-@pytest.mark.parametrize("capacity", [0, 3, 1024])
-def test_any_order_and_any_subset(world_size: int, capacity: int) -> None:
+@pytest.mark.parametrize(("capacity", "fan_out"), [(0, None), (3, None), (1024, None), (0, 2)])
+def test_any_order_and_any_subset(world_size: int, capacity: int, fan_out: int | None) -> None:
     """50 tensors, a few steps: all become ready, once per step, in one order."""
     chance = random.Random(world_size)
-    ranks = negotiators(world_size, capacity)
+    ranks = negotiators(world_size, capacity, fan_out)
     for step in range(4):
         subset = [
             request(f"t{index}", 4 + (step == 2 and index % 9 == 0)) for index in range(50) if chance.random() < 0.6
