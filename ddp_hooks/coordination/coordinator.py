@@ -372,11 +372,12 @@ class Coordinator:
                 situation = self._await_reason()
                 if situation is None:
                     return
-                outcome, start_s = Outcome(), time.perf_counter()
+                outcome, start_s, start_cpu_s = Outcome(), time.perf_counter(), time.thread_time()
                 self._channel.run(self._negotiator.cycle(situation, outcome), f"cycle {self._stats.cycles}")
                 self._last_cycle_s = time.perf_counter()
                 self._stats.cycles += 1
                 self._stats.control_s += self._last_cycle_s - start_s
+                self._stats.control_cpu_s += time.thread_time() - start_cpu_s
                 self.recorder.add("agreement", f"cycle {self._stats.cycles}", start_s, self._last_cycle_s)
                 self._apply(outcome)
                 if outcome.closed or self._error is not None:

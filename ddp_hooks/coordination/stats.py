@@ -16,7 +16,8 @@ class CoordinationStats:
             512 KiB up to less than 1 MiB. Rows of which ranks may have different numbers are not counted.
         requests: that were done.
         control_messages, control_bytes: that this rank has sent to agree.
-        control_s: seconds in which the control thread agreed.
+        control_s: seconds in which the control thread agreed; mostly it waited for others.
+        control_cpu_s: seconds of the processor that it took for that.
         sent_bytes, received_bytes: payload of all messages, without those that measured the link at the start.
         waited_for_data_s: seconds from a group's first tensor to its last one, added over requests.
         waited_for_others_s: seconds from there until all ranks had asked for it, likewise.
@@ -30,6 +31,7 @@ class CoordinationStats:
     control_messages: int = 0
     control_bytes: int = 0
     control_s: float = 0.0
+    control_cpu_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
     waited_for_data_s: float = 0.0

@@ -55,6 +55,7 @@ class Totals:
     nbytes: float
     cycles: float
     control_s: float
+    control_cpu_s: float
 
 
 class Variant(Protocol):
@@ -92,7 +93,7 @@ class Negotiated:
 
     def totals(self) -> Totals:
         stats = self._coordinator.stats()
-        return Totals(stats.control_messages, stats.control_bytes, stats.cycles, stats.control_s)
+        return Totals(stats.control_messages, stats.control_bytes, stats.cycles, stats.control_s, stats.control_cpu_s)
 
     def close(self) -> None:
         self._coordinator.close()
@@ -138,7 +139,7 @@ class Verified:
 
     def totals(self) -> Totals:
         moved = self._lanes.traffic
-        return Totals(moved.rounds - self._messages, moved.sent_bytes - self._nbytes, 0, 0.0)
+        return Totals(moved.rounds - self._messages, moved.sent_bytes - self._nbytes, 0, 0.0, 0.0)
 
     def close(self) -> None:
         self._lanes.close()
@@ -196,7 +197,7 @@ def _control_window(job: ControlJob, variant: Variant, pattern: Pattern) -> dict
     after = variant.totals()
     costs = [(b - a) / job.timed_steps for a, b in zip(astuple(before), astuple(after), strict=True)]
     own = [*costs, step_s]
-    names = ("messages", "bytes", "cycles", "control_s", "step_s")
+    names = ("messages", "bytes", "cycles", "control_s", "control_cpu_s", "step_s")
     return {
         "first": dict(zip(names, own, strict=True)),
         "most": dict(zip(names, over_ranks(own, dist.ReduceOp.MAX), strict=True)),

@@ -45,7 +45,7 @@ def test_a_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[
 
 def test_what_was_measured_is_shown_again(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Three workers, made up: what misses its target is said to."""
-    costs = {"messages": 4.0, "bytes": 400.0, "cycles": 1.0, "control_s": 0.002, "step_s": 0.1}
+    costs = {"messages": 4.0, "bytes": 400.0, "cycles": 1.0, "control_s": 0.002, "control_cpu_s": 5e-4, "step_s": 0.1}
     window = dict.fromkeys(("first", "most", "all"), costs)
     job = {"num_tensors": 160, "step_s": 0.1, "patterns": ["burst"], "variants": ["bitvector", "verified"]}
     grouped = {"0": [{"step_s": 2.0, "collectives": 3.0, "cycles": 3.0, "sizes": {"25": 1.0, "3": 2.0}}]}
@@ -67,7 +67,8 @@ def test_what_was_measured_is_shown_again(tmp_path: Path, capsys: pytest.Capture
     assert "Verified schedule, nothing in steady state: not met, 400 messages or bytes." in text
     assert "Bitvector, at most 28 bytes: not met, 100 bytes." in text
     assert "messages per rank and cycle: not met." in text
-    assert "at 8 workers, all tensors asked for at once: not met, 2.00%." in text
+    assert "at 8 workers, all tensors asked for at once, from beginning to end: not met, 2.00%." in text
+    assert "at 8 workers, all tensors asked for at once, of the processor: met, 0.50%." in text
     assert "not met, 2.00%" in capsys.readouterr().out
 
 
