@@ -8,6 +8,7 @@ asks again and again, so that waiting costs nothing.
 from __future__ import annotations
 
 import datetime
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -23,8 +24,11 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.exchange import Algorithm, Recv
 from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
 
+logger = logging.getLogger("ddp_hooks")
+
 _LISTENING = datetime.timedelta(days=365)  # who listens has no reason to give up
 _TAG = 0
+_TAG_OF_NOTHING = 1  # of messages that nobody sends
 
 
 class _Heard(NamedTuple):
@@ -130,7 +134,7 @@ class ControlChannel:
         for heard in (self._heard, self._hearing):
             if heard is not None and not heard.arrived.is_set():
                 heard.errors.append(RuntimeError(f"the channel was closed{see('the-state-was-closed')}"))
-                heard.handle.abort()
+                self.let_go()
         self._to_hear.put(None)
         if self._thread is not None:
             self._thread.join(farewell_s)
@@ -140,6 +144,19 @@ class ControlChannel:
             compat.destroy_group(self._group)
             self._group = None
         return True
+
+    def let_go(self) -> None:
+        """Break the connections, after a failure that is noted: whoever waits for this rank reads the note, and ends.
+
+        Also the threads of this rank that wait. gloo has no other way to wake them, and none to close connections, but
+        that it closes those of a group in which any wait takes too long.
+        """
+        if self._group is not None:
+            try:
+                nothing = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._left, _TAG_OF_NOTHING)
+                nothing.wait(datetime.timedelta(milliseconds=1))
+            except RuntimeError as error:
+                logger.debug("%s let go: %s", self.describe(), error)
 
     @property
     def stuck(self) -> bool:
