@@ -27,9 +27,9 @@ from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
 logger = logging.getLogger("ddp_hooks")
 
 _LISTENING = datetime.timedelta(days=365)  # who listens has no reason to give up
-_FAREWELL = datetime.timedelta(seconds=2)
 _IDLE = "idle"
 _TAG = 0
+_TAG_OF_NOTHING = 1  # of messages that nobody sends
 
 
 class _Heard(NamedTuple):
@@ -130,14 +130,10 @@ class ControlChannel:
         return f"rank {self.ranks[self.rank]}, control: {self._doing}"
 
     def close(self, farewell_s: float) -> bool:
-        """End; whether the thread that listens has ended, too. Nothing may be expected any more.
-
-        A rank that leaves between two algorithms sends its right neighbour zeros in the place of the next message: a
-        receive that was posted cannot be taken back, so they are what ends the neighbour's, and around the ring this
-        rank's own.
-        """
-        if self._heard is not None and self._doing == _IDLE:
-            self._say_farewell(self._heard.buffer.numel())
+        """End; whether the thread that listens has ended, too. Nothing may be expected any more."""
+        if self._heard is not None and not self._heard.arrived.is_set():
+            self._heard.errors.append(RuntimeError(f"the channel was closed{see('the-state-was-closed')}"))
+            self.let_go()
         self._to_hear.put(None)
         if self._thread is not None:
             self._thread.join(farewell_s)
@@ -148,13 +144,18 @@ class ControlChannel:
             self._group = None
         return True
 
-    def _say_farewell(self, nbytes: int) -> None:
-        assert self._group is not None
-        try:
-            right = (self.rank + 1) % self.world_size
-            self._group.send([torch.zeros(nbytes, dtype=torch.uint8)], right, _TAG).wait(_FAREWELL)
-        except RuntimeError as error:  # it has left, too
-            logger.debug("nobody heard the farewell of rank %d: %s", self.ranks[self.rank], error)
+    def let_go(self) -> None:
+        """Break the connections, after a failure that is noted: whoever waits for this rank reads the note, and ends.
+
+        Also the threads of this rank that wait. gloo has no other way to wake them, and none to close connections, but
+        that it closes those of a group in which any wait takes too long.
+        """
+        if self._group is not None:
+            try:
+                nothing = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._left, _TAG_OF_NOTHING)
+                nothing.wait(datetime.timedelta(milliseconds=1))
+            except RuntimeError as error:
+                logger.debug("%s let go: %s", self.describe(), error)
 
     @property
     def stuck(self) -> bool:

@@ -231,7 +231,6 @@ class Coordinator:
 
     def close(self, farewell_s: float = 10.0) -> None:
         """Finish what was asked for, and end; collective. Waits at most ``farewell_s`` for ranks that do not close."""
-        self._handle.remove()
         with self._changed:
             if self._closing:
                 return
@@ -239,12 +238,16 @@ class Coordinator:
             self._tell()
             # What is pending is done when others ask for it, or fails because they close, too.
             self._changed.wait_for(lambda: not self._is_awaiting or self._error is not None)
-        self._ended.wait(farewell_s)
+        ended = self._ended.wait(farewell_s)
         # Those that still wait for something shall know why.
         self._fail(LaneError(f"this coordinator was closed{see('the-state-was-closed')}"))
+        if not ended:
+            self._channel.let_go()
         self._thread.join(farewell_s)
         self._lanes.close(farewell_s)
         self._channel.close(farewell_s)
+        if not self._is_stuck():
+            self._handle.remove()
 
     # -- asking --------------------------------------------------------------------------------------------------------
 
@@ -371,6 +374,7 @@ class Coordinator:
                 self._channel.listen(self._negotiator.vector_nbytes_with(len(self._queue.under_way)))
                 situation = self._await_reason()
                 if situation is None:
+                    self._channel.let_go()
                     return
                 outcome, start_s, start_cpu_s = Outcome(), time.perf_counter(), time.thread_time()
                 self._channel.run(self._negotiator.cycle(situation, outcome), f"cycle {self._stats.cycles}")
@@ -384,12 +388,14 @@ class Coordinator:
                     return
         except LaneError as error:
             self._fail(error)
+            self._channel.let_go()  # others may wait for this rank, and not for the one that failed
         except Exception as error:  # anything else is ours; it must reach the callers, and the other ranks, too
             self._channel.witness.confess(f"{type(error).__name__}: {error}")
             what = f"{type(error).__name__}: {error}"
             failure = LaneError(f"{self._channel.describe()} failed: {what}{see('please-report', quoted=error)}")
             failure.__cause__ = error
             self._fail(failure)
+            self._channel.let_go()
         finally:
             self._ended.set()
 

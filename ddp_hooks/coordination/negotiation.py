@@ -18,7 +18,7 @@ from collections.abc import Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ddp_hooks.comm import Algorithm, LaneError, Round, see
+from ddp_hooks.comm import Algorithm, Round, see
 from ddp_hooks.coordination.bitvector import and_of_all, from_vector, indices, or_of_all, to_vector, vector_nbytes
 from ddp_hooks.coordination.cache import ResponseCache
 from ddp_hooks.coordination.messages import broadcast, gather
@@ -32,7 +32,6 @@ _NOBODY_ASKS_WHO_IS_MISSING = 4
 _NOBODY_CLOSES = 8
 _ALL_CLOSE = 16
 _ALL_HAVE_JOINED = 32
-_ALL_ARE_THERE = 64  # zeros are what a rank leaves behind that ends without the others
 
 
 @dataclass(frozen=True)
@@ -128,8 +127,6 @@ class Negotiator:
         vector = to_vector(_status(situation, has_news, bool(stale)), ended | hits << len(under_way), num_bits)
         yield from and_of_all(vector, self._rank, self._world_size)
         status, bits = from_vector(vector)
-        if not status & _ALL_ARE_THERE:
-            raise LaneError(f"another rank has ended its coordinator, after an error{see('a-rank-died')}")
         outcome.ended = [under_way[place] for place in indices(bits & (1 << len(under_way)) - 1)]
         common = bits >> len(under_way)
         if not status & _NOBODY_DISAGREES_WITH_THE_CACHE:
@@ -281,6 +278,5 @@ def _status(situation: Situation, has_news: bool, disagrees: bool) -> int:
         _NOBODY_CLOSES: not situation.closing,
         _ALL_CLOSE: situation.closing and not situation.pending,
         _ALL_HAVE_JOINED: situation.joined,
-        _ALL_ARE_THERE: True,
     }
     return sum(bit for bit, is_set in bits.items() if is_set)

@@ -81,6 +81,52 @@ def test_any_order_for_long(workers: WorkerPools, world_size: int, capacity: int
     assert workers(world_size).run(any_order, 2000, 50, config, timeout_s=500) == [[]] * world_size
 
 
+def threads_of_their_own(rank: int, world_size: int, num_steps: int) -> list[str]:
+    """Two threads ask, and wait, each in its own order, for what each rank divides among them in its own way."""
+    coordinator, wrong, own = Coordinator(config=FAST), list[str](), random.Random(rank)
+    handles: dict[int, Any] = {}
+    together = threading.Barrier(2)
+
+    def expect(step: int, index: int) -> None:
+        expected = torch.stack([value(peer, step, index, 1 + 50 * index) for peer in range(world_size)]).sum(0)
+        if not torch.equal(handles[index].wait(), expected):
+            wrong.append(f"step {step}, tensor {index}")
+
+    def work(parts: list[list[int]], order: random.Random) -> None:
+        try:
+            for step, part in enumerate(parts):
+                for index in part:
+                    handles[index] = coordinator.all_reduce(value(rank, step, index, 1 + 50 * index), f"t{index}")
+                for index in order.sample(part, len(part)):
+                    expect(step, index)
+                together.wait()
+                for index in order.sample(range(6), 6):  # also what the other thread has asked for
+                    expect(step, index)
+                together.wait()
+        except Exception as error:
+            wrong.append(repr(error))
+            together.abort()
+
+    orders = [own.sample(range(6), 6) for _ in range(num_steps)]
+    cuts = [own.randrange(7) for _ in range(num_steps)]
+    parts = [order[:cut] for order, cut in zip(orders, cuts, strict=True)]
+    others = [order[cut:] for order, cut in zip(orders, cuts, strict=True)]
+    threads = [threading.Thread(target=work, args=(each, random.Random(rank))) for each in (parts, others)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if coordinator.stats().requests != 6 * num_steps:
+        wrong.append(f"{coordinator.stats().requests} requests")
+    coordinator.close()
+    return wrong
+
+
+@pytest.mark.parametrize("num_steps", [150, pytest.param(500, marks=pytest.mark.slow)])
+def test_threads_that_wait_in_their_own_order(workers: WorkerPools, num_steps: int) -> None:
+    assert workers(3).run(threads_of_their_own, num_steps) == [[]] * 3
+
+
 def every_operation(rank: int, world_size: int, device: str) -> list[str]:
     """What each operation makes of what ranks give, twice, so that it is known the second time."""
     coordinator, wrong = Coordinator(config=FAST, device=device), list[str]()
