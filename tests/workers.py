@@ -10,6 +10,7 @@ import datetime
 import faulthandler
 import multiprocessing
 import os
+import signal
 import tempfile
 import time
 import traceback
@@ -107,16 +108,19 @@ class Workers:
     def _outcome(self, rank: int, deadline: float) -> tuple[Any, ...]:
         connection = self._connections[rank]
         if not connection.poll(max(0.0, deadline - time.monotonic())):
-            return "lost", f"no answer from rank {rank} in time"
+            os.kill(self.processes[rank].pid, signal.SIGABRT)  # so that it says where its threads are
+            return "lost", f"no answer from rank {rank} in time; {self._last_words(rank)}"
         try:
             outcome: tuple[Any, ...] = connection.recv()
         except EOFError:
-            self.processes[rank].join(5)
-            said = Path(f"{self._rendezvous}.stderr{rank}").read_text(errors="replace")
-            said = said.partition("\nExtension modules: ")[0]  # faulthandler's list of hundreds
-            code = self.processes[rank].exitcode
-            return "lost", f"rank {rank} died, exit code {code}; its last words:\n{said[-6000:]}"
+            return "lost", f"rank {rank} died, {self._last_words(rank)}"
         return outcome
+
+    def _last_words(self, rank: int) -> str:
+        self.processes[rank].join(5)
+        said = Path(f"{self._rendezvous}.stderr{rank}").read_text(errors="replace")
+        said = said.partition("\nExtension modules: ")[0]  # faulthandler's list of hundreds
+        return f"exit code {self.processes[rank].exitcode}; its last words:\n{said[-6000:]}"
 
     @property
     def usable(self) -> bool:

@@ -148,11 +148,14 @@ class ControlChannel:
         """Break the connections, after a failure that is noted: whoever waits for this rank reads the note, and ends.
 
         Also the threads of this rank that wait. gloo has no other way to wake them, and none to close connections, but
-        that it closes those of a group in which any wait takes too long.
+        that it closes those of a group in which any wait takes too long. A wait for a rank that is gone does not.
         """
-        if self._group is not None:
+        group = self._group
+        for peer in range(self.world_size) if group is not None else ():
+            if peer == self.rank:
+                continue
             try:
-                nothing = self._group.recv([torch.empty(1, dtype=torch.uint8)], self._left, _TAG_OF_NOTHING)
+                nothing = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG_OF_NOTHING)
                 nothing.wait(datetime.timedelta(milliseconds=1))
             except RuntimeError as error:
                 logger.debug("%s let go: %s", self.describe(), error)

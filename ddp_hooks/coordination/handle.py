@@ -80,7 +80,9 @@ class Agreement:
         while not self._decided.wait(_POLL_S):
             failure = self._witness.first_failure()
             if failure is not None and not self._decided.is_set():
-                raise LaneError(f"{self.name} cannot be done: {failure}{see('a-rank-died', quoted=failure)}")
+                error = LaneError(f"{self.name} cannot be done: {failure}{see('a-rank-died', quoted=failure)}")
+                self._fail(error)  # the control thread may hear of it much later
+                raise error
             waited_s = time.monotonic() - start_s
             if waited_s >= self._stall_warning_s and not warned and not self._describe().endswith("idle"):
                 warned = True
