@@ -148,17 +148,15 @@ class ControlChannel:
         """Break the connections, after a failure that is noted: whoever waits for this rank reads the note, and ends.
 
         Also the threads of this rank that wait. gloo has no other way to wake them, and none to close connections, but
-        that it closes those of a group in which any wait takes too long. A wait for a rank that is gone does not.
+        that it closes those of a group in which any wait takes too long.
         """
-        group = self._group
-        for peer in range(self.world_size) if group is not None else ():
-            if peer == self.rank:
-                continue
-            try:
-                nothing = group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG_OF_NOTHING)
-                nothing.wait(datetime.timedelta(milliseconds=1))
-            except RuntimeError as error:
-                logger.debug("%s let go: %s", self.describe(), error)
+        for peer in range(self.world_size):
+            if self._group is not None and peer != self.rank:
+                try:  # where the connection is broken already, this raises at once and closes no others
+                    nothing = self._group.recv([torch.empty(1, dtype=torch.uint8)], peer, _TAG_OF_NOTHING)
+                    nothing.wait(datetime.timedelta(milliseconds=1))
+                except RuntimeError as error:
+                    logger.debug("%s let go of rank %d: %s", self.describe(), self.ranks[peer], error)
 
     @property
     def stuck(self) -> bool:
