@@ -45,6 +45,7 @@ from ddp_hooks.coordination.stats import CoordinationStats
 
 logger = logging.getLogger("ddp_hooks")
 
+_QUIET = 0.25  # of a cycle's pause, in which nothing new comes
 _LOOK_S = 0.001  # how often it is seen whether work that is to be followed is done
 _CHECK_S = 0.5  # how often whether lanes have failed that others wait for
 JOIN = "join()"
@@ -112,7 +113,7 @@ class Coordinator:
         self._execution = Execution(self._lanes, torch.device(device), self._note_end)
         self._queue = ReleaseQueue(mebibytes(self.config.credit_mb))  # of the control thread
         self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity, self.config.fan_out)
-        self._last_cycle_s = 0.0
+        self._last_cycle_s = self._first_news_s = self._latest_news_s = 0.0
         self._before = self._lanes.traffic  # what measuring the link has moved
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
         self._thread = threading.Thread(target=self._serve, name="ddp_hooks coordinator", daemon=True)
@@ -358,8 +359,11 @@ class Coordinator:
         return bool(self._pending or self._held or self._queued)
 
     def _tell(self) -> None:
-        self._has_news = True
-        self._changed.notify_all()
+        """There is news; the control thread wakes for the first, and looks for more by itself."""
+        self._latest_news_s = time.perf_counter()
+        if not self._has_news:
+            self._has_news, self._first_news_s = True, self._latest_news_s
+            self._changed.notify_all()
 
     def _wake(self) -> None:
         with self._changed:
@@ -401,7 +405,6 @@ class Coordinator:
 
     def _await_reason(self) -> Situation | None:
         """Sleep until there is a reason for a cycle; None when this rank ends without the others."""
-        pause_s = self.config.cycle_ms / 1000
         with self._changed:
             while self._error is None:
                 self._ask_for_held()
@@ -410,7 +413,7 @@ class Coordinator:
                 if self._channel.has_heard or now_s >= due_s:
                     break
                 if self._has_news:
-                    due_s = min(due_s, self._last_cycle_s + pause_s)
+                    due_s = min(due_s, self._begin_s())
                     if now_s >= due_s:
                         break
                 # Nobody tells of work of other lanes that is done, nor a lane that it has failed.
@@ -420,6 +423,12 @@ class Coordinator:
             if self._error is not None:
                 return None
             return self._situation()
+
+    def _begin_s(self) -> float:
+        """When news are complete: a while after the last ones, so that what is asked for in a loop is one cycle's."""
+        pause_s = self.config.cycle_ms / 1000
+        complete_s = min(self._latest_news_s + pause_s * _QUIET, self._first_news_s + pause_s)
+        return max(complete_s, self._last_cycle_s + pause_s)
 
     def _ask_for_held(self) -> None:
         """What was to follow other work, and can."""
