@@ -114,7 +114,7 @@ class _Submission:
     work: ThreadWork
     slices: Iterable[Slice]
     after: Collection[Work]
-    content: str = ""  # for ranks to compare
+    content: str | None = ""  # for ranks to compare; None: nothing
 
 
 class _Running:
@@ -185,7 +185,8 @@ class ThreadLane:
         self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
     ) -> ThreadWork:
         """Run ``algorithm`` as one slice; see :class:`Lane`."""
-        return self._submit("exchange", [Slice(lambda scratch: algorithm, 0, torch.uint8, tag)], label, after)
+        content = None if tag == _ROLL_CALL_TAG else ""  # ranks call the roll from different places
+        return self._submit("exchange", [Slice(lambda scratch: algorithm, 0, torch.uint8, tag)], label, after, content)
 
     def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: tuple[int, int]) -> ThreadWork:
         """Run algorithms as the slices of one piece of work, of a part as above; each is made when its turn comes."""
@@ -207,7 +208,7 @@ class ThreadLane:
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
     def _submit(
-        self, phase: str, slices: Iterable[Slice], label: str, after: Collection[Work] = (), content: str = ""
+        self, phase: str, slices: Iterable[Slice], label: str, after: Collection[Work] = (), content: str | None = ""
     ) -> ThreadWork:
         settings = self._settings
         name = f"{phase} of {label}"
@@ -225,7 +226,7 @@ class ThreadLane:
             if self._error is None:
                 try:
                     self._wait_for(submission.after, submission.work.label)
-                    if self._settings.verify and self._world_size > 1:
+                    if self._settings.verify and self._world_size > 1 and submission.content is not None:
                         self._verify(submission)
                     with self._counting(submission.work.label):
                         self._run_slices(submission)

@@ -17,7 +17,7 @@ from ddp_hooks.comm.agreement import VERIFY, first_difference
 from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm
 
-_LINE_BYTES = 256
+_LINE_BYTES = 512
 
 
 def is_verifying() -> bool:

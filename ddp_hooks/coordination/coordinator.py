@@ -22,6 +22,7 @@ from ddp_hooks.comm import (
     LaneError,
     Lanes,
     LaneSettings,
+    LaneTimeout,
     LinkProfile,
     Recorder,
     Span,
@@ -101,6 +102,8 @@ class Coordinator:
         self._moving: set[str] = set()  # agreed upon, and not done
         self._under_way: dict[int, Work] = {}  # messages whose end others wait for
         self._ended_here: set[int] = set()  # of those
+        self._told_of_ends: frozenset[int] = frozenset()  # in the latest cycle
+        self._told_of_closing = False
         self._has_news = False
         self._joined: Agreement | None = None
         self._closing = False
@@ -282,7 +285,7 @@ class Coordinator:
                 self._pending[name] = submission
                 self._tell()
             else:
-                self._held[name] = _Held(submission, after)
+                self._held[name] = _Held(submission, tuple(after))
                 self._changed.notify_all()
         return Handle(submission.agreement, lambda: _result_of(submission))
 
@@ -378,6 +381,7 @@ class Coordinator:
                 self._channel.listen(self._negotiator.vector_nbytes_with(len(self._queue.under_way)))
                 situation = self._await_reason()
                 if situation is None:
+                    self._channel.witness.confess(str(self._error))
                     self._channel.let_go()
                     return
                 outcome, start_s, start_cpu_s = Outcome(), time.perf_counter(), time.thread_time()
@@ -388,7 +392,7 @@ class Coordinator:
                 self._stats.control_cpu_s += time.thread_time() - start_cpu_s
                 self.recorder.add("agreement", f"cycle {self._stats.cycles}", start_s, self._last_cycle_s)
                 self._apply(outcome)
-                if outcome.closed or self._error is not None:
+                if outcome.closed or outcome.failure is not None:
                     return
         except LaneError as error:
             self._fail(error)
@@ -409,6 +413,8 @@ class Coordinator:
             while self._error is None:
                 self._ask_for_held()
                 self._refuse_broken_lanes()
+                if self._error is not None:
+                    return None
                 now_s, due_s = time.perf_counter(), self._next_due_s()
                 if self._channel.has_heard or now_s >= due_s:
                     break
@@ -431,10 +437,18 @@ class Coordinator:
         return max(complete_s, self._last_cycle_s + pause_s)
 
     def _ask_for_held(self) -> None:
-        """What was to follow other work, and can."""
-        for name in [name for name, held in self._held.items() if all(work.done for work in held.after)]:
-            submission = self._held.pop(name).submission
-            submission.asked_s = time.perf_counter()
+        """What was to follow other work, and can; or never will, because that has failed, or takes too long."""
+        for name, held in list(self._held.items()):
+            submission, now_s = held.submission, time.perf_counter()
+            error = held.failure(now_s - submission.began_s, self.config.timeout_s)
+            if error is None and not all(work.done for work in held.after):
+                continue
+            del self._held[name]
+            if error is not None:
+                submission.agreement.decide(error=error)
+                self._changed.notify_all()
+                continue
+            submission.asked_s = now_s
             self._pending[name] = submission
             self._has_news = True
 
@@ -457,6 +471,9 @@ class Coordinator:
 
     def _situation(self) -> Situation:
         self._has_news = False
+        self._told_of_ends = frozenset(self._ended_here)
+        closing = self._closing and not self._held and not self._queued
+        self._told_of_closing = closing and not self._pending
         now_s, config = time.perf_counter(), self.config
         overdue = [
             name for name, s in self._pending.items() if now_s - max(s.asked_s, s.warned_s) >= config.stall_warning_s
@@ -475,9 +492,9 @@ class Coordinator:
             overdue,
             expired,
             self._joined is not None,
-            self._closing and not self._held and not self._queued,
+            closing,
             self._queue.under_way,
-            frozenset(self._ended_here),
+            self._told_of_ends,
         )
 
     def _apply(self, outcome: Outcome) -> None:
@@ -505,7 +522,7 @@ class Coordinator:
                 self._joined.decide()
                 self._joined = None
             leaving = self._release(outcome, mine)
-            if self._closing and not self._is_awaiting and not outcome.closed:
+            if self._closing and not self._is_awaiting and not self._told_of_closing:
                 self._has_news = True  # it counts as closing only now
             self._changed.notify_all()
         for message, submissions in leaving:
@@ -530,7 +547,7 @@ class Coordinator:
                 if submission is not None:
                     submission.agreed_s = now_s
         leaving = [(message, self._queued.pop(message.number)) for message in queue.take()]
-        if self._queued and not self._ended_here.isdisjoint(queue.under_way):
+        if self._queued and self._ended_here - self._told_of_ends:
             self._has_news = True  # what waits was not there when this ended
         return leaving
 
@@ -617,6 +634,19 @@ class _Held:
 
     submission: Submission
     after: Sequence[Work | Handle]
+
+    def failure(self, waited_s: float, timeout_s: float) -> Exception | None:
+        """Why it will never be asked for, if so."""
+        for work in self.after:
+            error = work.error if isinstance(work, Handle) else None
+            error = work.error_within(0) if isinstance(work, ThreadWork) else error
+            if error is not None:
+                return error
+        if waited_s < timeout_s:
+            return None
+        lacking = [work.label for work in self.after if not work.done]
+        name = self.submission.request.name
+        return LaneTimeout(f"{name} was to follow {lacking}, not done after {waited_s:.0f} s{see('a-wait-timed-out')}")
 
 
 def _result_of(submission: Submission) -> Tensor:

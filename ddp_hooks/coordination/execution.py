@@ -92,12 +92,11 @@ class Execution:
         flat = tensors[0].view(-1) if in_place else tensors[0].new_empty(sum(map(Tensor.numel, tensors)))
         parts = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
         partition = Partition(flat, aligned_bounds(flat.numel(), self._lanes.world_size, flat.element_size()))
-        if not in_place:
-            lane.run(without_messages(lambda: _copy(parts, tensors)), label)
+        # Submitted in any case: another rank's tensor may lie otherwise, and a lane's tags count what was submitted.
+        lane.run(without_messages(lambda: None if in_place else _copy(parts, tensors)), label)
         lane.reduce_scatter([partition], label, divisor)
         lane.all_gather([partition], label)
-        if not in_place:
-            lane.run(without_messages(lambda: _copy(tensors, parts)), label)
+        lane.run(without_messages(lambda: None if in_place else _copy(tensors, parts)), label)
 
     def _reduce_scatter(self, lane: Lane, submission: Submission, divisor: int, label: str) -> None:
         """In a copy: the caller's tensor stays as it is."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from ddp_hooks.comm import LaneError, LaneTimeout, Work, see
+from ddp_hooks.comm import LaneError, LaneTimeout, ThreadWork, Work, see
 from ddp_hooks.comm.failure import Witness
 
 logger = logging.getLogger("ddp_hooks")
@@ -54,6 +54,13 @@ class Agreement:
     def done(self) -> bool:
         """Whether a wait would return at once, with a result."""
         return self._decided.is_set() and self._error is None and (self._work is None or self._work.done)
+
+    @property
+    def error(self) -> Exception | None:
+        """What a wait would raise at once."""
+        if self._error is None and isinstance(self._work, ThreadWork):
+            return self._work.error_within(0)
+        return self._error
 
     def decide(self, work: Work | None = None, error: Exception | None = None) -> None:
         """Let those that wait go on; the first decision counts."""
@@ -118,6 +125,11 @@ class Handle:
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
         return self._agreement.done
+
+    @property
+    def error(self) -> Exception | None:
+        """What :meth:`wait` would raise at once, if it is known already."""
+        return self._agreement.error
 
     def wait(self) -> Tensor:
         """The result.

@@ -355,8 +355,9 @@ def _problem_of_coordinator(
         return None
     if config is not None:
         return "a coordinator has its own config: pass one of the two"
-    if coordinator.ranks != dist.get_process_group_ranks(group):
-        return f"the coordinator has ranks {coordinator.ranks}: pass the group that it was made of"
+    ranks = getattr(coordinator, "ranks", None)
+    if ranks != dist.get_process_group_ranks(group):
+        return f"the coordinator has ranks {ranks}: pass the group that it was made of"
     return None
 
 

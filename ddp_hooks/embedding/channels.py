@@ -15,7 +15,7 @@ from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
 
 _KINDS = get_args(Kind)
-_NAMES = 16  # of requests of one kind that a coordinator knows
+_NAMES_PER_TABLE = 4  # of requests of one kind that a coordinator knows; fewer are under way
 _CAN_WAIT = -1
 """The priority of delayed rows with a coordinator: below that of gradients, 0."""
 _IS_WAITED_FOR = 1
@@ -130,13 +130,21 @@ class CoordinatedChannels(Channels):
         group, device, config: see :class:`Channels`.
         coordinator: of the same ranks.
         name: tells these tables from others of the coordinator.
+        num_tables: how many they are.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, device: torch.device, config: TableConfig, coordinator: Exchanger, name: str
+        self,
+        group: dist.ProcessGroup,
+        device: torch.device,
+        config: TableConfig,
+        coordinator: Exchanger,
+        name: str,
+        num_tables: int,
     ) -> None:
         self._coordinator = coordinator
         self._name = name
+        self._num_names = _NAMES_PER_TABLE * max(4, num_tables)
         self._asked: dict[str, _Asked] = {}
         super().__init__(group, device, config)
 
@@ -149,7 +157,7 @@ class CoordinatedChannels(Channels):
 
     def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
         """Ask for an exchange, when other work is done."""
-        name = f"{kind} {self._counts[kind] % _NAMES} of {self._name}"
+        name = f"{kind} {self._counts[kind] % self._num_names} of {self._name}"
         self._counts[kind] += 1
         if name in self._asked:
             self._asked[name].wait()  # a name can be used again when it is done

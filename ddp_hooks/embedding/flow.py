@@ -89,7 +89,8 @@ class TableFlow:
         if coordinator is None:
             self._channels = Channels(group, self.device, config)
         else:
-            self._channels = CoordinatedChannels(group, self.device, config, coordinator, tables[0].name)
+            name, number = tables[0].name, len(tables)
+            self._channels = CoordinatedChannels(group, self.device, config, coordinator, name, number)
         self._tally = self._channels.tally
         self._updates = TableUpdates(optimizer, [table.weight for table in tables])
         self._step = TableStep(self._channels, self._updates)

@@ -200,3 +200,54 @@ def test_what_waits_hears_of_lanes_that_fail(workers: WorkerPools) -> None:
         raise AssertionError(str(failed)) from failed
     assert all(len(errors) >= 4 for errors in found)
     assert "broken on purpose" in found[1][0]
+
+
+def follow_what_fails(rank: int, world_size: int) -> list[str]:
+    """An exchange follows a request that is refused; then everything closes."""
+    coordinator = Coordinator(config=CoordinatorConfig(lanes=1, slice_mb=1, timeout_s=20))
+    refused = coordinator.all_reduce(torch.ones(3 + rank), "differs")
+    then = coordinator.exchange(pass_on(rank, world_size, torch.ones(1)), "then", after=[refused])
+    errors = []
+    for handle in (refused, then):
+        try:
+            handle.wait()
+        except ValueError as error:
+            errors.append(str(error))
+    coordinator.close()
+    return errors
+
+
+def test_what_follows_a_failure_fails(workers: WorkerPools) -> None:
+    for errors in workers(2).run(follow_what_fails):
+        assert len(errors) == 2 and errors[0] == errors[1] and "differs" in errors[0]
+
+
+def lie_otherwise(rank: int, world_size: int) -> list[list[float]]:
+    """One rank's tensor is strided, the others' are not; what follows on the lane must still meet."""
+    coordinator = Coordinator(config=CoordinatorConfig(lanes=1, slice_mb=1, timeout_s=10))
+    results = []
+    for step in range(3):
+        tensor = torch.full((3, 2), float(rank))
+        tensor = torch.full((2, 3), float(rank)).t() if rank == 1 else tensor
+        results.append(coordinator.all_reduce(tensor, f"strided {step}").wait().reshape(-1).tolist())
+    coordinator.close()
+    return results
+
+
+def test_ranks_tensors_may_lie_otherwise(workers: WorkerPools) -> None:
+    assert workers(3).run(lie_otherwise) == [[[3.0] * 6] * 3] * 3
+
+
+def wait_in_vain(rank: int, world_size: int) -> int:
+    """Cycles while one rank has ended a message, closes, and waits for another one."""
+    coordinator = Coordinator(config=CoordinatorConfig(lanes=1, slice_mb=1, timeout_s=20, cycle_ms=0.1))
+    coordinator.all_reduce(torch.ones(1), "first").wait()
+    before = coordinator.stats().cycles
+    if rank:
+        time.sleep(1.0)
+    coordinator.close()
+    return coordinator.stats().cycles - before
+
+
+def test_who_closes_says_so_once(workers: WorkerPools) -> None:
+    assert max(workers(2).run(wait_in_vain)) < 20, "nobody asks again and again"
