@@ -192,7 +192,8 @@ def deaths() -> Iterator[Any]:
             yield death(world_size, victim, phase, f"{phase}: {num_pending} pending", quick)
         for part in ("and", "gather", "broadcast", "any", "forget"):
             num_rounds = num_rounds_of(part, world_size, victim)
-            for number in range(num_rounds + 1):
+            last_ones = (world_size, victim) in ((2, 1), (3, 2))  # of whom others lack only what they would have sent
+            for number in range(num_rounds if last_ones else num_rounds + 1):
                 end = "posting" if number < num_rounds else "complete"
                 first_rank_answers = (world_size, victim, part) == (3, 0, "broadcast")
                 gives_up_on_the_left = (world_size, victim, part, number) == (3, 2, "gather", 0)
