@@ -50,7 +50,7 @@ def compare(
     global _num_agreements
     _num_agreements += 1
     lines = {name: str(value) for name, value in entries.items()}
-    lines[VERIFY] = os.environ.get(VERIFY, "0")  # or some ranks would wait for others' lines
+    lines[VERIFY] = os.environ.get(VERIFY) or "0"  # or some ranks would wait for others' lines
     digest = hashlib.sha256("\n".join(f"{k}={v}" for k, v in lines.items()).encode()).hexdigest()
     verdicts = _gather((problem, digest), group)
     ranks = dist.get_process_group_ranks(group)

@@ -2,7 +2,7 @@
 
 Hooks compare their set-up, and what they lay out, once; in steady state not a byte is sent about it. With
 ``DDP_HOOKS_VERIFY=1`` in the environment of every process each lane sends a line of text before each of its
-collectives, which costs P - 1 short messages.
+pieces of work, which costs P - 1 short messages.
 """
 
 from __future__ import annotations

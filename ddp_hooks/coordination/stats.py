@@ -13,8 +13,8 @@ class CoordinationStats:
         cycles: agreements that this rank took part in.
         collectives: messages that were moved, each of one request or of several that were fused.
         message_sizes: those messages by size: number of them by ``nbytes.bit_length()``, so that under 20 are those of
-            512 KiB up to less than 1 MiB. Rows of which ranks may have different numbers, and
-            exchanges, count as nothing.
+            512 KiB up to less than 1 MiB. Rows of which ranks may have different numbers, and exchanges,
+            count as nothing.
         requests: that were done.
         control_messages, control_bytes: that this rank has sent to agree.
         control_s: seconds in which the control thread agreed; mostly it waited for others.
