@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
@@ -103,6 +104,32 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig) -> str | None:
                 f"{name} already has a communication object of its own, {kind}: leave its set_custom_... call out, or "
                 f"do not extend this model"
             )
+    return None
+
+
+def problem_of_replicas(model: nn.Module, replicas: object) -> str | None:
+    """Why gradients cannot be averaged over ``replicas``, or None; of a model that can be extended."""
+    if replicas is None:
+        return None
+    if not isinstance(replicas, dist.ProcessGroup):
+        return f"replicas must be a mesh or a group of ranks, got {type(replicas).__name__}"
+    ranks = dist.get_process_group_ranks(replicas)
+    for name, module in fsdp_modules(model):
+        assert isinstance(module, nn.Module)
+        if not is_on_cpu(module):
+            return (
+                f"{name or ROOT} is on an accelerator, where FSDP2's own all-reduce over replicas does not block: give "
+                f'fully_shard a mesh of both dimensions, ("replicate", "shard"), and leave replicas out'
+            )
+        meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
+        for mesh in meshes:
+            shards = mesh.mesh.flatten().tolist()
+            if mesh.ndim != 1 or len(shards) == 1 or set(shards) & set(ranks) != {dist.get_rank()}:
+                return (
+                    f"replicas are ranks {ranks}, and {name or ROOT} is sharded over ranks {shards} in {mesh.ndim} "
+                    f'dimension(s): give fully_shard mesh["shard"] of a mesh ("replicate", "shard") with two shards or '
+                    f'more, and extend its mesh["replicate"]'
+                )
     return None
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
@@ -32,7 +33,9 @@ logger = logging.getLogger("fsdp_ext")
 _ATTRIBUTE = "_fsdp_ext_extension"
 
 
-def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
+def extend(
+    model: nn.Module, config: ExtConfig | None = None, replicas: DeviceMesh | dist.ProcessGroup | None = None
+) -> Extension:
     """Let FSDP2 communicate through lanes: after ``fully_shard``, before or after the optimizer is made.
 
     On CPUs parameters are gathered and gradients reduced by rings over point-to-point messages, beside the
@@ -40,8 +43,8 @@ def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     computed stays the same, up to the order in which a ring adds. On accelerators FSDP2's own collectives are as good,
     and stay.
 
-    A reduce-scatter ends with the backward, where nothing reads its result earlier: without replicas (HSDP),
-    ``set_all_reduce_hook``, ``set_force_sum_reduction_for_comms``, sums in float16, offloading or
+    A reduce-scatter ends with the backward, where nothing reads its result earlier: without FSDP2's own replicas
+    (HSDP), ``set_all_reduce_hook``, ``set_force_sum_reduction_for_comms``, sums in float16, offloading or
     ``register_post_accumulate_grad_hook``, and where gradients were None before or all parameters of the module get
     one. Elsewhere the backward waits for each. A gradient that another hook reads before then is NaN.
 
@@ -50,6 +53,10 @@ def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
             (``set_custom_all_gather``, ``set_custom_reduce_scatter``) and lists of modules to prefetch; parameters,
             gradients and checkpoints are as before.
         config: the settings.
+        replicas: HSDP that does not wait, on CPUs: the ranks that have the same shards as this one, a mesh of one
+            dimension or a group, where ``fully_shard`` was given the mesh of the shards alone. Gradients are averaged
+            over them after their reduce-scatter, in the type that it sums in, and exactly, whatever
+            ``reduce_scatter`` says. As with FSDP2's own replicas, these must start from the same parameters.
 
     Returns:
         What counts bytes and waits; the same again if the model is extended with these settings already. With others
@@ -61,13 +68,15 @@ def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     Collective: all ranks of the model's meshes do it. :func:`restore` undoes it.
     """
     config = config if config is not None else ExtConfig()
+    if isinstance(replicas, DeviceMesh):
+        replicas = replicas.get_group()
     earlier = _extension_of(model)
-    if earlier is not None and earlier.config == config:
+    if earlier is not None and (earlier.config, earlier.replicas) == (config, replicas):
         return earlier
     if earlier is not None:
         restore(model)
-    _agree(model, config)
-    return Extension(model, config)
+    _agree(model, config, replicas)
+    return Extension(model, config, replicas)
 
 
 def restore(model: nn.Module) -> None:
@@ -89,9 +98,10 @@ class Counts:
 class Extension:
     """What serves one model: made by :func:`extend`."""
 
-    def __init__(self, model: nn.Module, config: ExtConfig) -> None:
+    def __init__(self, model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | None = None) -> None:
         self._model = model
         self.config = config
+        self.replicas = replicas
         self.counts = Counts()
         self.recorder = Recorder(config.trace)
         self.backward_waits: dict[str, float] = defaultdict(float)
@@ -205,7 +215,8 @@ class Extension:
         if before is None:
             return  # it has no parameters of its own
         config = self.config
-        residuals = Residuals(module, self.names) if config.keeps_residuals_of(name) else None
+        replicas = self.replicas or compat.replicas_of(module)
+        residuals = Residuals(module, self.names, replicas) if config.keeps_residuals_of(name) else None
         if checks.is_on_cpu(module):
             module.set_custom_all_gather(RingAllGather(self, module, name))
             module.set_custom_reduce_scatter(RingReduceScatter(self, module, name, residuals))
@@ -232,14 +243,20 @@ def _extension_of(model: object) -> Extension | None:
     return found if isinstance(found, Extension) else None
 
 
-def _agree(model: nn.Module, config: ExtConfig) -> None:
+def _agree(model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | None) -> None:
     """All ranks with these parameters compare what they are about to do, or raise the same error."""
-    problem = checks.find_problem(model, config)
+    problem = checks.find_problem(model, config) or checks.problem_of_replicas(model, replicas)
     if not dist.is_initialized():
         raise ValueError(problem or "torch.distributed is not initialised" + see("set-up-is-refused"))
     entries = checks.fingerprint(model, config) if problem is None else {}
     failure = None
-    for group in _groups_of(model):
+    groups = list(_groups_of(model))
+    entries["replicas"] = None if problem or replicas is None else dist.get_world_size(replicas)
+    if isinstance(replicas, dist.ProcessGroup):
+        groups.append(replicas)
+    for group in groups:
+        if group is replicas and not problem:
+            entries["place among the shards"] = dist.get_rank(groups[0])
         try:
             agree(entries, problem, group, "the set-up of fsdp_ext.extend")
         except ValueError as error:  # ranks of the mesh's other dimensions are to hear of it, too

@@ -29,11 +29,15 @@ class Residuals:
     Args:
         module: whose gradients.
         names: of all modules of the model.
+        replicas: the ranks that have the same shards as this one.
     """
 
-    def __init__(self, module: FSDPModule, names: Mapping[nn.Module, str]) -> None:
+    def __init__(
+        self, module: FSDPModule, names: Mapping[nn.Module, str], replicas: dist.ProcessGroup | None = None
+    ) -> None:
         self._module = module
         self._names = names
+        self._replicas = replicas
         self._columns: tuple[compat.Column, ...] = ()
         self._flat: Tensor | None = None  # (P * n,), in the unit of sums
         self._group: dist.ProcessGroup | None = None  # of the ranks that sum
@@ -80,10 +84,9 @@ class Residuals:
         own = torch.empty_like(shares[0])
         dist.reduce_scatter_tensor(own, self._flat, group=self._group)
         own.div_(self._divisor)
-        replicas = compat.replicas_of(self._module)
-        if replicas is not None:
-            dist.all_reduce(own, group=replicas)
-            own.div_(dist.get_world_size(replicas))
+        if self._replicas is not None:
+            dist.all_reduce(own, group=self._replicas)
+            own.div_(dist.get_world_size(self._replicas))
         self._flat.zero_()
         shares[dist.get_rank(self._group)] = own.mul_(self._divisor)
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import Algorithm, Partition, Work
+from ddp_hooks.comm import Algorithm, Partition, Work, aligned_bounds, without_messages
 from ddp_hooks.comm import compat as comm_compat
 from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
@@ -80,6 +80,8 @@ class RingReduceScatter(ReduceScatter):
         divisor = divisor_of(op, input_tensor, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
         work = self._submit(self._extension.transport_of(group), partition, rank, divisor)
+        if self._extension.replicas is not None:
+            work = self._average(partition.ranges[rank], self._extension.replicas, work)
         delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes, self)
         counts, pending = self._extension.counts, self._extension.pending
         counts.reduce_scatters += 1
@@ -128,6 +130,15 @@ class RingReduceScatter(ReduceScatter):
         # A module that ran twice is reduced twice in one backward, perhaps by two lanes.
         self._last = transport.scatters.run(algorithm, self._name, () if self._last is None else (self._last,))
         return self._last
+
+    def _average(self, own: Tensor, replicas: dist.ProcessGroup, reduced: Work) -> Work:
+        """HSDP's all-reduce of this rank's part, when it is ``reduced``: both halves of a ring, on another lane."""
+        world_size = dist.get_world_size(replicas)
+        partition = Partition(own, aligned_bounds(own.numel(), world_size, own.element_size()))
+        lane = self._extension.transport_of(replicas).scatters.next_lane()
+        lane.run(without_messages(lambda: None), self._name, after=(reduced,))
+        lane.reduce_scatter([partition], self._name, world_size)
+        return lane.all_gather([partition], self._name)
 
     def reason_to_wait(
         self, dtype: torch.dtype, op: dist.ReduceOp | dist.ReduceOp.RedOpType, is_complete: bool

@@ -243,7 +243,9 @@ class ThreadLane:
 
     def _wait_for(self, others: Collection[Work], label: str) -> None:
         # What was submitted before never waits for what was submitted after it, so lanes cannot wait in a circle.
-        for other in others:
+        for other in itertools.chain.from_iterable(
+            each.works if isinstance(each, Joined) else (each,) for each in others
+        ):
             assert isinstance(other, ThreadWork)
             if not other.done:
                 self._doing = f"{label}, which is to follow {other.label}"

@@ -122,12 +122,12 @@ class Joined:
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.label = works[0].label
-        self._works = works
+        self.works = works
 
     @property
     def done(self) -> bool:
-        return all(work.done for work in self._works)
+        return all(work.done for work in self.works)
 
     def wait(self) -> None:
-        for work in self._works:
+        for work in self.works:
             work.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_ext import ExtConfig, Extension, TuneConfig, extend, restore, tune
@@ -29,10 +29,13 @@ def build_fsdp2(spec: VariantSpec, workload: Workload, slow: float, make_optimiz
     """
     if spec.kind == "fsdp2-tuned":
         return _tuned(spec, workload, slow, make_optimizer)
-    model = _sharded(workload, slow, spec.sharding)
+    mesh = _mesh(spec.sharding)
+    by_extension = spec.sharding.by_extension
+    model = _sharded(workload, slow, spec.sharding.block_mb, mesh["shard"] if by_extension else mesh)
     optimizer = _optimizer(model, make_optimizer, spec.sharding)
     if spec.kind == "fsdp2-ext":
-        return _extended(model, optimizer, extend(model, ExtConfig(**spec.settings)))
+        replicas = mesh["replicate"] if by_extension else None
+        return _extended(model, optimizer, extend(model, ExtConfig(**spec.settings), replicas))
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root first
 
     def launch_gathers() -> None:
@@ -49,12 +52,15 @@ def _optimizer(model: nn.Module, make_optimizer: OptimizerFactory, sharding: Sha
     return optimizer
 
 
-def _sharded(workload: Workload, slow: float, sharding: Sharding) -> nn.Sequential:
-    model = emulate(workload, slow, block_bytes=int(sharding.block_mb * 2**20))
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    if sharding.replicas > 1:
-        shape = (sharding.replicas, dist.get_world_size() // sharding.replicas)
-        mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+def _mesh(sharding: Sharding) -> DeviceMesh:
+    if sharding.replicas == 1:
+        return init_device_mesh("cpu", (dist.get_world_size(),))
+    shape = (sharding.replicas, dist.get_world_size() // sharding.replicas)
+    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+
+
+def _sharded(workload: Workload, slow: float, block_mb: float, mesh: DeviceMesh) -> nn.Sequential:
+    model = emulate(workload, slow, block_bytes=int(block_mb * 2**20))
     for block in model:
         if isinstance(block, nn.Sequential):
             fully_shard(block, mesh=mesh, reshard_after_forward=False)
@@ -75,7 +81,7 @@ def _tuned(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: O
     tuner = TuneConfig(max_trials=8, dropped_steps=2, steps_per_trial=2, profile=profile)
 
     def make(block_mb: float) -> nn.Sequential:
-        return _sharded(workload, slow, replace(spec.sharding, block_mb=block_mb))
+        return _sharded(workload, slow, block_mb, _mesh(spec.sharding))
 
     found = tune(make, step, ExtConfig(**spec.settings), tuner)
     model = make(found.block_mb)

@@ -107,6 +107,23 @@ def test_four_ranks(
     assert (stats.deferred == 0) == (replicas == 2), "an all-reduce over replicas follows"
 
 
+@pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip, twins.discarded])
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
+def test_replicas_by_the_extension(
+    workers: WorkerPools, loop: Callable[[Trainee, int], None], options: dict[str, Any]
+) -> None:
+    stats = check(workers(4).run(twins.compare, loop, 6, CONFIG, options, {}, 2, None, None, True))
+    assert stats.deferred == stats.reduce_scatters > 0, "nothing has to wait"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "replicas"), [(6, 3), (6, 2), (8, 4)])
+def test_more_replicas_by_the_extension(workers: WorkerPools, world_size: int, replicas: int) -> None:
+    run = workers(world_size).run
+    stats = check(run(twins.compare, twins.two_backwards, 5, CONFIG, {}, {"idle": True}, replicas, None, None, True))
+    assert stats.deferred > 0
+
+
 @pytest.mark.parametrize(
     "config",
     [

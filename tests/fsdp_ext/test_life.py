@@ -7,6 +7,7 @@ import os
 import signal
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError
 from fsdp_ext import ExtConfig, Extension, compat, extend, restore
 from fsdp_ext.gather import RingAllGather
-from tests.fsdp_ext.twins import CONFIG, WholeNumbers, momentum_sgd, shard
+from tests.fsdp_ext.twins import CONFIG, WholeNumbers, mesh_of, momentum_sgd, shard
 from tests.workers import WorkerPools
 
 
@@ -250,6 +252,52 @@ def test_refusals(workers: WorkerPools, case: str, expected: str) -> None:
     assert messages[0].startswith("ValueError: ") and "docs/troubleshooting.md#" in messages[0]
 
 
+def refuse_replicas(rank: int, world_size: int, case: str) -> str:
+    model: Any = WholeNumbers(world_size)
+    mesh: Any = mesh_of(world_size, 2)
+    replicas: Any = mesh["replicate"]
+    if case == "by FSDP2, too":
+        shard(model, mesh)
+    elif case == "all ranks":
+        shard(model)
+    elif case == "the other dimension":
+        shard(model, mesh["shard"])
+        replicas = mesh["shard"]
+    elif case == "a number":
+        shard(model, mesh["shard"])
+        replicas = 2
+    elif case == "other shards":
+        shard(model, mesh["shard"])
+        pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
+        replicas = pairs[rank in (1, 2)]
+    elif case == "one shard":
+        mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
+        shard(model, mesh["shard"])
+        replicas = mesh["replicate"]
+    before = communication(model)
+    message = message_of(lambda: extend(model, CONFIG, replicas))
+    assert communication(model) == before, "nothing is changed"
+    return message
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [
+        ("by FSDP2, too", "is sharded over ranks [0, 1, 2, 3] in 2 dimension(s): give fully_shard mesh["),
+        ("all ranks", "is sharded over ranks [0, 1, 2, 3] in 1 dimension(s): give fully_shard mesh["),
+        ("the other dimension", "replicas are ranks [0, 1], and the root module is sharded over ranks [0, 1]"),
+        ("a number", "replicas must be a mesh or a group of ranks, got int"),
+        ("other shards", "place among the shards is "),
+        ("one shard", "with two shards or more"),
+    ],
+)
+def test_refused_replicas(workers: WorkerPools, case: str, expected: str) -> None:
+    for rank, message in enumerate(workers(4).run(refuse_replicas, case)):
+        pair = [2, 3] if rank > 1 else [0, 1]
+        assert message.startswith("ValueError: ") and "docs/troubleshooting.md#" in message
+        assert expected.replace("[0, 1]", str(pair)) in message, message
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [
@@ -304,6 +352,31 @@ def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: 
         if rank != victim:
             assert outcome[0] == "ok" and f"rank {victim} died" in outcome[1], outcome
             assert "blocks." in outcome[1] or "root module" in outcome[1], f"does not say what: {outcome[1]}"
+
+
+def train_replicas_until_somebody_dies(rank: int, world_size: int) -> str:
+    mesh: Any = mesh_of(world_size, 2)
+    model = shard(WholeNumbers(world_size), mesh["shard"])
+    extend(model, replace(CONFIG, timeout_s=6), mesh["replicate"])
+    optimizer = momentum_sgd(model)
+    try:
+        train(model, optimizer, rank, range(3))
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        train(model, optimizer, rank, range(3, 1000))
+    except LaneError as error:
+        return str(error)
+    return "nobody noticed"
+
+
+def test_survivors_among_replicas(workers: WorkerPools) -> None:
+    """Rank 3 talks to rank 0 in no group: it waits for ranks 1 and 2, whose processes live on here."""
+    pool = workers(4)
+    outcomes = pool.outcomes(train_replicas_until_somebody_dies, timeout_s=60)
+    pool.end()
+    assert [kind for kind, *_ in outcomes] == ["lost", "ok", "ok", "ok"]
+    assert all("rank 0 died" in message for _, message in outcomes[1:3]), outcomes
+    assert "timed out waiting for rank" in outcomes[3][1] or "died" in outcomes[3][1], outcomes
 
 
 def raise_in_backward(rank: int, world_size: int, set_to_none: bool) -> bool:

@@ -154,11 +154,13 @@ def gathered(rank: int, world_size: int, loop: Any, config: ExtConfig, how: dict
     torch.manual_seed(7)
     replicas = how.get("replicas", 1)
     models = []
-    for _ in range(2):
+    by_extension = how.get("by_extension", False)
+    for index in range(2):
         torch.manual_seed(7)
         mesh = twins.mesh_of(world_size, replicas)
-        models.append(twins.shard(twins.WholeNumbers(world_size, **how.get("model", {})), mesh))
-    extension = extend(models[0], config)
+        shards = mesh["shard"] if by_extension and index == 0 else mesh
+        models.append(twins.shard(twins.WholeNumbers(world_size, **how.get("model", {})), shards))
+    extension = extend(models[0], config, mesh["replicate"] if by_extension else None)
     if how.get("zeros"):
         for model in models:
             assert isinstance(model, FSDPModule)
@@ -205,7 +207,15 @@ def test_nothing_is_lost_in_training(workers: WorkerPools, world_size: int, loop
     assert (found["kept"] > 0) == (world_size > 1)
 
 
-@pytest.mark.parametrize("how", [{"replicas": 2}, {"model": {"frozen": True}}, {"model": {"idle": True}}], ids=str)
+NOT_ALIKE: list[dict[str, Any]] = [
+    {"replicas": 2},
+    {"replicas": 2, "by_extension": True},
+    {"model": {"frozen": True}},
+    {"model": {"idle": True}},
+]
+
+
+@pytest.mark.parametrize("how", NOT_ALIKE, ids=str)
 def test_nothing_is_lost_with(workers: WorkerPools, how: dict[str, Any]) -> None:
     for found in workers(4).run(gathered, twins.plain, SPARSE, how):
         assert found["differing"] == [] and found["kept"] > 0
