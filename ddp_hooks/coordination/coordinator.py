@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,7 +38,7 @@ from ddp_hooks.comm import (
 from ddp_hooks.comm.control import ControlChannel
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.execution import Execution, Submission
-from ddp_hooks.coordination.fusion import fused, nbytes_of
+from ddp_hooks.coordination.fusion import fused
 from ddp_hooks.coordination.handle import Agreement, Handle
 from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
 from ddp_hooks.coordination.release import Message, ReleaseQueue
@@ -47,6 +48,8 @@ from ddp_hooks.coordination.stats import CoordinationStats
 logger = logging.getLogger("ddp_hooks")
 
 _QUIET = 0.25  # of a cycle's pause, in which nothing new comes
+_REST = 2.0  # times what the latest cycle took: so agreeing takes a third of the time at most, however slow it is
+_MAX_KNOWN = 8192  # requests that are made only once, as they are the same in every step
 _LOOK_S = 0.001  # how often it is seen whether work that is to be followed is done
 _CHECK_S = 0.5  # how often whether lanes have failed that others wait for
 JOIN = "join()"
@@ -105,6 +108,10 @@ class Coordinator:
         self._told_of_ends: frozenset[int] = frozenset()  # in the latest cycle
         self._told_of_closing = False
         self._has_news = False
+        self._num_waiting = 0  # threads that do nothing until something is agreed upon
+        self._is_urgent = False  # the next cycle, likewise
+        self._due_s = float("inf")  # when something will have waited so long that the others are to be asked
+        self._known: dict[Hashable, Request] = {}
         self._joined: Agreement | None = None
         self._closing = False
         self._ended = threading.Event()
@@ -116,7 +123,7 @@ class Coordinator:
         self._execution = Execution(self._lanes, torch.device(device), self._note_end)
         self._queue = ReleaseQueue(mebibytes(self.config.credit_mb))  # of the control thread
         self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity, self.config.fan_out)
-        self._last_cycle_s = self._first_news_s = self._latest_news_s = 0.0
+        self._last_cycle_s = self._rest_s = self._first_news_s = self._latest_news_s = 0.0
         self._before = self._lanes.traffic  # what measuring the link has moved
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
         self._thread = threading.Thread(target=self._serve, name="ddp_hooks coordinator", daemon=True)
@@ -287,6 +294,7 @@ class Coordinator:
             else:
                 self._held[name] = _Held(submission, tuple(after))
                 self._changed.notify_all()
+            self._note_due(now_s)
         return Handle(submission.agreement, lambda: _result_of(submission))
 
     def _request(
@@ -303,10 +311,17 @@ class Coordinator:
         for each in (name, *(n for n, _ in named)):
             if not isinstance(each, str):
                 raise TypeError(f"names are texts, got {each!r}")
+        key = (name, operation, mean, root, priority, grouped, *((n, t.shape, t.dtype) for n, t in named))
+        if (known := self._known.get(key)) is not None:
+            return known
         if mean and not all(tensor.is_floating_point() or tensor.is_complex() for _, tensor in named):
             raise ValueError(f"{name}: means are of floating-point numbers, got {named[0][1].dtype}")
         specs = tuple(spec_of(n, tensor, operation) for n, tensor in named)
-        return Request(name, operation, specs, bool(mean), int(root), int(priority), grouped)
+        request = Request(name, operation, specs, bool(mean), int(root), int(priority), grouped)
+        if len(self._known) >= _MAX_KNOWN:
+            self._known.clear()
+        self._known[key] = request
+        return request
 
     def _refuse_twice(self, name: str) -> None:
         if any(name in each for each in (self._pending, self._begun, self._held, self._moving)):
@@ -318,7 +333,9 @@ class Coordinator:
             if group not in self._begun:
                 self._refuse_twice(group)
                 agreement = self._new_agreement(group)
-                self._begun[group] = _Begun({}, agreement, mean, priority, tensor.dtype, time.perf_counter())
+                now_s = time.perf_counter()
+                self._begun[group] = _Begun({}, agreement, mean, priority, tensor.dtype, now_s)
+                self._note_due(now_s)
             begun = self._begun[group]
             if name in begun.members:
                 raise ValueError(f"{name} was asked for already, and {group} is not complete: wait for it first")
@@ -346,6 +363,7 @@ class Coordinator:
             self._channel.witness,
             self._channel.describe,
             self._fail,
+            self._being_waited_for,
             config.timeout_s if timeout_s == -1.0 else timeout_s,
             config.stall_warning_s,
         )
@@ -361,12 +379,31 @@ class Coordinator:
         """Whether something that was asked for has not left."""
         return bool(self._pending or self._held or self._queued)
 
-    def _tell(self) -> None:
+    @contextmanager
+    def _being_waited_for(self) -> Iterator[None]:
+        """A thread does nothing meanwhile, so that what is to be agreed upon is agreed upon soon."""
+        with self._changed:
+            self._num_waiting += 1
+            self._changed.notify_all()
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._num_waiting -= 1
+
+    def _tell(self, is_urgent: bool = False) -> None:
         """There is news; the control thread wakes for the first, and looks for more by itself."""
         self._latest_news_s = time.perf_counter()
+        wakes = not self._has_news or is_urgent
         if not self._has_news:
             self._has_news, self._first_news_s = True, self._latest_news_s
+        self._is_urgent = self._is_urgent or is_urgent
+        if wakes:
             self._changed.notify_all()
+
+    def _note_due(self, asked_s: float) -> None:
+        """Something new was asked for."""
+        self._due_s = min(self._due_s, asked_s + min(self.config.stall_warning_s, self.config.timeout_s))
 
     def _wake(self) -> None:
         with self._changed:
@@ -387,6 +424,7 @@ class Coordinator:
                 outcome, start_s, start_cpu_s = Outcome(), time.perf_counter(), time.thread_time()
                 self._channel.run(self._negotiator.cycle(situation, outcome), f"cycle {self._stats.cycles}")
                 self._last_cycle_s = time.perf_counter()
+                self._rest_s = max(self.config.cycle_ms / 1000, _REST * (self._last_cycle_s - start_s))
                 self._stats.cycles += 1
                 self._stats.control_s += self._last_cycle_s - start_s
                 self._stats.control_cpu_s += time.thread_time() - start_cpu_s
@@ -415,26 +453,32 @@ class Coordinator:
                 self._refuse_broken_lanes()
                 if self._error is not None:
                     return None
-                now_s, due_s = time.perf_counter(), self._next_due_s()
-                if self._channel.has_heard or now_s >= due_s:
+                now_s = time.perf_counter()
+                if now_s >= self._due_s:
+                    self._due_s = self._next_due_s()
+                begin_s = min(self._due_s, self._begin_s(self._channel.has_heard))
+                if now_s >= begin_s:
                     break
-                if self._has_news:
-                    due_s = min(due_s, self._begin_s())
-                    if now_s >= due_s:
-                        break
                 # Nobody tells of work of other lanes that is done, nor a lane that it has failed.
-                look_s = _LOOK_S if self._held else _CHECK_S if self._queued else float("inf")
-                wait_s = min(due_s - now_s, look_s)
-                self._changed.wait(None if wait_s == float("inf") else wait_s)
+                look_s = _LOOK_S if self._held else _CHECK_S if self._queued else self.config.stall_warning_s
+                self._changed.wait(min(begin_s - now_s, look_s))
             if self._error is not None:
                 return None
             return self._situation()
 
-    def _begin_s(self) -> float:
-        """When news are complete: a while after the last ones, so that what is asked for in a loop is one cycle's."""
-        pause_s = self.config.cycle_ms / 1000
+    def _begin_s(self, has_heard: bool) -> float:
+        """When the next cycle is due; ``has_heard`` another rank begin it.
+
+        News are complete a while after the last ones, so that what is asked for in a loop is one cycle's, or when
+        somebody waits, and asks for nothing more. While nobody waits, cycles may rest in between.
+        """
+        if not self._has_news:
+            return 0.0 if has_heard else float("inf")
+        pause_s, is_awaited = self.config.cycle_ms / 1000, self._num_waiting > 0 or self._is_urgent
         complete_s = min(self._latest_news_s + pause_s * _QUIET, self._first_news_s + pause_s)
-        return max(complete_s, self._last_cycle_s + pause_s)
+        if has_heard:
+            return 0.0 if is_awaited else complete_s
+        return max(complete_s, self._last_cycle_s + (pause_s if is_awaited else self._rest_s))
 
     def _ask_for_held(self) -> None:
         """What was to follow other work, and can; or never will, because that has failed, or takes too long."""
@@ -470,11 +514,26 @@ class Coordinator:
         return min(due_s, default=float("inf"))
 
     def _situation(self) -> Situation:
-        self._has_news = False
+        self._has_news = self._is_urgent = False
         self._told_of_ends = frozenset(self._ended_here)
         closing = self._closing and not self._held and not self._queued
         self._told_of_closing = closing and not self._pending
-        now_s, config = time.perf_counter(), self.config
+        now_s = time.perf_counter()
+        overdue, expired = self._late(now_s) if now_s >= self._due_s else ([], [])
+        return Situation(
+            {name: submission.request for name, submission in self._pending.items()},
+            {name: submission.flags for name, submission in self._pending.items() if submission.flags},
+            overdue,
+            expired,
+            self._joined is not None,
+            closing,
+            self._queue.under_way,
+            self._told_of_ends,
+        )
+
+    def _late(self, now_s: float) -> tuple[list[str], list[str]]:
+        """What is overdue, and what has taken too long; says which groups are not complete."""
+        config = self.config
         overdue = [
             name for name, s in self._pending.items() if now_s - max(s.asked_s, s.warned_s) >= config.stall_warning_s
         ]
@@ -486,16 +545,8 @@ class Coordinator:
                 begun.warned_s = now_s
                 lacking = [member for member in self.groups[name] if member not in begun.members]
                 logger.warning("waited %.0f s for %s, which lacks %s here", now_s - begun.began_s, name, lacking)
-        return Situation(
-            {name: submission.request for name, submission in self._pending.items()},
-            {name: submission.flags for name, submission in self._pending.items() if submission.flags},
-            overdue,
-            expired,
-            self._joined is not None,
-            closing,
-            self._queue.under_way,
-            self._told_of_ends,
-        )
+        self._due_s = self._next_due_s()
+        return overdue, expired
 
     def _apply(self, outcome: Outcome) -> None:
         """What was agreed upon becomes work, or errors; in the same order on every rank."""
@@ -548,12 +599,12 @@ class Coordinator:
                     submission.agreed_s = now_s
         leaving = [(message, self._queued.pop(message.number)) for message in queue.take()]
         if self._queued and self._ended_here - self._told_of_ends:
-            self._has_news = True  # what waits was not there when this ended
+            self._has_news = self._is_urgent = True  # what waits was not there when this ended
         return leaving
 
     def _start(self, message: Message, submissions: Sequence[Submission | None]) -> None:
         work = self._execution.start(message, submissions)
-        self._stats.note_message(sum(map(nbytes_of, message.requests)))
+        self._stats.note_message(sum(request.nbytes for request in message.requests))
         if message.number in self._queue.under_way:
             self._under_way[message.number] = work
         for submission in submissions:
@@ -573,7 +624,7 @@ class Coordinator:
             if number in self._queue.under_way:
                 self._ended_here.add(number)
                 if self._queued:
-                    self._tell()
+                    self._tell(is_urgent=True)
             for each in submissions:
                 self._moving.discard(each.request.name)
                 stats.waited_for_data_s += each.asked_s - each.began_s

@@ -13,7 +13,6 @@ from torch import Tensor
 from ddp_hooks.comm import Algorithm, Lanes, Partition, Work, aligned_bounds, without_messages
 from ddp_hooks.comm.lanes import Lane
 from ddp_hooks.coordination.collectives import all_gather_rows, all_to_all_rows, broadcast
-from ddp_hooks.coordination.fusion import dtype_of
 from ddp_hooks.coordination.handle import Agreement
 from ddp_hooks.coordination.release import Message
 from ddp_hooks.coordination.request import Request
@@ -84,7 +83,7 @@ class Execution:
     def _tensors(self, request: Request, submission: Submission | None) -> list[Tensor]:
         if submission is not None:
             return submission.tensors
-        return [torch.zeros(spec.shape, dtype=dtype_of(spec), device=self._device) for spec in request.tensors]
+        return [torch.zeros(spec.shape, dtype=spec.torch_dtype, device=self._device) for spec in request.tensors]
 
     def _all_reduce(self, lane: Lane, tensors: Sequence[Tensor], divisor: int, label: str) -> None:
         """Both halves of a ring, in place where one tensor lies in one piece, else in a copy."""

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import count
 
-import torch
-
-from ddp_hooks.coordination.request import Request, TensorSpec
+from ddp_hooks.coordination.request import Request
 
 
 def in_order(ready: Sequence[Request]) -> list[Request]:
@@ -24,34 +22,13 @@ def fused(ready: Sequence[Request], limit_bytes: int, mix_groups: bool) -> list[
     total, key = 0, None
     alone = count()
     for request in in_order(ready):
-        nbytes = nbytes_of(request)
-        dtypes = {spec.dtype for spec in request.tensors}
-        fits = request.operation == "all_reduce" and len(dtypes) == 1 and (mix_groups or not request.grouped)
+        nbytes = request.nbytes
+        fits = request.operation == "all_reduce" and len(request.dtypes) == 1 and (mix_groups or not request.grouped)
         # Only with those of one priority, or what is urgent would wait for what is not.
-        own_key = (dtypes.pop(), request.mean, request.priority) if fits else ("alone", next(alone), 0)
+        own_key = (request.dtypes, request.mean, request.priority) if fits else ("alone", next(alone), 0)
         if own_key != key or total + nbytes > limit_bytes:
             messages.append([])
             total, key = 0, own_key
         messages[-1].append(request)
         total += nbytes
     return messages
-
-
-def nbytes_of(request: Request) -> int:
-    """Of its tensors, as far as all ranks have the same."""
-    return sum(max(0, numel_of(spec)) * dtype_of(spec).itemsize for spec in request.tensors)
-
-
-def numel_of(spec: TensorSpec) -> int:
-    """Elements; negative if ranks may have different numbers."""
-    numel = 1
-    for size in spec.shape:
-        numel *= size
-    return numel
-
-
-def dtype_of(spec: TensorSpec) -> torch.dtype:
-    """The type that is written down as text."""
-    dtype = getattr(torch, spec.dtype.removeprefix("torch."))
-    assert isinstance(dtype, torch.dtype)
-    return dtype

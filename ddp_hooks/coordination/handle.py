@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 from torch import Tensor
 
@@ -25,6 +26,7 @@ class Agreement:
         witness: who knows of ranks that failed.
         describe: says where the control thread is, for messages.
         fail: told of an error of the work, which ends everything.
+        being_waited_for: is entered while a thread waits for a decision.
         timeout_s: after so much longer than this a wait ends in any case; the control thread names ranks that are
             missing, and ends what takes too long, before. None: a wait may take as long as it takes.
         stall_warning_s: after so long it is logged if another rank does not answer the control thread.
@@ -36,6 +38,7 @@ class Agreement:
         witness: Witness,
         describe: Callable[[], str],
         fail: Callable[[LaneError], None],
+        being_waited_for: Callable[[], AbstractContextManager[None]],
         timeout_s: float | None,
         stall_warning_s: float,
     ) -> None:
@@ -43,6 +46,7 @@ class Agreement:
         self._witness = witness
         self._describe = describe
         self._fail = fail
+        self._being_waited_for = being_waited_for
         self._timeout_s = timeout_s
         self._stall_warning_s = stall_warning_s
         self._lock = threading.Lock()
@@ -72,7 +76,8 @@ class Agreement:
     def wait(self) -> None:
         """Return when the result is there."""
         if not self._decided.is_set():
-            self._wait_for_a_decision()
+            with self._being_waited_for():
+                self._wait_for_a_decision()
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
         if self._work is not None:

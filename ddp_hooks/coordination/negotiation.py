@@ -143,7 +143,8 @@ class Negotiator:
         for bit in indices(common):
             self.cache.use(bit)
         for request in fresh:
-            self.cache.put(request)
+            own = situation.pending.get(request.name)
+            self.cache.put(own if own is not None and own == request else request)  # equal ones are found by identity
         self._told -= {request.name for request in fresh} | answer.get("refused", {}).keys()
         outcome.refused = answer.get("refused", {})
         outcome.missing = answer.get("missing", {})
@@ -166,7 +167,7 @@ class Negotiator:
             if entry is None:
                 if name not in self._told:
                     new.append(request)
-            elif entry.request == request:
+            elif entry.request is request or entry.request == request:
                 hits |= 1 << entry.bit
             else:
                 stale |= 1 << entry.bit

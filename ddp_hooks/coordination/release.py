@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from ddp_hooks.coordination.fusion import nbytes_of, numel_of
 from ddp_hooks.coordination.request import Request
 
 MAX_UNDER_WAY = 32
@@ -41,8 +40,8 @@ class Message:
 
     def cost(self, credit_bytes: int) -> int:
         """Bytes of the credit that it takes."""
-        if all(request.tensors and all(numel_of(spec) >= 0 for spec in request.tensors) for request in self.requests):
-            return sum(map(nbytes_of, self.requests))
+        if all(request.tensors and all(spec.numel >= 0 for spec in request.tensors) for request in self.requests):
+            return sum(request.nbytes for request in self.requests)
         return credit_bytes // _UNKNOWN
 
 

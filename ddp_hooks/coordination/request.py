@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
+from functools import cached_property
 from typing import Any, Literal, TypeAlias
 
+import torch
 from torch import Tensor
 
 Operation: TypeAlias = Literal[
@@ -29,6 +32,18 @@ class TensorSpec:
     name: str
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def numel(self) -> int:
+        """Elements; negative if ranks may have different numbers."""
+        return math.prod(self.shape)
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The type that is written down as text."""
+        dtype = getattr(torch, self.dtype.removeprefix("torch."))
+        assert isinstance(dtype, torch.dtype)
+        return dtype
 
 
 @dataclass(frozen=True)
@@ -54,6 +69,16 @@ class Request:
     root: int = -1
     priority: int = 0
     grouped: bool = False
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Of its tensors, as far as all ranks have the same."""
+        return sum(max(0, spec.numel) * spec.torch_dtype.itemsize for spec in self.tensors)
+
+    @cached_property
+    def dtypes(self) -> frozenset[str]:
+        """Of its tensors."""
+        return frozenset(spec.dtype for spec in self.tensors)
 
     def entries(self) -> dict[str, object]:
         """Everything that must be the same, by name, for messages."""

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hooks.coordination.fusion import fused, nbytes_of
+from ddp_hooks.coordination.fusion import fused
 from ddp_hooks.coordination.groups import at_most_bytes, checked, equal_counts
 from ddp_hooks.coordination.request import Operation, Request, TensorSpec, decode, encode, packed, unpacked
 
@@ -60,7 +60,7 @@ def test_neighbours_are_fused_up_to_a_size() -> None:
     assert messages(*map(reduce, "abcde")) == ["ab", "cd", "e"]
     assert messages(*map(reduce, "abc"), limit_bytes=0) == ["a", "b", "c"]
     assert messages(reduce("a"), reduce("b", 1000), reduce("c")) == ["a", "b", "c"], "what is larger stands alone"
-    assert nbytes_of(reduce("a", 7, "torch.float64")) == 56
+    assert reduce("a", 7, "torch.float64").nbytes == 56
 
 
 def test_what_differs_is_not_fused() -> None:

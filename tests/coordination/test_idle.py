@@ -195,10 +195,10 @@ def doing_nothing(coordinator: Coordinator) -> None:
 
 def spinning(coordinator: Coordinator) -> None:
     """The control thread looks again and again, as it must not."""
-    coordinator._next_due_s = lambda: time.perf_counter() + 1e-5  # type: ignore[method-assign]
+    coordinator._begin_s = lambda has_heard: time.perf_counter() + 1e-5  # type: ignore[method-assign]
     coordinator._wake()
     time.sleep(1.0)
-    del coordinator._next_due_s
+    del coordinator._begin_s
 
 
 def test_an_idle_coordinator_does_not_run(workers: WorkerPools) -> None:
