@@ -49,7 +49,8 @@ class CoordinatorConfig:
             if not at_least(getattr(self, name), 0):
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
         for name in ("slice_mb", "credit_mb", "timeout_s", "stall_warning_s"):
-            if getattr(self, name) is not None and not above(getattr(self, name), 0):
+            is_chosen_later = name == "slice_mb" and self.slice_mb is None
+            if not is_chosen_later and not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
         if self.lanes is not None and not at_least(self.lanes, 1):
             raise ValueError(f"lanes must be >= 1, got {self.lanes!r}")

@@ -1,17 +1,15 @@
 """Named collectives in any order, from any thread: ranks agree what is next, and everybody does the same.
 
-A thread of its own runs the cycles of :mod:`ddp_hooks.coordination.negotiation`, and submits what they find to lanes,
-so that every lane gets the same work in the same order on all ranks. While nobody asks for anything it sleeps.
+What is asked for lies on a :class:`~ddp_hooks.coordination.desk.Desk`, from which a thread of its own takes it; see
+:mod:`ddp_hooks.coordination.control`.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -23,11 +21,9 @@ from ddp_hooks.comm import (
     LaneError,
     Lanes,
     LaneSettings,
-    LaneTimeout,
     LinkProfile,
     Recorder,
     Span,
-    ThreadWork,
     Work,
     agree,
     at_exit,
@@ -37,21 +33,16 @@ from ddp_hooks.comm import (
 )
 from ddp_hooks.comm.control import ControlChannel
 from ddp_hooks.coordination.config import CoordinatorConfig
-from ddp_hooks.coordination.execution import Execution, Submission
-from ddp_hooks.coordination.fusion import fused
+from ddp_hooks.coordination.control import ControlThread
+from ddp_hooks.coordination.desk import Begun, Desk
+from ddp_hooks.coordination.execution import Submission
 from ddp_hooks.coordination.handle import Agreement, Handle
-from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
-from ddp_hooks.coordination.release import Message, ReleaseQueue
 from ddp_hooks.coordination.request import Operation, Request, spec_of
 from ddp_hooks.coordination.stats import CoordinationStats
 
 logger = logging.getLogger("ddp_hooks")
 
-_QUIET = 0.25  # of a cycle's pause, in which nothing new comes
-_REST = 2.0  # times what the latest cycle took: so agreeing takes a third of the time at most, however slow it is
 _MAX_KNOWN = 8192  # requests that are made only once, as they are the same in every step
-_LOOK_S = 0.001  # how often it is seen whether work that is to be followed is done
-_CHECK_S = 0.5  # how often whether lanes have failed that others wait for
 JOIN = "join()"
 """What messages call the end of a rank's data."""
 
@@ -97,37 +88,16 @@ class Coordinator:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._group_of = {member: name for name, members in self.groups.items() for member in members}
-        self._changed = threading.Condition()
-        self._pending: dict[str, Submission] = {}  # asked for, and not agreed upon
-        self._begun: dict[str, _Begun] = {}  # groups that are not complete
-        self._held: dict[str, _Held] = {}  # to be asked for when other work is done
-        self._queued: dict[int, list[Submission | None]] = {}  # agreed upon, by the message that has not left
-        self._moving: set[str] = set()  # agreed upon, and not done
-        self._under_way: dict[int, Work] = {}  # messages whose end others wait for
-        self._ended_here: set[int] = set()  # of those
-        self._told_of_ends: frozenset[int] = frozenset()  # in the latest cycle
-        self._told_of_closing = False
-        self._has_news = False
-        self._num_waiting = 0  # threads that do nothing until something is agreed upon
-        self._is_urgent = False  # the next cycle, likewise
-        self._due_s = float("inf")  # when something will have waited so long that the others are to be asked
         self._known: dict[Hashable, Request] = {}
-        self._joined: Agreement | None = None
-        self._closing = False
-        self._ended = threading.Event()
-        self._error: LaneError | None = None
-        self._stats = CoordinationStats()
-        self._lanes = _make_lanes(group, self.config, torch.device(device), self.recorder)
+        self._desk = Desk(self.config, self.groups)
+        device = torch.device(device)
+        self._lanes = _make_lanes(group, self.config, device, self.recorder)
         assert self._lanes.witness is not None, "on CPUs there is one"
-        self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness, self._wake)
-        self._execution = Execution(self._lanes, torch.device(device), self._note_end)
-        self._queue = ReleaseQueue(mebibytes(self.config.credit_mb))  # of the control thread
-        self._negotiator = Negotiator(self.rank, self._channel.ranks, self.config.capacity, self.config.fan_out)
-        self._last_cycle_s = self._rest_s = self._first_news_s = self._latest_news_s = 0.0
+        self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness, self._desk.wake)
+        self._control = ControlThread(self._desk, self._lanes, self._channel, self.config, device, self.recorder)
         self._before = self._lanes.traffic  # what measuring the link has moved
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
-        self._thread = threading.Thread(target=self._serve, name="ddp_hooks coordinator", daemon=True)
-        self._thread.start()
+        self._control.start()
 
     # -- what can be asked for -----------------------------------------------------------------------------------------
 
@@ -215,21 +185,21 @@ class Coordinator:
 
     def join(self) -> None:
         """This rank has no more data: stand in with zeros for what others all-reduce, until all ranks have joined."""
-        with self._changed:
-            self._raise_if_ended()
-            if self._joined is not None:
+        with self._desk.changed:
+            self._desk.raise_if_ended()
+            if self._desk.joined is not None:
                 raise RuntimeError(f"this rank has joined already, on another thread{see('a-rank-is-missing')}")
-            agreement = self._joined = self._new_agreement(JOIN, timeout_s=None)
-            self._tell()
+            agreement = self._desk.joined = self._new_agreement(JOIN, timeout_s=None)
+            self._desk.tell()
         agreement.wait()
 
     def stats(self) -> CoordinationStats:
         """Totals so far, on this rank."""
         control, moved = self._channel.traffic, self._lanes.traffic - self._before
-        with self._changed:
+        with self._desk.changed:
             return replace(
-                self._stats,
-                message_sizes=dict(self._stats.message_sizes),
+                self._control.stats,
+                message_sizes=dict(self._control.stats.message_sizes),
                 control_bytes=control.sent_bytes,
                 control_messages=self._channel.num_sent,
                 sent_bytes=moved.sent_bytes,
@@ -242,19 +212,19 @@ class Coordinator:
 
     def close(self, farewell_s: float = 10.0) -> None:
         """Finish what was asked for, and end; collective. Waits at most ``farewell_s`` for ranks that do not close."""
-        with self._changed:
-            if self._closing:
+        with self._desk.changed:
+            if self._desk.closing:
                 return
-            self._closing = True
-            self._tell()
+            self._desk.closing = True
+            self._desk.tell()
             # What is pending is done when others ask for it, or fails because they close, too.
-            self._changed.wait_for(lambda: not self._is_awaiting or self._error is not None)
-        ended = self._ended.wait(farewell_s)
+            self._desk.changed.wait_for(lambda: not self._desk.is_awaiting or self._desk.error is not None)
+        ended = self._control.ended.wait(farewell_s)
         # Those that still wait for something shall know why.
-        self._fail(LaneError(f"this coordinator was closed{see('the-state-was-closed')}"))
+        self._desk.fail(LaneError(f"this coordinator was closed{see('the-state-was-closed')}"))
         if not ended:
             self._channel.let_go()
-        self._thread.join(farewell_s)
+        self._control.join(farewell_s)
         self._lanes.close(farewell_s)
         self._channel.close(farewell_s)
         if not self._is_stuck():
@@ -274,9 +244,10 @@ class Coordinator:
         **settings: Any,
     ) -> Handle:
         request = self._request(name, operation, named, **settings)
-        with self._changed:
-            self._raise_if_ended()
-            self._refuse_twice(name)
+        desk = self._desk
+        with desk.changed:
+            desk.raise_if_ended()
+            desk.refuse_twice(name)
             now_s = time.perf_counter()
             submission = Submission(
                 request,
@@ -288,13 +259,7 @@ class Coordinator:
                 began_s=now_s,
                 asked_s=now_s,
             )
-            if all(work.done for work in after):
-                self._pending[name] = submission
-                self._tell()
-            else:
-                self._held[name] = _Held(submission, tuple(after))
-                self._changed.notify_all()
-            self._note_due(now_s)
+            desk.ask(submission, after)
         return Handle(submission.agreement, lambda: _result_of(submission))
 
     def _request(
@@ -323,20 +288,16 @@ class Coordinator:
         self._known[key] = request
         return request
 
-    def _refuse_twice(self, name: str) -> None:
-        if any(name in each for each in (self._pending, self._begun, self._held, self._moving)):
-            raise ValueError(f"{name} was asked for already, and is not done: wait for it first, or name it otherwise")
-
     def _add_to_group(self, group: str, name: str, tensor: Tensor, mean: bool, priority: int) -> Handle:
-        with self._changed:
-            self._raise_if_ended()
-            if group not in self._begun:
-                self._refuse_twice(group)
+        self._request(name, "all_reduce", [(name, tensor)], mean, priority=priority)  # to be refused by itself
+        desk = self._desk
+        with desk.changed:
+            desk.raise_if_ended()
+            if group not in desk.begun:
+                desk.refuse_twice(group)
                 agreement = self._new_agreement(group)
-                now_s = time.perf_counter()
-                self._begun[group] = _Begun({}, agreement, mean, priority, tensor.dtype, now_s)
-                self._note_due(now_s)
-            begun = self._begun[group]
+                desk.begin(group, Begun({}, agreement, mean, priority, tensor.dtype, time.perf_counter()))
+            begun = desk.begun[group]
             if name in begun.members:
                 raise ValueError(f"{name} was asked for already, and {group} is not complete: wait for it first")
             if (mean, priority, tensor.dtype) != (begun.mean, begun.priority, begun.dtype):
@@ -346,15 +307,14 @@ class Coordinator:
                 )
             begun.members[name] = tensor
             if len(begun.members) == len(self.groups[group]):
-                self._complete(group, self._begun.pop(group))
+                self._complete(group, desk.begun.pop(group))
         return Handle(begun.agreement, lambda: tensor)
 
-    def _complete(self, group: str, begun: _Begun) -> None:
+    def _complete(self, group: str, begun: Begun) -> None:
         named = [(name, begun.members[name]) for name in self.groups[group]]
         request = self._request(group, "all_reduce", named, begun.mean, priority=begun.priority, grouped=True)
         tensors, asked_s = [tensor for _, tensor in named], time.perf_counter()
-        self._pending[group] = Submission(request, tensors, begun.agreement, began_s=begun.began_s, asked_s=asked_s)
-        self._tell()
+        self._desk.ask(Submission(request, tensors, begun.agreement, began_s=begun.began_s, asked_s=asked_s))
 
     def _new_agreement(self, name: str, timeout_s: float | None = -1.0) -> Agreement:
         config = self.config
@@ -362,342 +322,22 @@ class Coordinator:
             name,
             self._channel.witness,
             self._channel.describe,
-            self._fail,
-            self._being_waited_for,
+            self._desk.fail,
+            self._desk.being_waited_for,
             config.timeout_s if timeout_s == -1.0 else timeout_s,
             config.stall_warning_s,
         )
 
-    def _raise_if_ended(self) -> None:
-        if self._closing:
-            raise RuntimeError(f"this coordinator was closed: make a new one{see('the-state-was-closed')}")
-        if self._error is not None:
-            raise type(self._error)(str(self._error)) from self._error
-
-    @property
-    def _is_awaiting(self) -> bool:
-        """Whether something that was asked for has not left."""
-        return bool(self._pending or self._held or self._queued)
-
-    @contextmanager
-    def _being_waited_for(self) -> Iterator[None]:
-        """A thread does nothing meanwhile, so that what is to be agreed upon is agreed upon soon."""
-        with self._changed:
-            self._num_waiting += 1
-            self._changed.notify_all()
-        try:
-            yield
-        finally:
-            with self._changed:
-                self._num_waiting -= 1
-
-    def _tell(self, is_urgent: bool = False) -> None:
-        """There is news; the control thread wakes for the first, and looks for more by itself."""
-        self._latest_news_s = time.perf_counter()
-        wakes = not self._has_news or is_urgent
-        if not self._has_news:
-            self._has_news, self._first_news_s = True, self._latest_news_s
-        self._is_urgent = self._is_urgent or is_urgent
-        if wakes:
-            self._changed.notify_all()
-
-    def _note_due(self, asked_s: float) -> None:
-        """Something new was asked for."""
-        self._due_s = min(self._due_s, asked_s + min(self.config.stall_warning_s, self.config.timeout_s))
-
-    def _wake(self) -> None:
-        with self._changed:
-            self._changed.notify_all()
-
-    # -- the control thread --------------------------------------------------------------------------------------------
-
-    @torch.no_grad()
-    def _serve(self) -> None:
-        try:
-            while True:
-                self._channel.listen(self._negotiator.vector_nbytes_with(len(self._queue.under_way)))
-                situation = self._await_reason()
-                if situation is None:
-                    self._channel.witness.confess(str(self._error))
-                    self._channel.let_go()
-                    return
-                outcome, start_s, start_cpu_s = Outcome(), time.perf_counter(), time.thread_time()
-                self._channel.run(self._negotiator.cycle(situation, outcome), f"cycle {self._stats.cycles}")
-                self._last_cycle_s = time.perf_counter()
-                self._rest_s = max(self.config.cycle_ms / 1000, _REST * (self._last_cycle_s - start_s))
-                self._stats.cycles += 1
-                self._stats.control_s += self._last_cycle_s - start_s
-                self._stats.control_cpu_s += time.thread_time() - start_cpu_s
-                self.recorder.add("agreement", f"cycle {self._stats.cycles}", start_s, self._last_cycle_s)
-                self._apply(outcome)
-                if outcome.closed or outcome.failure is not None:
-                    return
-        except LaneError as error:
-            self._fail(error)
-            self._channel.let_go()  # others may wait for this rank, and not for the one that failed
-        except Exception as error:  # anything else is ours; it must reach the callers, and the other ranks, too
-            self._channel.witness.confess(f"{type(error).__name__}: {error}")
-            what = f"{type(error).__name__}: {error}"
-            failure = LaneError(f"{self._channel.describe()} failed: {what}{see('please-report', quoted=error)}")
-            failure.__cause__ = error
-            self._fail(failure)
-            self._channel.let_go()
-        finally:
-            self._ended.set()
-
-    def _await_reason(self) -> Situation | None:
-        """Sleep until there is a reason for a cycle; None when this rank ends without the others."""
-        with self._changed:
-            while self._error is None:
-                self._ask_for_held()
-                self._refuse_broken_lanes()
-                if self._error is not None:
-                    return None
-                now_s = time.perf_counter()
-                if now_s >= self._due_s:
-                    self._due_s = self._next_due_s()
-                begin_s = min(self._due_s, self._begin_s(self._channel.has_heard))
-                if now_s >= begin_s:
-                    break
-                # Nobody tells of work of other lanes that is done, nor a lane that it has failed.
-                look_s = _LOOK_S if self._held else _CHECK_S if self._queued else self.config.stall_warning_s
-                self._changed.wait(min(begin_s - now_s, look_s))
-            if self._error is not None:
-                return None
-            return self._situation()
-
-    def _begin_s(self, has_heard: bool) -> float:
-        """When the next cycle is due; ``has_heard`` another rank begin it.
-
-        News are complete a while after the last ones, so that what is asked for in a loop is one cycle's, or when
-        somebody waits, and asks for nothing more. While nobody waits, cycles may rest in between.
-        """
-        if not self._has_news:
-            return 0.0 if has_heard else float("inf")
-        pause_s, is_awaited = self.config.cycle_ms / 1000, self._num_waiting > 0 or self._is_urgent
-        complete_s = min(self._latest_news_s + pause_s * _QUIET, self._first_news_s + pause_s)
-        if has_heard:
-            return 0.0 if is_awaited else complete_s
-        return max(complete_s, self._last_cycle_s + (pause_s if is_awaited else self._rest_s))
-
-    def _ask_for_held(self) -> None:
-        """What was to follow other work, and can; or never will, because that has failed, or takes too long."""
-        for name, held in list(self._held.items()):
-            submission, now_s = held.submission, time.perf_counter()
-            error = held.failure(now_s - submission.began_s, self.config.timeout_s)
-            if error is None and not all(work.done for work in held.after):
-                continue
-            del self._held[name]
-            if error is not None:
-                submission.agreement.decide(error=error)
-                self._changed.notify_all()
-                continue
-            submission.asked_s = now_s
-            self._pending[name] = submission
-            self._has_news = True
-
-    def _refuse_broken_lanes(self) -> None:
-        """Nothing more leaves where what has left does not arrive."""
-        for work in self._under_way.values() if self._queued else ():
-            error = work.error_within(0) if isinstance(work, ThreadWork) else None
-            if error is not None:
-                self._fail(error)
-
-    def _next_due_s(self) -> float:
-        """When something will have waited for so long that the others are to be asked."""
-        config = self.config
-        due_s = [max(begun.began_s, begun.warned_s) + config.stall_warning_s for begun in self._begun.values()]
-        due_s += [
-            min(max(each.asked_s, each.warned_s) + config.stall_warning_s, each.asked_s + config.timeout_s)
-            for each in self._pending.values()
-        ]
-        return min(due_s, default=float("inf"))
-
-    def _situation(self) -> Situation:
-        self._has_news = self._is_urgent = False
-        self._told_of_ends = frozenset(self._ended_here)
-        closing = self._closing and not self._held and not self._queued
-        self._told_of_closing = closing and not self._pending
-        now_s = time.perf_counter()
-        overdue, expired = self._late(now_s) if now_s >= self._due_s else ([], [])
-        return Situation(
-            {name: submission.request for name, submission in self._pending.items()},
-            {name: submission.flags for name, submission in self._pending.items() if submission.flags},
-            overdue,
-            expired,
-            self._joined is not None,
-            closing,
-            self._queue.under_way,
-            self._told_of_ends,
-        )
-
-    def _late(self, now_s: float) -> tuple[list[str], list[str]]:
-        """What is overdue, and what has taken too long; says which groups are not complete."""
-        config = self.config
-        overdue = [
-            name for name, s in self._pending.items() if now_s - max(s.asked_s, s.warned_s) >= config.stall_warning_s
-        ]
-        expired = [name for name, s in self._pending.items() if now_s - s.asked_s >= config.timeout_s]
-        for name in overdue:
-            self._pending[name].warned_s = now_s
-        for name, begun in self._begun.items():
-            if now_s - max(begun.began_s, begun.warned_s) >= config.stall_warning_s:
-                begun.warned_s = now_s
-                lacking = [member for member in self.groups[name] if member not in begun.members]
-                logger.warning("waited %.0f s for %s, which lacks %s here", now_s - begun.began_s, name, lacking)
-        self._due_s = self._next_due_s()
-        return overdue, expired
-
-    def _apply(self, outcome: Outcome) -> None:
-        """What was agreed upon becomes work, or errors; in the same order on every rank."""
-        with self._changed:
-            if self._error is not None:
-                return
-            for name, ranks in outcome.missing.items():
-                self._say_who_is_missing(name, ranks)
-            for name, reason in outcome.refused.items():
-                if (refused := self._pending.pop(name, None)) is not None:
-                    refused.agreement.decide(error=ValueError(reason))
-            for name, bits in outcome.answers.items():
-                if (asked := self._pending.pop(name, None)) is not None:
-                    (flags,) = asked.tensors
-                    answer = [bool(bits >> index & 1) for index in range(flags.numel())]
-                    asked.result = (torch.tensor(answer, dtype=torch.bool),)
-                    asked.agreement.decide()
-            mine = {request.name: self._pending.pop(request.name, None) for request in outcome.ready}
-            if self._negotiator.has_news_of({name: each.request for name, each in self._pending.items()}):
-                self._has_news = True
-            self._moving.update(name for name, submission in mine.items() if submission is not None)
-            self._stats.requests += len(outcome.ready)
-            if outcome.all_joined and self._joined is not None:
-                self._joined.decide()
-                self._joined = None
-            leaving = self._release(outcome, mine)
-            if self._closing and not self._is_awaiting and not self._told_of_closing:
-                self._has_news = True  # it counts as closing only now
-            self._changed.notify_all()
-        for message, submissions in leaving:
-            self._start(message, submissions)
-        if outcome.failure is not None:
-            self._fail(LaneError(outcome.failure))
-
-    def _release(
-        self, outcome: Outcome, mine: Mapping[str, Submission | None]
-    ) -> list[tuple[Message, list[Submission | None]]]:
-        """What leaves now, of what was agreed upon now and before."""
-        queue, config, now_s = self._queue, self.config, time.perf_counter()
-        queue.end(outcome.ended)
-        for number in outcome.ended:
-            self._ended_here.discard(number)
-            self._under_way.pop(number, None)
-        queue.note_priorities(request.priority for request in outcome.ready)
-        limit_mb = min(config.fusion_mb, config.credit_mb) if queue.holds_back else config.fusion_mb
-        for message in queue.add(fused(outcome.ready, mebibytes(limit_mb), config.mix_groups)):
-            self._queued[message.number] = submissions = [mine[request.name] for request in message.requests]
-            for submission in submissions:
-                if submission is not None:
-                    submission.agreed_s = now_s
-        leaving = [(message, self._queued.pop(message.number)) for message in queue.take()]
-        if self._queued and self._ended_here - self._told_of_ends:
-            self._has_news = self._is_urgent = True  # what waits was not there when this ended
-        return leaving
-
-    def _start(self, message: Message, submissions: Sequence[Submission | None]) -> None:
-        work = self._execution.start(message, submissions)
-        self._stats.note_message(sum(request.nbytes for request in message.requests))
-        if message.number in self._queue.under_way:
-            self._under_way[message.number] = work
-        for submission in submissions:
-            if submission is not None:
-                submission.agreement.decide(work)
-
-    def _say_who_is_missing(self, name: str, ranks: Sequence[int]) -> None:
-        if name in self._pending:
-            waited_s = time.perf_counter() - self._pending[name].asked_s
-            logger.warning("waited %.0f s for %s: ranks %s have not asked for it", waited_s, name, ranks)
-        elif self._channel.ranks[self.rank] in ranks:
-            logger.warning("other ranks wait for %s, which this rank has not asked for", name)
-
-    def _note_end(self, number: int, submissions: Sequence[Submission]) -> None:
-        with self._changed:
-            stats = self._stats
-            if number in self._queue.under_way:
-                self._ended_here.add(number)
-                if self._queued:
-                    self._tell(is_urgent=True)
-            for each in submissions:
-                self._moving.discard(each.request.name)
-                stats.waited_for_data_s += each.asked_s - each.began_s
-                stats.waited_for_others_s += each.agreed_s - each.asked_s
-                stats.queued_s += each.started_s - each.agreed_s
-                stats.moved_s += each.ended_s - each.started_s
-        for each in submissions:
-            name = each.request.name
-            self.recorder.add("waits for data", name, each.began_s, each.asked_s)
-            self.recorder.add("waits for others", name, each.asked_s, each.agreed_s)
-            self.recorder.add("waits for a lane", name, each.agreed_s, each.started_s)
-            self.recorder.add("moves", name, each.started_s, each.ended_s)
-
     # -- the end -------------------------------------------------------------------------------------------------------
-
-    def _fail(self, error: LaneError) -> None:
-        """End everything that waits; the first error counts."""
-        with self._changed:
-            self._error = self._error or error
-            waiting = [submission.agreement for submission in self._pending.values()]
-            waiting += [begun.agreement for begun in self._begun.values()]
-            waiting += [held.submission.agreement for held in self._held.values()]
-            waiting += [each.agreement for queued in self._queued.values() for each in queued if each is not None]
-            waiting += [self._joined] if self._joined is not None else []
-            for names in (self._pending, self._begun, self._held, self._queued):
-                names.clear()
-            self._joined = None
-            self._changed.notify_all()
-        for agreement in waiting:
-            agreement.decide(error=error)
 
     def _abandon(self, error: BaseException) -> None:
         self._lanes.abandon(error)
-        self._fail(LaneError(f"this rank ends: {type(error).__name__}: {error}{see('a-rank-died', quoted=error)}"))
-        self._thread.join(2.0)
+        self._desk.fail(LaneError(f"this rank ends: {type(error).__name__}: {error}{see('a-rank-died', quoted=error)}"))
+        self._control.join(2.0)
         self._channel.close(2.0)
 
     def _is_stuck(self) -> bool:
-        return self._lanes.stuck or self._channel.stuck or self._thread.is_alive()
-
-
-@dataclass
-class _Begun:
-    """A group of which some members are there; the first one says how it is to be reduced."""
-
-    members: dict[str, Tensor]
-    agreement: Agreement
-    mean: bool
-    priority: int
-    dtype: torch.dtype
-    began_s: float
-    warned_s: float = 0.0
-
-
-@dataclass
-class _Held:
-    """To be asked for when other work is done."""
-
-    submission: Submission
-    after: Sequence[Work | Handle]
-
-    def failure(self, waited_s: float, timeout_s: float) -> Exception | None:
-        """Why it will never be asked for, if so."""
-        for work in self.after:
-            error = work.error if isinstance(work, Handle) else None
-            error = work.error_within(0) if isinstance(work, ThreadWork) else error
-            if error is not None:
-                return error
-        if waited_s < timeout_s:
-            return None
-        lacking = [work.label for work in self.after if not work.done]
-        name = self.submission.request.name
-        return LaneTimeout(f"{name} was to follow {lacking}, not done after {waited_s:.0f} s{see('a-wait-timed-out')}")
+        return self._lanes.stuck or self._channel.stuck or self._control.is_alive
 
 
 def _result_of(submission: Submission) -> Tensor:

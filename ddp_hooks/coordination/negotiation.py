@@ -14,7 +14,7 @@ waits for is news of the last rank that asks for it, so the cycle in which it be
 
 from __future__ import annotations
 
-from collections.abc import Collection, Generator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,7 +112,7 @@ class Negotiator:
         """Likewise, if so many are."""
         return vector_nbytes(num_under_way + self.cache.num_bits)
 
-    def has_news_of(self, pending: Mapping[str, Request]) -> bool:
+    def has_news_of(self, pending: Iterable[str]) -> bool:
         """Whether another cycle is due: something was forgotten that is pending here."""
         return any(self.cache.find(name) is None and name not in self._told for name in pending)
 

@@ -321,8 +321,8 @@ def idle(rank: int, world_size: int) -> dict[str, int]:
         coordinator.all_reduce(torch.ones(1), "x").wait()
     before = coordinator.stats()
     turns = []
-    begin_s = coordinator._begin_s
-    coordinator._begin_s = lambda *has_heard: turns.append(1) or begin_s(*has_heard)  # type: ignore[method-assign, func-returns-value]
+    begin_s = coordinator._desk.begin_s
+    coordinator._desk.begin_s = lambda *has_heard: turns.append(1) or begin_s(*has_heard)  # type: ignore[method-assign, func-returns-value]
     time.sleep(1.0)
     num_turns = len(turns)
     after = coordinator.stats()
@@ -336,7 +336,7 @@ def idle(rank: int, world_size: int) -> dict[str, int]:
         "cycles": after.cycles - before.cycles,
         "files": len(os.listdir("/proc/self/fd")) - files,
         "threads": threading.active_count() - threads,
-        "pending": len(coordinator._pending),
+        "pending": len(coordinator._desk.pending),
         "sent": after.control_messages - before.control_messages,
     }
     coordinator.close()
@@ -367,7 +367,7 @@ def one_rank_asks(rank: int, world_size: int, seen: str) -> Any:
         if rank < world_size - 1:
             coordinator.all_reduce(torch.ones(1), "x").wait()
         else:
-            while coordinator._error is None:
+            while coordinator._desk.error is None:
                 time.sleep(0.05)
             coordinator.all_reduce(torch.ones(1), "y")
     except LaneError as error:

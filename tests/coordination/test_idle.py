@@ -148,9 +148,10 @@ def many_requests(rank: int, world_size: int, number: int) -> dict[str, Any]:
     finally:
         tracemalloc.stop()
     found: dict[str, Any] = {f"more {name}": after[name] - before[name] for name in before}
-    found["kept"] = [len(each) for each in (coordinator._pending, coordinator._begun, coordinator._moving)]
+    desk = coordinator._desk
+    found["kept"] = [len(each) for each in (desk.pending, desk.begun, desk.moving)]
     found["cycles"] = coordinator.stats().cycles
-    found["largest"] = max(sizes(coordinator._negotiator).values())
+    found["largest"] = max(sizes(coordinator._control._negotiator).values())
     coordinator.close()
     return found
 
@@ -195,10 +196,10 @@ def doing_nothing(coordinator: Coordinator) -> None:
 
 def spinning(coordinator: Coordinator) -> None:
     """The control thread looks again and again, as it must not."""
-    coordinator._begin_s = lambda has_heard: time.perf_counter() + 1e-5  # type: ignore[method-assign]
-    coordinator._wake()
+    coordinator._desk.begin_s = lambda has_heard: time.perf_counter() + 1e-5  # type: ignore[method-assign]
+    coordinator._desk.wake()
     time.sleep(1.0)
-    del coordinator._begin_s
+    del coordinator._desk.begin_s
 
 
 def test_an_idle_coordinator_does_not_run(workers: WorkerPools) -> None:

@@ -45,6 +45,7 @@ class Victim:
     def __init__(self, coordinator: Coordinator, note: Path) -> None:
         self._coordinator = coordinator
         self._note = note
+        self._cycles = coordinator.stats().cycles
 
     def die(self, doing: str) -> None:
         """As if the machine had failed."""
@@ -87,10 +88,9 @@ class Victim:
 
     def die_when_others_ask(self, doing: str) -> None:
         """Die when this rank, which does nothing, has heard another one begin a cycle."""
-        cycles = self._coordinator.stats().cycles
-        while self._coordinator.stats().cycles == cycles:
+        while self._coordinator.stats().cycles == self._cycles:
             time.sleep(0.01)
-        self.die(f"{doing}: {len(self._coordinator._pending)} pending")
+        self.die(f"{doing}: {len(self._coordinator._desk.pending)} pending")
 
 
 def step_of(coordinator: Coordinator, rank: int, step: int, phase: str) -> list[str]:
@@ -117,10 +117,11 @@ def until_somebody_dies(rank: int, world_size: int, victim: int, phase: str, not
     message = "nobody noticed"
     for step in range(4):
         wrong += step_of(coordinator, rank, step, phase)
+    dying = Victim(coordinator, note)
     dist.barrier()
     try:
         if rank == victim:
-            prepare_to_die(Victim(coordinator, note), coordinator, phase)
+            prepare_to_die(dying, coordinator, phase)
         elif phase in OTHERS_ACT:
             wrong += act(coordinator, note, phase)
         for step in range(4, NUM_STEPS):
@@ -134,7 +135,7 @@ def prepare_to_die(victim: Victim, coordinator: Coordinator, phase: str) -> None
     """What the rank does that dies; only what makes it die, if that happens in a step."""
     if phase == "idle":
         wait_for(lambda: coordinator._channel.describe().endswith("idle"))
-        victim.die(f"{phase}: {len(coordinator._pending)} pending")
+        victim.die(f"{phase}: {len(coordinator._desk.pending)} pending")
     elif phase in OTHERS_ACT:
         if phase == "asked":
             coordinator.all_reduce(torch.ones(1), "alone")
@@ -151,8 +152,8 @@ def act(coordinator: Coordinator, note: Path, phase: str) -> list[str]:
         wait_for(note.exists)
     if phase == "close":
         coordinator.close()
-        assert coordinator._error is not None, "all ranks have closed"
-        raise coordinator._error
+        assert coordinator._desk.error is not None, "all ranks have closed"
+        raise coordinator._desk.error
     handle = coordinator.all_reduce(torch.ones(1), "alone")
     if phase == "close, asked":
         coordinator.close()

@@ -98,13 +98,13 @@ def overtake(rank: int, world_size: int, hold_back: bool) -> tuple[list[str], li
     config = CoordinatorConfig(lanes=1, slice_mb=1, credit_mb=1 if hold_back else 1000, fusion_mb=0, timeout_s=30)
     coordinator = Coordinator(config=config)
     order: list[str] = []
-    note_end = coordinator._note_end
+    note_end = coordinator._control._note_end
 
     def note(number: int, submissions: list[Submission]) -> None:
         order.extend(each.request.name for each in submissions)
         note_end(number, submissions)
 
-    coordinator._execution = Slow(coordinator._lanes, torch.device("cpu"), note)
+    coordinator._control._execution = Slow(coordinator._lanes, torch.device("cpu"), note)
     coordinator.all_reduce(torch.ones(1), "first", priority=1).wait()  # there are several priorities, from now on
     low = [coordinator.all_reduce(torch.full((200_000,), float(rank)), f"low {i}", priority=-1) for i in range(8)]
     low[0].wait()
@@ -114,7 +114,7 @@ def overtake(rank: int, world_size: int, hold_back: bool) -> tuple[list[str], li
     results = [float(urgent.wait()[0]), *(float(handle.wait()[-1]) for handle in low)]
     stats = coordinator.stats()
     coordinator.close()
-    assert not coordinator._queued and not coordinator._held and stats.requests == 10
+    assert not coordinator._desk.queued and not coordinator._desk.held and stats.requests == 10
     return order, results
 
 
