@@ -44,6 +44,11 @@ class Witness:
         self._ranks = ranks
         self._reported = False
 
+    @property
+    def prefix(self) -> str:
+        """Of keys in the store, of this group alone."""
+        return self._prefix
+
     def blame(self, suspect: int) -> str:
         """Report that the connection to ``suspect`` broke; returns a sentence on who failed first, as far as known."""
         mine = f"{self._rank}:{suspect}"
@@ -57,8 +62,8 @@ class Witness:
             )
         return f"rank {suspect} died or closed its connection" if first == mine else _sentence(first)
 
-    def failure_of(self, error: RuntimeError, peer: int, description: str) -> LaneError:
-        """What the backend's ``error`` about a message to or from ``peer`` means, ready to be raised.
+    def failure_of(self, error: Exception, peer: int, description: str) -> LaneError:
+        """What the backend's, or a socket's, ``error`` about a message to or from ``peer`` means, ready to be raised.
 
         Args:
             error: that was raised.

@@ -81,7 +81,6 @@ class ControlThread:
         channel = self._channel
         try:
             while True:
-                channel.listen(self._negotiator.vector_nbytes_with(len(self._queue.under_way)))
                 situation = self._await_reason()
                 if situation is None:
                     channel.witness.confess(str(self._desk.error))
@@ -107,13 +106,16 @@ class ControlThread:
     def _await_reason(self) -> Situation | None:
         """Sleep until there is a reason for a cycle; None when this rank ends without the others."""
         desk = self._desk
-        with desk.changed:
-            while desk.error is None:
+        while True:
+            with desk.changed:
                 desk.ask_for_held()
                 self._refuse_broken_lanes()
-                if desk.error is None and not desk.sleep(self._channel.has_heard):
+                if desk.error is not None:
+                    return None
+                rest_s = desk.rest_s(self._channel.has_heard)
+                if rest_s == 0:
                     return self._situation()
-            return None
+            self._channel.sleep(rest_s)
 
     def _refuse_broken_lanes(self) -> None:
         """Nothing more leaves where what has left does not arrive."""

@@ -89,11 +89,11 @@ class Coordinator:
         self.ranks = dist.get_process_group_ranks(group)
         self._group_of = {member: name for name, members in self.groups.items() for member in members}
         self._known: dict[Hashable, Request] = {}
-        self._desk = Desk(self.config, self.groups)
         device = torch.device(device)
         self._lanes = _make_lanes(group, self.config, device, self.recorder)
         assert self._lanes.witness is not None, "on CPUs there is one"
-        self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness, self._desk.wake)
+        self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness)
+        self._desk = Desk(self.config, self.groups, self._channel.wake)
         self._control = ControlThread(self._desk, self._lanes, self._channel, self.config, device, self.recorder)
         self._before = self._lanes.traffic  # what measuring the link has moved
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
@@ -226,7 +226,7 @@ class Coordinator:
             self._channel.let_go()
         self._control.join(farewell_s)
         self._lanes.close(farewell_s)
-        self._channel.close(farewell_s)
+        self._close_channel()
         if not self._is_stuck():
             self._handle.remove()
 
@@ -334,10 +334,17 @@ class Coordinator:
         self._lanes.abandon(error)
         self._desk.fail(LaneError(f"this rank ends: {type(error).__name__}: {error}{see('a-rank-died', quoted=error)}"))
         self._control.join(2.0)
-        self._channel.close(2.0)
+        self._close_channel()
+
+    def _close_channel(self) -> None:
+        if self._control.is_alive:
+            self._channel.let_go()
+            self._control.join(2.0)
+        if not self._control.is_alive:
+            self._channel.close()
 
     def _is_stuck(self) -> bool:
-        return self._lanes.stuck or self._channel.stuck or self._control.is_alive
+        return self._lanes.stuck or self._control.is_alive
 
 
 def _result_of(submission: Submission) -> Tensor:

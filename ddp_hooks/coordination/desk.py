@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -60,16 +60,20 @@ class Held:
 
 
 class Desk:
-    """Everything but :meth:`being_waited_for`, :meth:`wake` and :meth:`fail` is called while holding :attr:`changed`.
+    """Everything but :meth:`being_waited_for` and :meth:`fail` is called while holding :attr:`changed`.
 
     Args:
         config: pauses between cycles, and when something is late.
         groups: members by the group's name.
+        wake: makes the control thread look again.
     """
 
-    def __init__(self, config: CoordinatorConfig, groups: Mapping[str, Sequence[str]]) -> None:
+    def __init__(
+        self, config: CoordinatorConfig, groups: Mapping[str, Sequence[str]], wake: Callable[[], None]
+    ) -> None:
         self._config = config
         self._groups = groups
+        self._wake = wake
         self.changed = threading.Condition()
         self.pending: dict[str, Submission] = {}  # asked for, and not agreed upon
         self.begun: dict[str, Begun] = {}  # groups that are not complete
@@ -108,7 +112,7 @@ class Desk:
             self.tell()
         else:
             self.held[name] = Held(submission, tuple(after))
-            self.changed.notify_all()
+            self._wake()
         self._note_due(submission.asked_s)
 
     def begin(self, group: str, begun: Begun) -> None:
@@ -126,7 +130,8 @@ class Desk:
         """A thread does nothing meanwhile, so that what is to be agreed upon is agreed upon soon."""
         with self.changed:
             self._num_waiting += 1
-            self.changed.notify_all()
+            if self._has_news:
+                self._wake()
         try:
             yield
         finally:
@@ -143,17 +148,12 @@ class Desk:
             self._has_news, self._first_news_s = True, self._latest_news_s
         self._is_urgent = self._is_urgent or is_urgent
         if wakes:
-            self.changed.notify_all()
+            self._wake()
 
     def repeat(self, is_urgent: bool = False) -> None:
         """A cycle has left something to be said in another one."""
         self._has_news = True
         self._is_urgent = self._is_urgent or is_urgent
-
-    def wake(self) -> None:
-        """Look again."""
-        with self.changed:
-            self.changed.notify_all()
 
     def begin_s(self, has_heard: bool) -> float:
         """When the next cycle is due; ``has_heard`` another rank begin it.
@@ -169,18 +169,15 @@ class Desk:
             return 0.0 if is_awaited else complete_s
         return max(complete_s, self._last_cycle_s + (pause_s if is_awaited else self._rest_s))
 
-    def sleep(self, has_heard: bool) -> bool:
-        """Until something changes, or to look again; False where a cycle is due now."""
+    def rest_s(self, has_heard: bool) -> float:
+        """How long nothing is to be done, if nothing changes; 0 where a cycle is due now."""
         now_s = time.perf_counter()
         if now_s >= self._due_s:
             self._due_s = self._next_due_s()
         begin_s = min(self._due_s, self.begin_s(has_heard))
-        if now_s >= begin_s:
-            return False
         # Nobody tells of work of other lanes that is done, nor a lane that it has failed.
         look_s = _LOOK_S if self.held else _CHECK_S if self.queued else self._config.stall_warning_s
-        self.changed.wait(min(begin_s - now_s, look_s))
-        return True
+        return max(0.0, min(begin_s - now_s, look_s))
 
     def take_news(self) -> None:
         """A cycle begins, which tells others everything."""
@@ -255,5 +252,6 @@ class Desk:
                 names.clear()
             self.joined = None
             self.changed.notify_all()
+            self._wake()
         for agreement in waiting:
             agreement.decide(error=error)

@@ -106,11 +106,7 @@ class Negotiator:
     @property
     def vector_nbytes(self) -> int:
         """Length of the first message of the next cycle, if no message is under way that others wait for."""
-        return self.vector_nbytes_with(0)
-
-    def vector_nbytes_with(self, num_under_way: int) -> int:
-        """Likewise, if so many are."""
-        return vector_nbytes(num_under_way + self.cache.num_bits)
+        return vector_nbytes(self.cache.num_bits)
 
     def has_news_of(self, pending: Iterable[str]) -> bool:
         """Whether another cycle is due: something was forgotten that is pending here."""

@@ -197,14 +197,14 @@ def doing_nothing(coordinator: Coordinator) -> None:
 def spinning(coordinator: Coordinator) -> None:
     """The control thread looks again and again, as it must not."""
     coordinator._desk.begin_s = lambda has_heard: time.perf_counter() + 1e-5  # type: ignore[method-assign]
-    coordinator._desk.wake()
+    coordinator._channel.wake()
     time.sleep(1.0)
     del coordinator._desk.begin_s
 
 
 def test_an_idle_coordinator_does_not_run(workers: WorkerPools) -> None:
     for found in workers(2).run(idle, doing_nothing):
-        names = {"ddp_hooks coordinator", "ddp_hooks control listener", "ddp_hooks lane 0", "ddp_hooks lane 1"}
+        names = {"ddp_hooks coordinator", "ddp_hooks lane 0", "ddp_hooks lane 1"}
         assert found["more"].keys() == names
         assert max(found["more"].values()) <= 1 and found["cycles"] == 0, found
 
