@@ -54,8 +54,9 @@ class ControlChannel:
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._heard, self._anything = select.poll(), select.poll()
-        self._anything.register(self._woken, select.POLLIN)
+        self._heard, self._wakes, self._anything = select.poll(), select.poll(), select.poll()
+        for poll in (self._wakes, self._anything):
+            poll.register(self._woken, select.POLLIN)
         # Who begins an algorithm is heard of by one of these: to them the first rounds' messages go.
         for neighbour in {(self.rank - (1 << index)) % self.world_size for index in range(num_rounds(self.world_size))}:
             for poll in (self._heard, self._anything):
@@ -67,11 +68,12 @@ class ControlChannel:
         return bool(self._peers) and bool(self._heard.poll(0))
 
     def sleep(self, longest_s: float) -> None:
-        """Until :attr:`has_heard`, or :meth:`wake`, or for so long."""
+        """Until :attr:`has_heard`, if that is not so already, or :meth:`wake`, or for so long."""
         if longest_s < 0.001:  # poll counts milliseconds
             time.sleep(max(0.0, longest_s))
         else:
-            self._anything.poll(min(longest_s, _LONGEST_SLEEP_S) * 1e3)
+            poll = self._wakes if self.has_heard else self._anything
+            poll.poll(min(longest_s, _LONGEST_SLEEP_S) * 1e3)
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
 
@@ -121,7 +123,8 @@ class ControlChannel:
                 self.traffic.received_bytes += len(data)
             elif isinstance(exchange, Send):
                 self._doing = f"{place}, to rank {self.ranks[exchange.peer]}"
-                num_sent = self._send(exchange.peer, data)
+                is_full = any(peer == exchange.peer for peer, _ in unsent)  # nothing overtakes what is left over
+                num_sent = 0 if is_full else self._send(exchange.peer, data)
                 self.num_sent += 1
                 self.traffic.sent_bytes += len(data)
                 if num_sent < len(data):

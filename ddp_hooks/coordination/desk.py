@@ -21,7 +21,7 @@ logger = logging.getLogger("ddp_hooks")
 
 _QUIET = 0.25  # of a cycle's pause, in which nothing new comes
 _REST = 2.0  # times what the latest cycle took: so agreeing takes a third of the time at most, however slow it is,
-_SHARE = 0.01  # and so much of a processor
+_SHARE = 0.02  # and so much of a processor
 _LOOK_S = 0.001  # how often it is seen whether work that is to be followed is done
 _CHECK_S = 0.5  # how often whether lanes have failed that others wait for
 

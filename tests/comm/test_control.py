@@ -1,0 +1,232 @@
+"""Connections between ranks for short messages, and the channel that uses them.
+
+Prevents: strangers that are taken for ranks, two ranks that both only send, waits that nobody can end, and errors that
+do not say who is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hooks.comm import Algorithm, LaneError, LaneTimeout, Recv, Send, compat, mesh
+from ddp_hooks.comm.control import ControlChannel
+from ddp_hooks.comm.failure import Witness
+from tests.workers import WorkerPools
+
+# -- connections ------------------------------------------------------------------------------------------------------
+
+
+def connected(world_size: int, store: Any, timeout_s: float = 20.0) -> list[dict[int, socket.socket]]:
+    """Of each rank its connections; all ranks are threads."""
+    with ThreadPoolExecutor(world_size) as ranks:
+        made = [ranks.submit(mesh.connect_all, store, "key", rank, world_size, timeout_s) for rank in range(world_size)]
+        return [each.result() for each in made]
+
+
+def check(peers: list[dict[int, socket.socket]]) -> None:
+    for rank, own in enumerate(peers):
+        assert sorted(own) == [peer for peer in range(len(peers)) if peer != rank]
+        for peer, connection in own.items():
+            connection.sendall(bytes([rank, peer]))
+    for rank, own in enumerate(peers):
+        assert {peer: connection.recv(2) for peer, connection in own.items()} == {p: bytes([p, rank]) for p in own}
+    for own in peers:
+        for connection in own.values():
+            connection.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 8])
+def test_every_pair_is_connected(world_size: int) -> None:
+    store = dist.HashStore()
+    check(connected(world_size, store))
+    assert not store.check(["key/0"]), "nothing is left behind"
+
+
+def test_strangers_are_turned_away() -> None:
+    """One that says nothing right, one that claims to be a rank, and one that goes at once."""
+    store, found = dist.HashStore(), list[bytes]()
+
+    def disturb() -> None:
+        store.wait(["key/0"])
+        port = json.loads(store.get("key/0"))["port"]
+        for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 16 + (1).to_bytes(4, "little"), b""):
+            with socket.create_connection(("127.0.0.1", port)) as stranger:
+                stranger.sendall(greeting)
+                stranger.shutdown(socket.SHUT_WR)
+                found.append(stranger.recv(1))
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(mesh.connect_all, store, "key", 0, 2, 20.0)
+        threads.submit(disturb).result()
+        second = threads.submit(mesh.connect_all, store, "key", 1, 2, 20.0)
+        check([first.result(), second.result()])
+    assert found == [b"", b"", b""]
+
+
+def test_the_address_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:  # of a stranger, who has an address of the same text
+        other_port = other.getsockname()[1]
+        threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
+        place = {"addresses": ["127.0.0.1"], "port": other_port, "token": "00" * 16}
+        with pytest.raises(LaneError, match=r"rank 1 of the group cannot reach rank 0, port \d+ \(127.0.0.1: "):
+            mesh._connect(place, 1, 0, time.monotonic() + 5)
+    monkeypatch.setattr(mesh, "own_addresses", lambda: ["127.0.0.7.not.an.address", "127.0.0.1"])
+    check(connected(2, dist.HashStore()))
+
+
+def test_who_does_not_come_is_named() -> None:
+    with pytest.raises(LaneTimeout, match=r"ranks \[1, 2\] of the group did not connect in time"):
+        mesh.connect_all(dist.HashStore(), "key", 0, 3, 0.3)
+    with pytest.raises(LaneTimeout, match="rank 0 of the group did not come to connect"):
+        mesh.connect_all(dist.HashStore(), "key", 1, 2, 0.3)
+
+
+def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    assert mesh.own_addresses() == ["127.0.0.1"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0,lo")
+    assert mesh.own_addresses() == ["127.0.0.1"]
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nothing0")
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    assert mesh.own_addresses()[0] == "127.0.0.1"
+    monkeypatch.setenv("MASTER_ADDR", "no such host")
+    assert mesh.own_addresses()[-1] == "127.0.0.1"
+
+
+# -- the channel ------------------------------------------------------------------------------------------------------
+
+
+def channel(timeout_s: float = 20.0) -> ControlChannel:
+    group = dist.new_group(list(range(dist.get_world_size())))
+    assert isinstance(group, dist.ProcessGroup)
+    ranks = dist.get_process_group_ranks(group)
+    witness = Witness(compat.default_store(), f"test {group.group_name}", dist.get_rank(), ranks)
+    return ControlChannel(group, timeout_s, witness)
+
+
+def to_all_others(rank: int, world_size: int, numel: int, received: list[Tensor]) -> Algorithm:
+    """Everybody sends first, more than connections hold; two messages to each, and a short one in the next round."""
+    others = [peer for peer in range(world_size) if peer != rank]
+    sends = [Send(peer, torch.full((numel,), 10 * rank + part)) for peer in others for part in range(2)]
+    receives = [Recv(peer, torch.empty(numel, dtype=torch.int64)) for peer in others for _ in range(2)]
+    yield [*sends, *receives]
+    short = [Recv(peer, torch.empty(1, dtype=torch.int64)) for peer in others]
+    yield [*(Send(peer, torch.tensor([rank])) for peer in others), *short]
+    received += [each.tensor for each in (*receives, *short)]
+
+
+def exchange(rank: int, world_size: int, numel: int) -> bool:
+    made, received = channel(), list[Tensor]()
+    made.run(to_all_others(rank, world_size, numel, received), "everything")
+    others = [peer for peer in range(world_size) if peer != rank]
+    expected = [torch.full((numel,), 10 * peer + part) for peer in others for part in range(2)]
+    expected += [torch.tensor([peer]) for peer in others]
+    nbytes = (2 * numel + 1) * 8 * len(others)
+    assert (made.traffic.sent_bytes, made.traffic.received_bytes) == (nbytes, nbytes)
+    assert made.num_sent == 3 * len(others)
+    made.close()
+    return all(torch.equal(a, b) for a, b in zip(received, expected, strict=True))
+
+
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+@pytest.mark.parametrize("numel", [0, 1, 3_000_000])
+def test_messages_of_any_size(workers: WorkerPools, world_size: int, numel: int) -> None:
+    assert all(workers(world_size).run(exchange, numel))
+
+
+def wake_up(rank: int, world_size: int) -> dict[str, Any]:
+    """How sleeps end: by another thread, before or while it sleeps, by another rank's message, or by themselves."""
+    made = channel()
+    seconds: dict[str, float] = {}
+
+    def sleep(name: str, longest_s: float) -> None:
+        start_s = time.monotonic()
+        made.sleep(longest_s)
+        seconds[name] = time.monotonic() - start_s
+
+    made.wake()
+    sleep("woken before", 30)
+    threading.Timer(0.2, made.wake).start()
+    sleep("woken meanwhile", 30)
+    sleep("for itself", 0.05)
+    dist.barrier()
+    heard = made.has_heard
+    dist.barrier()
+    token = torch.zeros(1)
+    if rank == 0:
+        made.run(iter([[Send(1, token)]]), "a message")  # type: ignore[arg-type]
+    else:
+        sleep("a message", 30)
+        assert made.has_heard
+        start_s = time.monotonic()
+        made.sleep(0.1)
+        assert time.monotonic() - start_s > 0.05, "what was heard does not end another sleep"
+        made.run(iter([[Recv(0, token)]]), "a message")  # type: ignore[arg-type]
+        assert not made.has_heard
+    dist.barrier()
+    made.close()
+    made.wake()
+    return {"heard": heard, "slept": [name for name, each in seconds.items() if each > 20]}
+
+
+def test_how_sleep_ends(workers: WorkerPools) -> None:
+    assert workers(2).run(wake_up) == [{"heard": False, "slept": []}] * 2
+
+
+def fails(rank: int, world_size: int, way: str) -> str:
+    """Rank 1 does not send what rank 0 waits for: it has let go, ended, or does something else."""
+    made = channel(1.0 if way == "nothing" else 20.0)
+    try:
+        if rank == 1:
+            made.let_go() if way == "let go" else made.close() if way == "close" else time.sleep(2.0)
+            return ""
+        made.run(iter([[Recv(1, torch.zeros(1))]]), "a message")  # type: ignore[arg-type]
+        return "nothing was raised"
+    except LaneError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.barrier()
+        made.close()
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"),
+    [
+        ("let go", "LaneError: rank 0, control: a message, round 0, from rank 1 failed (connection closed by peer)"),
+        ("close", "LaneError: rank 0, control: a message, round 0, from rank 1 failed (connection closed by peer)"),
+        ("nothing", "LaneTimeout: rank 0, control: a message, round 0, from rank 1 timed out waiting for rank 1"),
+    ],
+)
+def test_what_does_not_come_is_named(workers: WorkerPools, way: str, expected: str) -> None:
+    message = workers(2).run(fails, way)[0]
+    assert message.startswith(expected) and "docs/troubleshooting.md#" in message
+
+
+def let_go_while_waiting(rank: int, world_size: int) -> str:
+    """Another thread of this rank ends its wait."""
+    made, threads = channel(), ThreadPoolExecutor(1)
+    waiting: Callable[[], None] = lambda: made.run(iter([[Recv(1 - rank, torch.zeros(1))]]), "x")  # type: ignore[arg-type] # noqa: E731
+    future = threads.submit(waiting)
+    while "round 0" not in made.describe():
+        time.sleep(0.01)
+    dist.barrier()
+    made.let_go()
+    error = future.exception(20)
+    dist.barrier()
+    made.close()
+    return type(error).__name__
+
+
+def test_a_wait_can_be_ended(workers: WorkerPools) -> None:
+    assert workers(2).run(let_go_while_waiting) == ["LaneError", "LaneError"]
