@@ -67,12 +67,12 @@ class ControlChannel:
         """Whether another rank has begun the next algorithm, or its message cannot come any more."""
         return bool(self._peers) and bool(self._heard.poll(0))
 
-    def sleep(self, longest_s: float) -> None:
-        """Until :attr:`has_heard`, if that is not so already, or :meth:`wake`, or for so long."""
+    def sleep(self, longest_s: float, knows: bool = False) -> None:
+        """Until :attr:`has_heard`, unless the caller ``knows`` that already, or :meth:`wake`, or for so long."""
         if longest_s < 0.001:  # poll counts milliseconds
             time.sleep(max(0.0, longest_s))
         else:
-            poll = self._wakes if self.has_heard else self._anything
+            poll = self._wakes if knows else self._anything
             poll.poll(min(longest_s, _LONGEST_SLEEP_S) * 1e3)
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)

@@ -112,10 +112,11 @@ class ControlThread:
                 self._refuse_broken_lanes()
                 if desk.error is not None:
                     return None
-                rest_s = desk.rest_s(self._channel.has_heard)
+                has_heard = self._channel.has_heard
+                rest_s = desk.rest_s(has_heard)
                 if rest_s == 0:
                     return self._situation()
-            self._channel.sleep(rest_s)
+            self._channel.sleep(rest_s, has_heard)
 
     def _refuse_broken_lanes(self) -> None:
         """Nothing more leaves where what has left does not arrive."""

@@ -73,12 +73,12 @@ def test_any_order_along_a_tree(workers: WorkerPools) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("world_size", "capacity"), [(3, 20), (4, 1024)])
-def test_any_order_for_long(workers: WorkerPools, world_size: int, capacity: int) -> None:
+@pytest.mark.parametrize(("world_size", "capacity", "num_steps"), [(3, 20, 1000), (4, 1024, 2000)])
+def test_any_order_for_long(workers: WorkerPools, world_size: int, capacity: int, num_steps: int) -> None:
     config = CoordinatorConfig(
         lanes=2, slice_mb=0.01, timeout_s=60, stall_warning_s=30, cycle_ms=0.2, capacity=capacity
     )
-    assert workers(world_size).run(any_order, 2000, 50, config, timeout_s=500) == [[]] * world_size
+    assert workers(world_size).run(any_order, num_steps, 50, config, timeout_s=500) == [[]] * world_size
 
 
 def threads_of_their_own(rank: int, world_size: int, num_steps: int) -> list[str]:

@@ -10,6 +10,8 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +41,26 @@ def torchrun(
     return done.stdout
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], Path]:
+    """The folder of a run that nothing has disturbed; each is made once."""
+
+    @cache
+    def made(hook: str, num_processes: int) -> Path:
+        folder = tmp_path_factory.mktemp("whole") / hook
+        torchrun(folder, num_processes, "--hook", hook)
+        return folder
+
+    return made
+
+
 def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((folder / "outcome.json").read_text()), torch.load(folder / "weights.pt")
 
 
 @pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_as_many_processes_as_were_asked_for(tmp_path: Path, num_processes: int) -> None:
-    torchrun(tmp_path / "plain", num_processes, "--hook", "none")
-    torchrun(tmp_path / "ours", num_processes, "--hook", "dear")
-    (plain, expected), (ours, found) = outcome(tmp_path / "plain"), outcome(tmp_path / "ours")
+def test_as_many_processes_as_were_asked_for(whole: Callable[[str, int], Path], num_processes: int) -> None:
+    (plain, expected), (ours, found) = (outcome(whole(hook, num_processes)) for hook in ("none", "dear"))
     assert ours["world_size"] == plain["world_size"] == num_processes
     assert ours["stats"]["ddp_hooks/sent_mb"] > 0
     assert ours["losses"] == pytest.approx(plain["losses"], rel=1e-6)
@@ -66,14 +79,16 @@ def test_as_many_processes_as_were_asked_for(tmp_path: Path, num_processes: int)
         pytest.param("tables", "optimizer.pt", 3, marks=pytest.mark.slow),
     ],
 )
-def test_killed_while_saving(tmp_path: Path, hook: str, file: str, num_processes: int) -> None:
-    torchrun(tmp_path / "whole", num_processes, "--hook", hook)
+def test_killed_while_saving(
+    tmp_path: Path, whole: Callable[[str, int], Path], hook: str, file: str, num_processes: int
+) -> None:
+    expected = outcome(whole(hook, num_processes))[1]
     torchrun(tmp_path / "killed", num_processes, "--hook", hook, "--die", file, fails=True)
     assert not (tmp_path / "killed" / "outcome.json").exists()
     assert (tmp_path / "killed" / "run" / "checkpoint-6").exists()
     text = torchrun(tmp_path / "killed", num_processes, "--hook", hook, "--resume")
     assert "checkpoint-6 was not written to its end" in text
-    assert_same_bits(outcome(tmp_path / "killed")[1], outcome(tmp_path / "whole")[1])
+    assert_same_bits(outcome(tmp_path / "killed")[1], expected)
 
 
 @pytest.mark.slow
