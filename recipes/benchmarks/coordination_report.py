@@ -100,7 +100,31 @@ def targets(report: Mapping[str, Any]) -> list[str]:
                 share = statistics.median(each[key] for each in at_aim) / job["step_s"]
                 met = _met(share < SHARE_AIMED_AT)
                 lines.append(f"Bitvector, {aim}, {PATTERNS[pattern]}, {what}: {met}, {share:.2%}.")
+            lines += _beside_a_verified_order(report, pattern, at_aim)
     return lines
+
+
+def _beside_a_verified_order(
+    report: Mapping[str, Any], pattern: str, agreeing: Sequence[Mapping[str, float]]
+) -> Iterator[str]:
+    """What one agreement takes, and whole steps with and without."""
+    per_cycle = {
+        key: statistics.median(each[key] / each["cycles"] for each in agreeing) * 1e3
+        for key in ("control_cpu_s", "control_s")
+    }
+
+    def steps_ms(name: str) -> list[float]:
+        places = ((each["most"]["step_s"] * 1e3, place) for *place, each in _windows(report))
+        return [step_ms for step_ms, place in places if place == [WORKERS_AIMED_AT, pattern, name]]
+
+    if steps_ms("verified"):
+        bitvector, verified = (statistics.median(steps_ms(name)) for name in ("bitvector", "verified"))
+        yield (
+            f"There, {PATTERNS[pattern]}, one agreement takes {per_cycle['control_cpu_s']:.2f} ms of the processor and "
+            f"{per_cycle['control_s']:.2f} ms from beginning to end, in which {WORKERS_AIMED_AT} processes take turns "
+            f"with all else that they do; whole steps take {bitvector:.1f} ms, and {verified:.1f} ms with the verified "
+            f"schedule."
+        )
 
 
 def _met(is_met: bool) -> str:
