@@ -6,27 +6,60 @@ distance 1, 2, 4, … every rank has heard of all others, in ceil(log2 P) rounds
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, Recv, Send, num_rounds
 
 
-def and_of_all(vector: Tensor, rank: int, world_size: int) -> Algorithm:
-    """The bitwise AND of ``vector``, (nbytes,) of uint8, over all ranks, in place (Horovod, Algorithm 2, line 13)."""
+class Messages:
+    """Memory for what one rank sends and receives, used again by the next vector of the same length.
+
+    Vectors are combined by numpy: after a pause, in which others have used the processor, an operation of torch takes
+    ten times as long.
+    """
+
+    def __init__(self) -> None:
+        self._nbytes = -1
+        self._rounds: list[tuple[Tensor, Tensor, Any]] = []
+
+    def of(self, nbytes: int, index: int) -> tuple[Tensor, Tensor, Any]:
+        """For a round what is to be sent, what is to be received, each (nbytes,) of uint8, and both as one array."""
+        if nbytes != self._nbytes:
+            self._nbytes = nbytes
+            self._rounds.clear()
+        while len(self._rounds) <= index:
+            rows = torch.empty(2, nbytes, dtype=torch.uint8)
+            self._rounds.append((rows[0], rows[1], rows.numpy()))
+        return self._rounds[index]
+
+
+def and_of_all(vector: Tensor, rank: int, world_size: int, messages: Messages | None = None) -> Algorithm:
+    """The bitwise AND of ``vector``, (nbytes,) of uint8, over all ranks, in place (Horovod, Algorithm 2, line 13).
+
+    Args:
+        vector: of this rank.
+        rank, world_size: of the group.
+        messages: memory for them, of this rank alone.
+    """
+    own, messages = vector.numpy(), messages or Messages()
     for index in range(num_rounds(world_size)):
         distance = 1 << index
-        incoming = torch.empty_like(vector)
-        # A copy travels: what was sent must not change before the algorithm ends.
-        yield [Recv((rank - distance) % world_size, incoming), Send((rank + distance) % world_size, vector.clone())]
-        vector.bitwise_and_(incoming)
+        outgoing, incoming, rows = messages.of(vector.numel(), index)
+        rows[0] = own  # a copy travels: what was sent must not change before the algorithm ends
+        yield [Recv((rank - distance) % world_size, incoming), Send((rank + distance) % world_size, outgoing)]
+        np.bitwise_and(own, rows[1], out=own)
 
 
-def or_of_all(vector: Tensor, rank: int, world_size: int) -> Algorithm:
+def or_of_all(vector: Tensor, rank: int, world_size: int, messages: Messages | None = None) -> Algorithm:
     """Likewise the bitwise OR: the complement of the AND of complements (PAPER_NOTES, 17)."""
-    vector.bitwise_not_()
-    yield from and_of_all(vector, rank, world_size)
-    vector.bitwise_not_()
+    own = vector.numpy()
+    np.bitwise_not(own, out=own)
+    yield from and_of_all(vector, rank, world_size, messages)
+    np.bitwise_not(own, out=own)
 
 
 def to_vector(status: int, bits: int, num_bits: int) -> Tensor:
@@ -36,8 +69,8 @@ def to_vector(status: int, bits: int, num_bits: int) -> Tensor:
 
 def from_vector(vector: Tensor) -> tuple[int, int]:
     """The reverse of :func:`to_vector`: status and bits."""
-    status, *rest = vector.tolist()
-    return status, int.from_bytes(bytes(rest), "little")
+    data = vector.numpy().tobytes()
+    return data[0], int.from_bytes(data[1:], "little")
 
 
 def vector_nbytes(num_bits: int) -> int:

@@ -19,7 +19,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ddp_hooks.comm import Algorithm, Round, see
-from ddp_hooks.coordination.bitvector import and_of_all, from_vector, indices, or_of_all, to_vector, vector_nbytes
+from ddp_hooks.coordination.bitvector import (
+    Messages,
+    and_of_all,
+    from_vector,
+    indices,
+    or_of_all,
+    to_vector,
+    vector_nbytes,
+)
 from ddp_hooks.coordination.cache import ResponseCache
 from ddp_hooks.coordination.messages import broadcast, gather
 from ddp_hooks.coordination.request import Request, decode, encode, packed, unpacked
@@ -102,6 +110,7 @@ class Negotiator:
         self._told: set[str] = set()  # names that the first rank has heard of from here, and has not answered
         self._told_of_joining = False
         self._table = Table(ranks)  # of the first rank
+        self._messages = Messages()
 
     @property
     def vector_nbytes(self) -> int:
@@ -121,7 +130,7 @@ class Negotiator:
         ended = sum(1 << place for place, number in enumerate(under_way) if number in situation.ended)
         num_bits = len(under_way) + self.cache.num_bits
         vector = to_vector(_status(situation, has_news, bool(stale)), ended | hits << len(under_way), num_bits)
-        yield from and_of_all(vector, self._rank, self._world_size)
+        yield from and_of_all(vector, self._rank, self._world_size, self._messages)
         status, bits = from_vector(vector)
         outcome.ended = [under_way[place] for place in indices(bits & (1 << len(under_way)) - 1)]
         common = bits >> len(under_way)
