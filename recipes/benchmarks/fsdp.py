@@ -38,6 +38,7 @@ VARIANTS = (
     f"{RING},set_to_none=False",
     f"{STOCK},replicas=2",
     f"{RING},replicas=2",
+    f"{RING},replicas=2,by_extension=True",
     f"{RING},all_gather=bf16,reduce_scatter=bf16",
     f"{RING},all_gather=int8,reduce_scatter=int8",
     f"{RING},all_gather=int8,reduce_scatter=sparse",
@@ -58,7 +59,8 @@ link. All variants of a table alternate in one run.
 * `fsdp2-ext`: extended, with these settings of `ExtConfig`; see {{doc}}`../fsdp`. With `defer=False` the backward \
 waits for every reduce-scatter.
 * `set_to_none=False`: gradients are there already, and are added to. `replicas=2`: two replicas of two shards (HSDP), \
-where every reduce-scatter has to be waited for, as an all-reduce by FSDP2 itself follows.
+where every reduce-scatter has to be waited for, as an all-reduce by FSDP2 itself follows, but for \
+`by_extension=True`, where the extension averages over replicas.
 * `fsdp2-tuned`: with what `fsdp_ext.tune` has found in at most 8 trials of 4 steps, before.
 * `ddp-…`, `dear`: plain DDP, and DDP with DeAR."""
 
