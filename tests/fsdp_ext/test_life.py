@@ -181,6 +181,27 @@ def test_checkpoints_with_other_numbers_of_ranks(
         assert loaded == saved
 
 
+def save_replicas(rank: int, world_size: int, folder: str) -> list[float]:
+    torch.manual_seed(7)
+    mesh: Any = mesh_of(world_size, 2)
+    model = shard(WholeNumbers(world_size), mesh["shard"])
+    extend(model, CONFIG, mesh["replicate"])
+    optimizer = momentum_sgd(model)
+    train(model, optimizer, rank, range(3))
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
+    restore(model)
+    return everything(model)
+
+
+def test_checkpoints_of_replicas(workers: WorkerPools, tmp_path: Path) -> None:
+    """All ranks save one model, which fits any number of ranks."""
+    first, *others = workers(4).run(save_replicas, str(tmp_path))
+    assert all(each == first for each in others), "replicas are the same"
+    for loaded in workers(3).run(load, str(tmp_path), True):
+        assert loaded == first
+
+
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
