@@ -147,13 +147,13 @@ class ControlThread:
         outcome, stats = Outcome(), self.stats
         start_s, start_cpu_s = time.perf_counter(), time.thread_time()
         self._channel.run(self._negotiator.cycle(situation, outcome), f"cycle {stats.cycles}")
-        end_s, cpu_s = time.perf_counter(), time.thread_time() - start_cpu_s
+        end_s = time.perf_counter()
         stats.cycles += 1
         stats.control_s += end_s - start_s
-        stats.control_cpu_s += cpu_s
+        stats.control_cpu_s += time.thread_time() - start_cpu_s
         self._recorder.add("agreement", f"cycle {stats.cycles}", start_s, end_s)
         with self._desk.changed:
-            self._desk.note_cycle(start_s, end_s, cpu_s)
+            self._desk.note_cycle(start_s, end_s)
         return outcome
 
     def _apply(self, outcome: Outcome) -> None:

@@ -20,8 +20,7 @@ from ddp_hooks.coordination.handle import Agreement, Handle
 logger = logging.getLogger("ddp_hooks")
 
 _QUIET = 0.25  # of a cycle's pause, in which nothing new comes
-_REST = 2.0  # times what the latest cycle took: so agreeing takes a third of the time at most, however slow it is,
-_SHARE = 0.02  # and so much of a processor
+_REST = 2.0  # times what the latest cycle took: so agreeing takes a third of the time at most, however slow it is
 _LOOK_S = 0.001  # how often it is seen whether work that is to be followed is done
 _CHECK_S = 0.5  # how often whether lanes have failed that others wait for
 
@@ -184,10 +183,10 @@ class Desk:
         """A cycle begins, which tells others everything."""
         self._has_news = self._is_urgent = False
 
-    def note_cycle(self, start_s: float, end_s: float, cpu_s: float) -> None:
-        """It has ended, and has taken so much of the processor."""
+    def note_cycle(self, start_s: float, end_s: float) -> None:
+        """It has ended."""
         self._last_cycle_s = end_s
-        self._rest_s = max(self._config.cycle_ms / 1000, _REST * (end_s - start_s), cpu_s / _SHARE)
+        self._rest_s = max(self._config.cycle_ms / 1000, _REST * (end_s - start_s))
 
     # -- what takes long -----------------------------------------------------------------------------------------------
 
