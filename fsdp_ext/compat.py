@@ -27,6 +27,7 @@ class GroupFacts:
         hooked: whether a hook of :meth:`FSDPModule.set_all_reduce_hook` is given the result.
         offloads: whether gradients are copied to the CPU.
         forces_sums: whether means are formed by division afterwards (set_force_sum_reduction_for_comms).
+        divides: whether the user has said what the sum over all ranks is divided by (set_gradient_divide_factor).
     """
 
     parameters: tuple[Tensor, ...]
@@ -35,6 +36,7 @@ class GroupFacts:
     hooked: bool
     offloads: bool
     forces_sums: bool
+    divides: bool
 
 
 def state_of(module: FSDPModule) -> object | None:
@@ -73,6 +75,7 @@ def facts_of(module: FSDPModule) -> GroupFacts | None:
             hooked=group._all_reduce_hook is not None,
             offloads=any(param.offload_to_cpu for param in group.fsdp_params),
             forces_sums=group.force_sum_reduction_for_comms,
+            divides=group.gradient_divide_factor is not None,
         )
     except AttributeError:
         return None

@@ -253,12 +253,11 @@ def _agree(model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | No
     groups = list(_groups_of(model))
     entries["replicas"] = None if problem or replicas is None else dist.get_world_size(replicas)
     if isinstance(replicas, dist.ProcessGroup):
-        groups.append(replicas)
+        groups += [replicas, *groups]  # what replicas find out, all shards are to hear of
     for group in groups:
-        if group is replicas and not problem:
-            entries["place among the shards"] = dist.get_rank(groups[0])
+        place = {"place among the shards": dist.get_rank(groups[0])} if group is replicas and not problem else {}
         try:
-            agree(entries, problem, group, "the set-up of fsdp_ext.extend")
+            agree(entries | place, problem, group, "the set-up of fsdp_ext.extend")
         except ValueError as error:  # ranks of the mesh's other dimensions are to hear of it, too
             failure = failure or error
             problem = problem or str(error)

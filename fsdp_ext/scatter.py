@@ -134,10 +134,18 @@ class RingReduceScatter(ReduceScatter):
     def _average(self, own: Tensor, replicas: dist.ProcessGroup, reduced: Work) -> Work:
         """HSDP's all-reduce of this rank's part, when it is ``reduced``: both halves of a ring, on another lane."""
         world_size = dist.get_world_size(replicas)
+        facts = compat.facts_of(self._module)
+        divisor = 1 if facts is not None and facts.divides else world_size
+        first = own.dtype == torch.float16  # FSDP2 has left room for sums over the shards only
         partition = Partition(own, aligned_bounds(own.numel(), world_size, own.element_size()))
         lane = self._extension.transport_of(replicas).scatters.next_lane()
-        lane.run(without_messages(lambda: None), self._name, after=(reduced,))
-        lane.reduce_scatter([partition], self._name, world_size)
+
+        def prepare() -> None:
+            if first:
+                own.div_(divisor)
+
+        lane.run(without_messages(prepare), self._name, after=(reduced,))
+        lane.reduce_scatter([partition], self._name, 1 if first else divisor)
         return lane.all_gather([partition], self._name)
 
     def reason_to_wait(

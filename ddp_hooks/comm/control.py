@@ -50,7 +50,7 @@ class ControlChannel:
         self._timeout_s = timeout_s
         self._doing = _IDLE
         key = f"{witness.prefix}/control"
-        self._peers = connect_all(compat.default_store(), key, self.rank, self.world_size, timeout_s)
+        self._peers = connect_all(compat.default_store(), key, self.rank, self.world_size, timeout_s, witness)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -119,7 +119,8 @@ class ControlChannel:
         for exchange in exchanges:
             data = _bytes_of(exchange.tensor)
             if isinstance(exchange, Recv):
-                receiving.append((exchange.peer, data))
+                if data:
+                    receiving.append((exchange.peer, data))
                 self.traffic.received_bytes += len(data)
             elif isinstance(exchange, Send):
                 self._doing = f"{place}, to rank {self.ranks[exchange.peer]}"

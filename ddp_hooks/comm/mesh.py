@@ -19,18 +19,21 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddp_hooks.comm.advice import see
-from ddp_hooks.comm.failure import LaneError, LaneTimeout
+from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
 
 logger = logging.getLogger("ddp_hooks")
 
 _SIOCGIFADDR = 0x8915
 _TRY_S = 5.0  # for one address of a rank
+_LOOK_S = 1.0  # how often it is seen whether another rank has given up
 _TOKEN_BYTES = 16
 _RANK = struct.Struct("<I")
 _WELCOME = b"\x01"
 
 
-def connect_all(store: Any, key: str, rank: int, world_size: int, timeout_s: float) -> dict[int, socket.socket]:
+def connect_all(
+    store: Any, key: str, rank: int, world_size: int, timeout_s: float, witness: Witness | None = None
+) -> dict[int, socket.socket]:
     """A connected socket for every other rank; collective.
 
     Every rank connects to those below it, at the addresses that they have left in the store, and accepts the others.
@@ -41,6 +44,7 @@ def connect_all(store: Any, key: str, rank: int, world_size: int, timeout_s: flo
         key: of this group alone.
         rank, world_size: within the group.
         timeout_s: for everything, and for every later message.
+        witness: who knows of ranks that could not connect.
 
     Raises:
         LaneTimeout: a rank did not come.
@@ -57,7 +61,7 @@ def connect_all(store: Any, key: str, rank: int, world_size: int, timeout_s: flo
         try:
             for peer in range(rank):
                 peers[peer] = _connect(_place_of(store, f"{key}/{peer}", peer, deadline_s), rank, peer, deadline_s)
-            _accept(listener, token, range(rank + 1, world_size), peers, deadline_s)
+            _accept(listener, token, range(rank + 1, world_size), peers, deadline_s, witness)
         except BaseException:
             for each in peers.values():
                 each.close()
@@ -85,18 +89,20 @@ def _address_of(interface: str) -> str | None:
         try:
             answer = fcntl.ioctl(any_socket, _SIOCGIFADDR, struct.pack("256s", interface.encode()[:15]))
         except OSError as error:  # there is none, or it has no IPv4 address
-            logger.debug("no address of interface %s: %s", interface, error)
+            logger.warning("GLOO_SOCKET_IFNAME: interface %s has no IPv4 address (%s)", interface, error)
             return None
     return socket.inet_ntoa(answer[20:24])
 
 
 def _on_the_way_to(host: str) -> list[str]:
     """This host's address on its way to another one; nothing is sent."""
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
-        if host:
-            any_socket.connect((host, 9))
-            return [str(any_socket.getsockname()[0])]
-    return []
+    found = []
+    with contextlib.suppress(OSError):
+        for family, kind, _, _, address in socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM) if host else ():
+            with contextlib.suppress(OSError), socket.socket(family, kind) as any_socket:
+                any_socket.connect(address)
+                found.append(str(any_socket.getsockname()[0]))
+    return found
 
 
 def _addresses_of(host: str) -> list[str]:
@@ -157,13 +163,19 @@ def _accept(
     expected: Sequence[int],
     peers: dict[int, socket.socket],
     deadline_s: float,
+    witness: Witness | None,
 ) -> None:
     missing = set(expected)
     while missing:
-        listener.settimeout(max(0.001, deadline_s - time.monotonic()))
+        listener.settimeout(min(_LOOK_S, max(0.001, deadline_s - time.monotonic())))
         try:
             found, _ = listener.accept()
         except TimeoutError as error:
+            failure = None if witness is None else witness.first_failure()
+            if failure is not None:
+                raise LaneError(f"ranks cannot connect: {failure}{see('a-wait-timed-out')}") from error
+            if time.monotonic() < deadline_s:
+                continue
             raise LaneTimeout(
                 f"ranks {sorted(missing)} of the group did not connect in time{see('a-wait-timed-out')}"
             ) from error

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ddp_hooks.comm import LaneError, Lanes, Recorder, ThreadWork, Work, mebibytes, see
+from ddp_hooks.comm import LaneError, Lanes, LaneTimeout, Recorder, ThreadWork, Work, mebibytes, see
 from ddp_hooks.comm.control import ControlChannel
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.desk import Desk
@@ -92,6 +92,8 @@ class ControlThread:
                     return
         except LaneError as error:
             self._desk.fail(error)
+            if isinstance(error, LaneTimeout):  # of a death there is a note already
+                channel.witness.confess(str(error))
             channel.let_go()  # others may wait for this rank, and not for the one that failed
         except Exception as error:  # anything else is ours; it must reach the callers, and the other ranks, too
             channel.witness.confess(f"{type(error).__name__}: {error}")
@@ -127,6 +129,7 @@ class ControlThread:
 
     def _situation(self) -> Situation:
         desk = self._desk
+        is_awaited = desk.is_awaited
         desk.take_news()
         self._told_of_ends = frozenset(self._ended_here)
         closing = desk.closing and not desk.held and not desk.queued
@@ -141,6 +144,7 @@ class ControlThread:
             closing,
             self._queue.under_way,
             self._told_of_ends,
+            is_awaited,
         )
 
     def _agree(self, situation: Situation) -> Outcome:
@@ -153,7 +157,7 @@ class ControlThread:
         stats.control_cpu_s += time.thread_time() - start_cpu_s
         self._recorder.add("agreement", f"cycle {stats.cycles}", start_s, end_s)
         with self._desk.changed:
-            self._desk.note_cycle(start_s, end_s)
+            self._desk.note_cycle(start_s, end_s, outcome.somebody_waits)
         return outcome
 
     def _apply(self, outcome: Outcome) -> None:
@@ -183,7 +187,7 @@ class ControlThread:
                 desk.joined = None
             leaving = self._release(outcome, mine)
             if desk.closing and not desk.is_awaiting and not self._told_of_closing:
-                desk.repeat()  # it counts as closing only now
+                desk.repeat(is_urgent=True)  # it counts as closing only now
             desk.changed.notify_all()
         for message, submissions in leaving:
             self._start(message, submissions)

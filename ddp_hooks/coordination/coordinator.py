@@ -92,7 +92,12 @@ class Coordinator:
         device = torch.device(device)
         self._lanes = _make_lanes(group, self.config, device, self.recorder)
         assert self._lanes.witness is not None, "on CPUs there is one"
-        self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness)
+        try:
+            self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness)
+        except LaneError as error:
+            self._lanes.witness.confess(str(error))
+            self._lanes.abandon(error)
+            raise
         self._desk = Desk(self.config, self.groups, self._channel.wake)
         self._control = ControlThread(self._desk, self._lanes, self._channel, self.config, device, self.recorder)
         self._before = self._lanes.traffic  # what measuring the link has moved
@@ -216,7 +221,7 @@ class Coordinator:
             if self._desk.closing:
                 return
             self._desk.closing = True
-            self._desk.tell()
+            self._desk.tell(is_urgent=True)
             # What is pending is done when others ask for it, or fails because they close, too.
             self._desk.changed.wait_for(lambda: not self._desk.is_awaiting or self._desk.error is not None)
         ended = self._control.ended.wait(farewell_s)

@@ -20,7 +20,9 @@ from ddp_hooks.coordination.handle import Agreement, Handle
 logger = logging.getLogger("ddp_hooks")
 
 _QUIET = 0.25  # of a cycle's pause, in which nothing new comes
-_REST = 2.0  # times what the latest cycle took: so agreeing takes a third of the time at most, however slow it is
+_REST = 2.0  # times what the latest cycle took: so agreeing takes a third of the time at most, where it is slow
+_LONGEST_REST_S = 0.02
+_JOINING_S = 0.001  # who is waited for by another rank's control thread completes its news no longer
 _LOOK_S = 0.001  # how often it is seen whether work that is to be followed is done
 _CHECK_S = 0.5  # how often whether lanes have failed that others wait for
 
@@ -86,6 +88,7 @@ class Desk:
         self._has_news = False
         self._is_urgent = False  # somebody waits for the next cycle, who is not counted here:
         self._num_waiting = 0  # threads that do nothing until something is agreed upon
+        self._others_wait = False  # in the latest cycle
         self._first_news_s = self._latest_news_s = 0.0
         self._last_cycle_s = self._rest_s = 0.0
         self._due_s = float("inf")  # when something will have waited so long that the others are to be asked
@@ -159,15 +162,23 @@ class Desk:
         """When the next cycle is due; ``has_heard`` another rank begin it.
 
         News are complete a while after the last ones, so that what is asked for in a loop is one cycle's, or when
-        somebody waits, and asks for nothing more. While nobody waits, cycles rest in between.
+        somebody waits, and asks for nothing more. While nobody waits, on any rank, cycles rest in between.
         """
         if not self._has_news:
             return 0.0 if has_heard else float("inf")
-        pause_s, is_awaited = self._config.cycle_ms / 1000, self._num_waiting > 0 or self._is_urgent
+        pause_s = self._config.cycle_ms / 1000
+        if has_heard:
+            pause_s = min(pause_s, _JOINING_S)
         complete_s = min(self._latest_news_s + pause_s * _QUIET, self._first_news_s + pause_s)
         if has_heard:
-            return 0.0 if is_awaited else complete_s
+            return 0.0 if self.is_awaited else complete_s
+        is_awaited = self.is_awaited or self._others_wait
         return max(complete_s, self._last_cycle_s + (pause_s if is_awaited else self._rest_s))
+
+    @property
+    def is_awaited(self) -> bool:
+        """Whether a thread of this rank does nothing until something is agreed upon."""
+        return self._num_waiting > 0 or self._is_urgent
 
     def rest_s(self, has_heard: bool) -> float:
         """How long nothing is to be done, if nothing changes; 0 where a cycle is due now."""
@@ -183,10 +194,11 @@ class Desk:
         """A cycle begins, which tells others everything."""
         self._has_news = self._is_urgent = False
 
-    def note_cycle(self, start_s: float, end_s: float) -> None:
-        """It has ended."""
+    def note_cycle(self, start_s: float, end_s: float, somebody_waits: bool) -> None:
+        """It has ended; ``somebody_waits``, on some rank, for this one or the next."""
         self._last_cycle_s = end_s
-        self._rest_s = max(self._config.cycle_ms / 1000, _REST * (end_s - start_s))
+        self._rest_s = max(self._config.cycle_ms / 1000, min(_LONGEST_REST_S, _REST * (end_s - start_s)))
+        self._others_wait = somebody_waits
 
     # -- what takes long -----------------------------------------------------------------------------------------------
 
@@ -223,6 +235,7 @@ class Desk:
                 continue
             submission.asked_s = now_s
             self.pending[name] = submission
+            self._note_due(now_s)
             self.repeat()
 
     def _note_due(self, asked_s: float) -> None:

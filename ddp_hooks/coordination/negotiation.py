@@ -40,6 +40,7 @@ _NOBODY_ASKS_WHO_IS_MISSING = 4
 _NOBODY_CLOSES = 8
 _ALL_CLOSE = 16
 _ALL_HAVE_JOINED = 32
+_NOBODY_WAITS = 64
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Situation:
         closing: whether this rank will ask for nothing more.
         under_way: numbers of messages that move, and are not known to have ended everywhere; the same on every rank.
         ended: those of them that have ended here.
+        is_awaited: whether a thread does nothing until something is agreed upon.
     """
 
     pending: Mapping[str, Request]
@@ -65,6 +67,7 @@ class Situation:
     closing: bool = False
     under_way: Sequence[int] = ()
     ended: Collection[int] = ()
+    is_awaited: bool = False
 
 
 @dataclass
@@ -80,6 +83,7 @@ class Outcome:
         all_joined: whether all ranks have run out of data.
         closed: whether all ranks close.
         ended: numbers of messages that have ended on all ranks.
+        somebody_waits: whether a thread of any rank does nothing until something is agreed upon.
     """
 
     ready: list[Request] = field(default_factory=list)
@@ -90,6 +94,7 @@ class Outcome:
     all_joined: bool = False
     closed: bool = False
     ended: list[int] = field(default_factory=list)
+    somebody_waits: bool = False
 
 
 class Negotiator:
@@ -132,6 +137,7 @@ class Negotiator:
         vector = to_vector(_status(situation, has_news, bool(stale)), ended | hits << len(under_way), num_bits)
         yield from and_of_all(vector, self._rank, self._world_size, self._messages)
         status, bits = from_vector(vector)
+        outcome.somebody_waits = not status & _NOBODY_WAITS
         outcome.ended = [under_way[place] for place in indices(bits & (1 << len(under_way)) - 1)]
         common = bits >> len(under_way)
         if not status & _NOBODY_DISAGREES_WITH_THE_CACHE:
@@ -284,5 +290,6 @@ def _status(situation: Situation, has_news: bool, disagrees: bool) -> int:
         _NOBODY_CLOSES: not situation.closing,
         _ALL_CLOSE: situation.closing and not situation.pending,
         _ALL_HAVE_JOINED: situation.joined,
+        _NOBODY_WAITS: not situation.is_awaited,
     }
     return sum(bit for bit, is_set in bits.items() if is_set)

@@ -116,6 +116,12 @@ def test_replicas_by_the_extension(
     assert stats.deferred == stats.reduce_scatters > 0, "nothing has to wait"
 
 
+@pytest.mark.parametrize("options", [{}, {"mp_policy": FP16_SUMS}], ids=["divided-by-eight", "fp16-sums"])
+def test_means_over_replicas(workers: WorkerPools, options: dict[str, Any]) -> None:
+    prepare = None if options else divide_by_eight
+    check(workers(4).run(twins.compare, twins.plain, 4, CONFIG, options, {}, 2, prepare, None, True))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("world_size", "replicas"), [(6, 3), (6, 2), (8, 4)])
 def test_more_replicas_by_the_extension(workers: WorkerPools, world_size: int, replicas: int) -> None:
