@@ -42,7 +42,7 @@ from ddp_hooks.coordination.stats import CoordinationStats
 
 logger = logging.getLogger("ddp_hooks")
 
-_MAX_KNOWN = 8192  # requests that are made only once, as they are the same in every step
+_KNOWN = 2  # times the cache's capacity, and a few: requests that are kept, as they are the same in every step
 JOIN = "join()"
 """What messages call the end of a rank's data."""
 
@@ -288,7 +288,7 @@ class Coordinator:
             raise ValueError(f"{name}: means are of floating-point numbers, got {named[0][1].dtype}")
         specs = tuple(spec_of(n, tensor, operation) for n, tensor in named)
         request = Request(name, operation, specs, bool(mean), int(root), int(priority), grouped)
-        if len(self._known) >= _MAX_KNOWN:
+        if len(self._known) >= _KNOWN * self.config.capacity + 32:
             self._known.clear()
         self._known[key] = request
         return request

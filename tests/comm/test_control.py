@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,14 @@ def test_who_does_not_come_is_named() -> None:
         mesh.connect_all(dist.HashStore(), "key", 1, 2, 0.3)
 
 
+def test_who_gave_up_is_named() -> None:
+    witness: Any = SimpleNamespace(first_failure=lambda: "rank 1 ended first, with no way to rank 0")
+    start_s = time.monotonic()
+    with pytest.raises(LaneError, match="ranks cannot connect: rank 1 ended first, with no way to rank 0"):
+        mesh.connect_all(dist.HashStore(), "key", 0, 2, 60.0, witness)
+    assert time.monotonic() - start_s < 30
+
+
 def test_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
     assert mesh.own_addresses() == ["127.0.0.1"]
@@ -116,11 +125,12 @@ def channel(timeout_s: float = 20.0) -> ControlChannel:
 
 
 def to_all_others(rank: int, world_size: int, numel: int, received: list[Tensor]) -> Algorithm:
-    """Everybody sends first, more than connections hold; two messages to each, and a short one in the next round."""
+    """Everybody sends first, more than connections hold; two messages to each and one of nothing, then a short one."""
     others = [peer for peer in range(world_size) if peer != rank]
     sends = [Send(peer, torch.full((numel,), 10 * rank + part)) for peer in others for part in range(2)]
     receives = [Recv(peer, torch.empty(numel, dtype=torch.int64)) for peer in others for _ in range(2)]
-    yield [*sends, *receives]
+    nothing = torch.empty(0)
+    yield [*sends, *(each(peer, nothing) for peer in others for each in (Send, Recv)), *receives]
     short = [Recv(peer, torch.empty(1, dtype=torch.int64)) for peer in others]
     yield [*(Send(peer, torch.tensor([rank])) for peer in others), *short]
     received += [each.tensor for each in (*receives, *short)]
@@ -134,7 +144,7 @@ def exchange(rank: int, world_size: int, numel: int) -> bool:
     expected += [torch.tensor([peer]) for peer in others]
     nbytes = (2 * numel + 1) * 8 * len(others)
     assert (made.traffic.sent_bytes, made.traffic.received_bytes) == (nbytes, nbytes)
-    assert made.num_sent == 3 * len(others)
+    assert made.num_sent == 4 * len(others)
     made.close()
     return all(torch.equal(a, b) for a, b in zip(received, expected, strict=True))
 
