@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import faulthandler
+import gc
 import multiprocessing
 import os
 import signal
@@ -19,7 +20,12 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-_PRELOAD = ["torch", "torch.distributed", "torchvision", "transformers", "ddp_hooks", "ddp_hooks.tuning.surrogate"]
+_PRELOAD = [
+    *["torch", "torch.distributed", "torchvision", "transformers", "ddp_hooks", "ddp_hooks.tuning.surrogate"],
+    # What is imported late takes seconds in every rank of every pool, and of every script of tests/launcher.py.
+    *["accelerate", "lightning.pytorch", "transformers.trainer", "torch._dynamo", "ddp_hooks.integrations"],
+    *[f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")],
+]
 GROUP_TIMEOUT_S = 30.0
 TASK_TIMEOUT_S = 90.0
 
@@ -28,13 +34,15 @@ class WorkerFailed(AssertionError):
     """A task raised, died or took too long in at least one rank; the message holds every rank's traceback."""
 
 
-def _context() -> Any:
+def server_context() -> Any:
+    """Where processes come from: forked from a server that has imported what takes seconds to import."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_PRELOAD)
     return context
 
 
 def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) -> None:
+    gc.freeze()  # a full collection would visit, and so copy, all that the server has imported: a second each time
     os.environ["OMP_NUM_THREADS"] = "1"
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     # A process that a signal ends cannot report: what it and its libraries print at last is kept for _outcome.
@@ -73,7 +81,7 @@ class Workers:
     """``world_size`` processes of one gloo group that run functions ``f(rank, world_size, *args)``."""
 
     def __init__(self, world_size: int) -> None:
-        context = _context()
+        context = server_context()
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ddp_hooks_tests_")
         self._rendezvous = os.path.join(self._folder.name, "rendezvous")

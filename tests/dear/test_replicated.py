@@ -278,7 +278,9 @@ def held(gate: threading.Event) -> Algorithm:
     yield from ()
 
 
-def step_behind_busy_lanes(rank: int, world_size: int, changes: dict[str, Any], twice: bool) -> tuple[bool, float]:
+def step_behind_busy_lanes(
+    rank: int, world_size: int, changes: dict[str, Any], twice: bool, busy_s: float
+) -> tuple[bool, float]:
     """Whether step() returns although nothing can be reduced yet; and how far the model is from plain DDP's."""
     ddp, optimizer, state = wrapped(**changes)
     twin = DistributedDataParallel(copy.deepcopy(ddp.module), gradient_as_bucket_view=True)
@@ -295,11 +297,14 @@ def step_behind_busy_lanes(rank: int, world_size: int, changes: dict[str, Any], 
             if model is ddp and step == 4:
                 for _ in range(len(state._lanes)):
                     state._lanes.run(held(gate), "a gate")
-                threading.Timer(2.0, gate.set).start()
+                timer = threading.Timer(busy_s, gate.set)
+                timer.start()
             output.backward()
             its.step()
             if model is ddp and step == 4:
                 returned = not gate.is_set()
+                timer.cancel()
+                gate.set()
     state.synchronize()
     gap = max(float((a - b).abs().max()) for a, b in zip(ddp.parameters(), twin.parameters(), strict=True))
     state.close()
@@ -320,7 +325,9 @@ def step_behind_busy_lanes(rank: int, world_size: int, changes: dict[str, Any], 
 def test_gathers_wait_for_gradients_and_step_does_not(
     workers: WorkerPools, changes: dict[str, Any], twice: bool, expected: bool
 ) -> None:
-    for returned, gap in workers(3).run(step_behind_busy_lanes, changes, twice):
+    # A step that returns ends the wait itself; one that does not needs no longer than a step that should have waited.
+    busy_s = 8.0 if expected else 0.5
+    for returned, gap in workers(3).run(step_behind_busy_lanes, changes, twice, busy_s):
         assert returned == expected, "gathers may follow reduce-scatters only where nothing is to be done in between"
         assert gap < 1e-5
 

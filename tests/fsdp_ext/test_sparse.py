@@ -428,7 +428,7 @@ def regress(rank: int, world_size: int, config: ExtConfig) -> float:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.8)
     generator = torch.Generator().manual_seed(rank)
     losses = []
-    for _ in range(300):
+    for _ in range(100):
         inputs = torch.randn(32, 20, generator=generator)
         loss = nn.functional.mse_loss(model(inputs), teacher(inputs).detach())
         optimizer.zero_grad()
@@ -436,7 +436,7 @@ def regress(rank: int, world_size: int, config: ExtConfig) -> float:
         optimizer.step()
         losses.append(float(loss.detach()))
     restore(model)
-    return sum(losses[-50:]) / 50
+    return sum(losses[-25:]) / 25
 
 
 def test_converges(workers: WorkerPools) -> None:

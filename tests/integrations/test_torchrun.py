@@ -20,16 +20,17 @@ import torch
 from torch import Tensor
 
 from tests.integrations.launched import assert_same_bits
+from tests.launcher import launch
 
 
-def torchrun(
-    folder: Path, num_processes: int, *arguments: str, fails: bool = False, job: str = "trainer_job"
-) -> str:
-    """Run a job; its output."""
+def torchrun(folder: Path, num_processes: int, *arguments: str, fails: bool = False) -> str:
+    """Run a job; its output. With DeAR on two ranks by torchrun itself, otherwise as torchrun would start it."""
     folder.mkdir(exist_ok=True)
+    if num_processes != 2 or arguments[:2] != ("--hook", "dear"):
+        return launch("-m tests.integrations.trainer_job", [str(folder), *arguments], num_processes, fails)
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={num_processes}", "--standalone"]
     done = subprocess.run(
-        [*command, "-m", f"tests.integrations.{job}", str(folder), *arguments],
+        [*command, "-m", "tests.integrations.trainer_job", str(folder), *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
         cwd=Path(__file__).resolve().parents[2],
         stdout=subprocess.PIPE,
@@ -99,10 +100,13 @@ def test_killed_while_saving(
 )
 def test_other_loops_killed_while_saving(tmp_path: Path, loop: str, hook: str) -> None:
     given = ["--loop", loop, "--hook", hook]
-    torchrun(tmp_path / "whole", 2, *given, job="loops_job")
-    torchrun(tmp_path / "killed", 2, *given, "--die", fails=True, job="loops_job")
+    for name in ("whole", "killed"):
+        (tmp_path / name).mkdir()
+    job = "-m tests.integrations.loops_job"
+    launch(job, [str(tmp_path / "whole"), *given])
+    launch(job, [str(tmp_path / "killed"), *given, "--die"], fails=True)
     assert not (tmp_path / "killed" / "weights.pt").exists()
-    text = torchrun(tmp_path / "killed", 2, *given, "--resume", job="loops_job")
+    text = launch(job, [str(tmp_path / "killed"), *given, "--resume"])
     if loop == "accelerate":
         assert "checkpoint_1 was not written to its end" in text
     assert_same_bits(torch.load(tmp_path / "killed" / "weights.pt"), torch.load(tmp_path / "whole" / "weights.pt"))

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
-import sys
 from itertools import islice
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +13,8 @@ from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 from recipes import bert_mlm
 from recipes.texts import python_documentation
 from recipes.tokens import cut_into_blocks, shared_tokenizer
+from tests.launcher import launch
+from tests.recipes.launched import torchrun
 from tests.workers import WorkerPools
 
 TINY = [
@@ -125,25 +123,16 @@ def test_three_ranks_end_with_the_same_loss_with_and_without_dear(workers: Worke
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_torchrun_ends_with_the_same_loss_with_and_without_dear() -> None:
-    assert final_loss("--hook", "dear") == pytest.approx(final_loss("--hook", "none"), abs=1e-4)
+    arguments = *TINY, "--hook"
+    dear = torchrun("recipes/bert_mlm.py", *arguments, "dear")
+    none = launch("recipes/bert_mlm.py", [*arguments, "none"])
+    assert final_loss(dear) == pytest.approx(final_loss(none), abs=1e-4)
 
 
-def final_loss(*arguments: str) -> float:
-    """Run the recipe on two ranks as a user does and read the loss it reports."""
-    root = Path(bert_mlm.__file__).parents[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*launcher, "recipes/bert_mlm.py", *TINY, *arguments],
-        cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=140,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    match = re.search(r"final loss\s+(\S+)", run.stdout)
-    assert match, run.stdout
+def final_loss(printed: str) -> float:
+    """The loss that the recipe reports."""
+    match = re.search(r"final loss\s+(\S+)", printed)
+    assert match, printed
     return float(match[1])
 
 

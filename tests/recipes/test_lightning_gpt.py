@@ -30,7 +30,7 @@ def test_dear_has_the_losses_of_plain_ddp_and_resumes(tmp_path: Path, text: str)
     assert plain.num_workers == 2 and plain.steps == 2 * STEPS == len(plain.losses)
     assert plain.losses[-1][1] < plain.losses[0][1] < 6  # log(256) = 5.5 is what guessing a byte costs
 
-    half = run_recipe("lightning_gpt", tmp_path / "dear", "dear", *TINY, text, "--stop-after=1")
+    half = run_recipe("lightning_gpt", tmp_path / "dear", "dear", *TINY, text, "--stop-after=1", by_torchrun=True)
     assert half.num_workers == 2 and half.steps == STEPS
     assert half.sent_mb_per_step is not None and half.sent_mb_per_step > 0
     assert half.stall_s_per_step is not None
@@ -52,7 +52,7 @@ def test_sparse_gradients(tmp_path: Path, text: str) -> None:
 
 
 def test_one_process_needs_no_launcher(tmp_path: Path, text: str) -> None:
-    record = run_recipe("lightning_gpt", tmp_path, "dear", *TINY, text, "--epochs=1", alone=True)
+    record = run_recipe("lightning_gpt", tmp_path, "dear", *TINY, text, "--epochs=1", ranks=0)
     assert record.num_workers == 1 and record.sent_mb_per_step is None
 
 

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,8 +9,9 @@ import pytest
 from recipes import llama_fsdp2
 from recipes.record import Record
 from recipes.texts import python_documentation
+from tests.launcher import launch
+from tests.recipes.launched import torchrun
 
-ROOT = Path(llama_fsdp2.__file__).parents[1]
 TINY = [
     *["--steps=6", "--log-every=1", "--batch-size=4", "--block-length=16"],
     *["--vocab-size=600", "--hidden-size=16", "--layers=2", "--heads=2"],
@@ -28,18 +26,12 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
     return f"--text={path}"
 
 
-def trained(hook: str, output: Path, *arguments: str, num_ranks: int = 2) -> Record:
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={num_ranks}"]
-    run = subprocess.run(
-        [*launcher, "recipes/llama_fsdp2.py", *TINY, "--hook", hook, "--output", str(output), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+def trained(hook: str, output: Path, *arguments: str, num_ranks: int = 2, by_torchrun: bool = False) -> Record:
+    given = [*TINY, "--hook", hook, "--output", str(output), *arguments]
+    if by_torchrun:
+        torchrun("recipes/llama_fsdp2.py", *given)
+    else:
+        launch("recipes/llama_fsdp2.py", given, num_ranks)
     (result,) = output.glob("llama_fsdp2_*.json")
     record = Record.load(result)
     result.unlink()
@@ -54,7 +46,8 @@ def losses_of(record: Record) -> list[float]:
 
 def test_rings_change_nothing(tmp_path: Path, text: str) -> None:
     arguments = text, "--accumulate=2", "--keep-parameters"
-    ring, none = (trained(hook, tmp_path, *arguments) for hook in ("ring", "none"))
+    ring = trained("ring", tmp_path, *arguments, by_torchrun=True)
+    none = trained("none", tmp_path, *arguments)
     assert losses_of(ring) == pytest.approx(losses_of(none), rel=1e-5)
     assert ring.losses[-1][1] < ring.losses[0][1]
     assert ring.sent_mb_per_step is not None and ring.sent_mb_per_step > 0 and none.sent_mb_per_step is None

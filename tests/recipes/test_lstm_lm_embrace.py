@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-import subprocess
-import sys
 from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
 from recipes import lstm_lm_embrace as recipe
+from tests.launcher import launch
+from tests.recipes.launched import torchrun
 from tests.workers import WorkerPools
 
 TINY = ["--steps=40", "--batch-size=4", "--sequence-length=16", "--embedding=20", "--hidden=32"]
@@ -155,23 +153,10 @@ def test_one_process_writes_results(tmp_path: Path, capsys: pytest.CaptureFixtur
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     """As a user starts it."""
-    ddp, embrace = (torchrun(tmp_path / f"{tables}.json", tables) for tables in ("ddp", "embrace"))
+    given = [*TINY, "--steps=20"]
+    torchrun("recipes/lstm_lm_embrace.py", *given, "--tables=embrace", f"--output={tmp_path / 'embrace.json'}")
+    launch("recipes/lstm_lm_embrace.py", [*given, "--tables=ddp", f"--output={tmp_path / 'ddp.json'}"])
+    ddp, embrace = (json.loads((tmp_path / f"{tables}.json").read_text()) for tables in ("ddp", "embrace"))
     assert embrace["settings"]["ranks"] == 2
     assert embrace["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
     assert embrace["validation_perplexity"] == pytest.approx(ddp["validation_perplexity"], rel=1e-4)
-
-
-def torchrun(output: Path, tables: str) -> Any:
-    root = Path(recipe.__file__).parents[1]
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*launcher, "recipes/lstm_lm_embrace.py", *TINY, "--steps=20", f"--tables={tables}", f"--output={output}"],
-        cwd=root,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(root)},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
-    return json.loads(output.read_text())

@@ -20,7 +20,8 @@ FEW = ["--steps=6", "--batch-size=8", "--log-every=1", "--width=16"]
 
 
 def test_losses_of_plain_ddp(tmp_path: Path) -> None:
-    plain, coordinated = (run_recipe("multitask_coordinated", tmp_path, hook, *FEW) for hook in ("none", "coordinated"))
+    plain = run_recipe("multitask_coordinated", tmp_path, "none", *FEW)
+    coordinated = run_recipe("multitask_coordinated", tmp_path, "coordinated", *FEW, by_torchrun=True)
     assert plain.num_workers == coordinated.num_workers == 2
     assert [step for step, _ in coordinated.losses] == list(range(1, 7))
     assert [loss for _, loss in coordinated.losses] == pytest.approx([loss for _, loss in plain.losses], abs=1e-4)

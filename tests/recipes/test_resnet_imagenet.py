@@ -27,7 +27,7 @@ def test_dear_has_the_losses_of_plain_ddp_and_resumes(tmp_path: Path) -> None:
     plain = run_recipe("resnet_imagenet", tmp_path / "none", "none", *FEW)
     assert plain.num_workers == 2 and plain.steps == 6 == len(plain.losses)
 
-    half = run_recipe("resnet_imagenet", tmp_path / "dear", "dear", *FEW, "--stop-after=1")
+    half = run_recipe("resnet_imagenet", tmp_path / "dear", "dear", *FEW, "--stop-after=1", by_torchrun=True)
     assert half.num_workers == 2 and half.steps == 3
     assert half.sent_mb_per_step is not None and half.sent_mb_per_step > 0
     assert [path.name for path in (tmp_path / "dear").glob("epoch-*")] == ["epoch-1"]

@@ -7,10 +7,7 @@ losses that differ because other tokens were hidden; runs that resume and take o
 from __future__ import annotations
 
 import argparse
-import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import islice
@@ -30,8 +27,9 @@ from recipes.pig_latin import pig_latin, sentences
 from recipes.record import Record, all_reduce_mb, command_of, mean_stats, report
 from recipes.texts import python_documentation
 from recipes.tokens import Blocks, cut_into_blocks, shared_tokenizer
+from tests.launcher import launch
+from tests.recipes.launched import torchrun
 
-ROOT = Path(gpt2_clm_trainer.__file__).parents[1]
 TINY = [
     *["--steps=4", "--log-every=1", "--batch-size=4", "--block-length=16"],
     *["--vocab-size=600", "--hidden-size=16", "--layers=1", "--heads=2"],
@@ -46,19 +44,13 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def torchrun(recipe: str, hook: str, output: Path, *arguments: str) -> Record:
-    """What a recipe has recorded that trained on two ranks."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    run = subprocess.run(
-        [*launcher, f"recipes/{recipe}.py", *TINY, "--hook", hook, "--output", str(output), *arguments],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+def trained(recipe: str, hook: str, output: Path, *arguments: str, by_torchrun: bool = False) -> Record:
+    """What a recipe has recorded that trained on two ranks, started by torchrun itself or as torchrun would."""
+    given = [*TINY, "--hook", hook, "--output", str(output), *arguments]
+    if by_torchrun:
+        torchrun(f"recipes/{recipe}.py", *given)
+    else:
+        launch(f"recipes/{recipe}.py", given)
     (path,) = output.glob(f"{recipe}_{hook}*.json")
     record = Record.load(path)
     assert record.num_workers == 2 and record.command.startswith("torchrun --nproc-per-node 2 ")
@@ -77,7 +69,8 @@ def losses_of(record: Record) -> list[float]:
 
 
 def test_gpt2_trains_alike_with_and_without_dear(tmp_path: Path, text: Path) -> None:
-    dear, none = (torchrun("gpt2_clm_trainer", hook, tmp_path, "--text", str(text)) for hook in ("dear", "none"))
+    dear = trained("gpt2_clm_trainer", "dear", tmp_path, "--text", str(text), by_torchrun=True)
+    none = trained("gpt2_clm_trainer", "none", tmp_path, "--text", str(text))
     assert dear.steps == none.steps == 4
     assert losses_of(dear) == pytest.approx(losses_of(none), rel=1e-5)
     assert none.losses[0][1] == pytest.approx(np.log(600), rel=0.1), "guessing: it is not multiplied by anything"
@@ -85,12 +78,12 @@ def test_gpt2_trains_alike_with_and_without_dear(tmp_path: Path, text: Path) -> 
 
 
 def test_bert_with_spardl(tmp_path: Path, text: Path) -> None:
-    record = torchrun("bert_mlm_trainer", "spardl", tmp_path, "--text", str(text))
+    record = trained("bert_mlm_trainer", "spardl", tmp_path, "--text", str(text))
     assert record.losses[0][1] == pytest.approx(np.log(600), rel=0.1), "guessing: it is not multiplied by anything"
 
 
 def test_t5_with_dear_and_tables(tmp_path: Path) -> None:
-    record = torchrun("t5_translation", "dear+tables", tmp_path)
+    record = trained("t5_translation", "dear+tables", tmp_path)
     assert set(record.held_out) == {"loss", "token accuracy"}
 
 
@@ -99,8 +92,8 @@ def test_accelerate_with_dear_goes_on_where_it_stopped(tmp_path: Path) -> None:
     short = tmp_path / "short.txt"
     short.write_text(python_documentation()[0][:3000], encoding="utf-8")
     given = ["--text", str(short), "--accumulate=2", "--steps=12"]
-    whole = torchrun("accelerate_no_trainer", "dear", tmp_path, *given, "--save-every=9")
-    resumed = torchrun("accelerate_no_trainer", "dear", tmp_path / "2", *given, f"--resume={tmp_path}/checkpoint-9")
+    whole = trained("accelerate_no_trainer", "dear", tmp_path, *given, "--save-every=9", by_torchrun=True)
+    resumed = trained("accelerate_no_trainer", "dear", tmp_path / "2", *given, f"--resume={tmp_path}/checkpoint-9")
     found = re.search(r": (\d+) blocks", whole.data)
     assert found is not None and 9 * 2 > int(found[1]) // (2 * 4) > 0, "18 batches of two ranks and four blocks"
     assert losses_of(resumed) == losses_of(whole) and resumed.steps == 12
@@ -108,56 +101,47 @@ def test_accelerate_with_dear_goes_on_where_it_stopped(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_gpt2_with_topk(tmp_path: Path, text: Path) -> None:
-    record = torchrun("gpt2_clm_trainer", "topk", tmp_path, "--text", str(text))
+    record = trained("gpt2_clm_trainer", "topk", tmp_path, "--text", str(text))
     assert record.sent_mb_per_step is not None
     assert record.sent_mb_per_step < 0.3 * all_reduce_mb([torch.empty(13_000, requires_grad=True)], 2)
 
 
 @pytest.mark.slow
 def test_gpt2_is_tuned(tmp_path: Path, text: Path) -> None:
-    record = torchrun("gpt2_clm_trainer", "dear", tmp_path, "--text", str(text), "--tune", "--steps=12")
+    record = trained("gpt2_clm_trainer", "dear", tmp_path, "--text", str(text), "--tune", "--steps=12")
     assert record.hook == "dear-tuned" and record.steps == 12
 
 
 @pytest.mark.slow
 def test_bert_trains_alike_with_and_without_dear(tmp_path: Path, text: Path) -> None:
-    dear, none = (torchrun("bert_mlm_trainer", hook, tmp_path, "--text", str(text)) for hook in ("dear", "none"))
+    dear, none = (trained("bert_mlm_trainer", hook, tmp_path, "--text", str(text)) for hook in ("dear", "none"))
     assert losses_of(dear) == pytest.approx(losses_of(none), rel=1e-5)
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_t5_trains_alike_with_tables_whatever_carries_the_rest(tmp_path: Path) -> None:
-    records = {hook: torchrun("t5_translation", hook, tmp_path / hook) for hook in ("tables", "dear+tables", "none")}
+    records = {hook: trained("t5_translation", hook, tmp_path / hook) for hook in ("tables", "dear+tables", "none")}
     assert losses_of(records["dear+tables"]) == pytest.approx(losses_of(records["tables"]), rel=1e-4)
     assert records["none"].losses[0] == pytest.approx(records["tables"].losses[0], rel=1e-6), "the same model and data"
 
 
 @pytest.mark.slow
 def test_accelerate_trains_alike_with_and_without_dear(tmp_path: Path, text: Path) -> None:
-    dear, none = (torchrun("accelerate_no_trainer", hook, tmp_path, "--text", str(text)) for hook in ("dear", "none"))
+    dear, none = (trained("accelerate_no_trainer", hook, tmp_path, "--text", str(text)) for hook in ("dear", "none"))
     assert losses_of(dear) == pytest.approx(losses_of(none), rel=1e-5)
 
 
 @pytest.mark.slow
 def test_accelerate_with_topk_and_a_tracker(tmp_path: Path, text: Path) -> None:
-    torchrun("accelerate_no_trainer", "topk", tmp_path, "--text", str(text), "--tracker=tensorboard")
+    trained("accelerate_no_trainer", "topk", tmp_path, "--text", str(text), "--tracker=tensorboard")
     assert list((tmp_path / "accelerate_no_trainer").glob("events.*"))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2_clm_trainer", "bert_mlm_trainer", "t5_translation", "accelerate_no_trainer"])
 def test_one_process_needs_no_launcher(recipe: str, tmp_path: Path) -> None:
-    run = subprocess.run(
-        [sys.executable, f"recipes/{recipe}.py", *TINY, "--output", str(tmp_path)],
-        cwd=ROOT,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=110,
-        check=False,
-    )
-    assert run.returncode == 0, run.stdout + run.stderr
+    launch(f"recipes/{recipe}.py", [*TINY, "--output", str(tmp_path)], num_processes=0)
     (path,) = tmp_path.glob("*.json")
     assert Record.load(path).num_workers == 1
 

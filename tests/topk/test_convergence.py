@@ -29,7 +29,6 @@ from tests.workers import WorkerPools
 
 WORLD_SIZE = 4  # the least with residuals inside of the procedure, which partial collection loses
 RESIDUALS: tuple[Collection, ...] = ("global", "partial", "local")
-SEEDS = range(5)
 SMOOTHING = 0.1  # of labels, where they are learnt by heart: the loss has a floor; the 2 % are of a larger loss, too
 
 
@@ -46,6 +45,8 @@ class Task:
         momentum: in the optimizer, or where gradients are sparse in the hook (momentum correction). None: neither.
         warmup: part of the steps in which the density falls to its value.
         max_norm: gradients are clipped to it; None: they are not.
+        num_seeds: of whose losses the mean is taken. Three are enough where those of one variant are within 1 % of
+            each other and 2 % are allowed; the VGG's are within 7 %.
     """
 
     model: Callable[[], nn.Module]
@@ -56,6 +57,7 @@ class Task:
     momentum: float | None
     warmup: float
     max_norm: float | None = None
+    num_seeds: int = 3
 
 
 class Images(nn.Module):
@@ -120,7 +122,7 @@ def little_text() -> tuple[Tensor, ...]:
 
 
 TASKS = {
-    "vgg11": Task(Images, digits, batch=4, steps=50, lr=0.01, momentum=0.9, warmup=0.3),
+    "vgg11": Task(Images, digits, batch=4, steps=50, lr=0.01, momentum=0.9, warmup=0.3, num_seeds=5),
     "lstm": Task(Recurrent, little_text, batch=8, steps=300, lr=20.0, momentum=None, warmup=0.3),
     "gpt2": Task(Transformer, text, batch=16, steps=400, lr=0.5, momentum=None, warmup=0.5, max_norm=1.0),
 }
@@ -174,7 +176,8 @@ def batches(task: Task, rank: int, world_size: int, seed: int) -> Iterator[tuple
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", TASKS)
 def test_the_loss_of_dense_training(workers: WorkerPools, name: str) -> None:
-    runs = [workers(WORLD_SIZE).run(final_losses, name, seed, timeout_s=300)[0] for seed in SEEDS]
+    seeds = range(TASKS[name].num_seeds)
+    runs = [workers(WORLD_SIZE).run(final_losses, name, seed, timeout_s=300)[0] for seed in seeds]
     losses = {key: [run[key] for run in runs] for key in runs[0]}
     means = {key: statistics.fmean(values) for key, values in losses.items()}
     errors = {key: statistics.stdev(values) / math.sqrt(len(runs)) for key, values in losses.items()}
