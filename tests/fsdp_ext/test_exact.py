@@ -50,7 +50,7 @@ def check(outcomes: list[twins.Outcome]) -> twins.ExtStats:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, int], None]) -> None:
-    stats = check(workers(world_size).run(twins.compare, loop, 6))
+    stats = check(workers(world_size).run(twins.compare, loop))
     if world_size > 1:
         assert stats.gathers and stats.reduce_scatters
         assert stats.deferred == stats.reduce_scatters >= NUM_GROUPS
