@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from recipes import lstm_lm_embrace as recipe
-from tests.launcher import launch
 from tests.recipes.launched import torchrun
 from tests.workers import WorkerPools
 
@@ -155,7 +154,7 @@ def test_torchrun(tmp_path: Path) -> None:
     """As a user starts it."""
     given = [*TINY, "--steps=20"]
     torchrun("recipes/lstm_lm_embrace.py", *given, "--tables=embrace", f"--output={tmp_path / 'embrace.json'}")
-    launch("recipes/lstm_lm_embrace.py", [*given, "--tables=ddp", f"--output={tmp_path / 'ddp.json'}"])
+    torchrun("recipes/lstm_lm_embrace.py", *given, "--tables=ddp", f"--output={tmp_path / 'ddp.json'}")
     ddp, embrace = (json.loads((tmp_path / f"{tables}.json").read_text()) for tables in ("ddp", "embrace"))
     assert embrace["settings"]["ranks"] == 2
     assert embrace["losses"] == pytest.approx(ddp["losses"], rel=1e-5)
