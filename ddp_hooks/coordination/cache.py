@@ -11,7 +11,10 @@ import heapq
 from collections import OrderedDict
 from typing import NamedTuple
 
+from ddp_hooks.coordination.bitvector import indices
 from ddp_hooks.coordination.request import Request
+
+REMEMBERED = 16  # combinations of requests, as most steps agree on the same ones
 
 
 class Entry(NamedTuple):
@@ -30,6 +33,8 @@ class ResponseCache:
         self._names: dict[int, str] = {}
         self._free: list[int] = []  # a heap of numbers below ``num_bits`` that nothing has
         self._num_bits = 0
+        self._uses: OrderedDict[int, None] = OrderedDict()  # that are not in the entries' order so far
+        self._selections: dict[int, tuple[Request, ...]] = {}
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -51,14 +56,33 @@ class ResponseCache:
         """All numbers in use, ascending."""
         return sorted(self._names)
 
-    def use(self, bit: int) -> None:
-        """Note that it was used; in agreed order."""
-        self._entries.move_to_end(self._names[bit])
+    def select(self, bits: int) -> tuple[Request, ...]:
+        """What these numbers have, in ascending order."""
+        found = self._selections.get(bits)
+        if found is None:
+            if len(self._selections) >= REMEMBERED:
+                self._selections.clear()
+            found = self._selections[bits] = tuple(map(self.at, indices(bits)))
+        return found
+
+    def use(self, bits: int) -> None:
+        """Note that these were used, the lower ones before the higher; in agreed order."""
+        self._uses[bits] = None
+        self._uses.move_to_end(bits)  # only the last time counts
+        if len(self._uses) >= REMEMBERED:
+            self._note_uses()
+
+    def _note_uses(self) -> None:
+        for bits in self._uses:
+            for bit in indices(bits):
+                self._entries.move_to_end(self._names[bit])
+        self._uses.clear()
 
     def put(self, request: Request) -> None:
         """Add what was agreed upon, under the lowest free number; in agreed order."""
         if self._capacity == 0:
             return
+        self._begin_change()
         if request.name in self._entries:
             self.drop(self._entries[request.name].bit)
         if len(self._entries) == self._capacity:
@@ -72,5 +96,11 @@ class ResponseCache:
 
     def drop(self, bit: int) -> None:
         """Forget it, so that it has to be agreed upon anew; in agreed order."""
+        self._begin_change()
         del self._entries[self._names.pop(bit)]
         heapq.heappush(self._free, bit)
+
+    def _begin_change(self) -> None:
+        """Numbers are about to mean something else."""
+        self._note_uses()
+        self._selections.clear()

@@ -129,7 +129,7 @@ class ControlThread:
 
     def _situation(self) -> Situation:
         desk = self._desk
-        is_awaited = desk.is_awaited
+        is_starving = desk.is_starving
         desk.take_news()
         self._told_of_ends = frozenset(self._ended_here)
         closing = desk.closing and not desk.held and not desk.queued
@@ -144,7 +144,7 @@ class ControlThread:
             closing,
             self._queue.under_way,
             self._told_of_ends,
-            is_awaited,
+            is_starving,
         )
 
     def _agree(self, situation: Situation) -> Outcome:
@@ -157,7 +157,7 @@ class ControlThread:
         stats.control_cpu_s += time.thread_time() - start_cpu_s
         self._recorder.add("agreement", f"cycle {stats.cycles}", start_s, end_s)
         with self._desk.changed:
-            self._desk.note_cycle(start_s, end_s, outcome.somebody_waits)
+            self._desk.note_cycle(start_s, end_s, outcome.somebody_starves)
         return outcome
 
     def _apply(self, outcome: Outcome) -> None:

@@ -43,6 +43,8 @@ from ddp_hooks.coordination.stats import CoordinationStats
 logger = logging.getLogger("ddp_hooks")
 
 _KNOWN = 2  # times the cache's capacity, and a few: requests that are kept, as they are the same in every step
+_WORTH_S = 0.01  # of moving what was agreed upon, for which it is worth agreeing while nobody waits
+_MIB = 1 << 20
 JOIN = "join()"
 """What messages call the end of a rank's data."""
 
@@ -90,7 +92,7 @@ class Coordinator:
         self._group_of = {member: name for name, members in self.groups.items() for member in members}
         self._known: dict[Hashable, Request] = {}
         device = torch.device(device)
-        self._lanes = _make_lanes(group, self.config, device, self.recorder)
+        self._lanes, worth_bytes = _make_lanes(group, self.config, device, self.recorder)
         assert self._lanes.witness is not None, "on CPUs there is one"
         try:
             self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness)
@@ -98,7 +100,7 @@ class Coordinator:
             self._lanes.witness.confess(str(error))
             self._lanes.abandon(error)
             raise
-        self._desk = Desk(self.config, self.groups, self._channel.wake)
+        self._desk = Desk(self.config, self.groups, self._channel.wake, worth_bytes)
         self._control = ControlThread(self._desk, self._lanes, self._channel, self.config, device, self.recorder)
         self._before = self._lanes.traffic  # what measuring the link has moved
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
@@ -359,7 +361,10 @@ def _result_of(submission: Submission) -> Tensor:
     return submission.tensors[0] if submission.tensors else torch.empty(0)
 
 
-def _make_lanes(group: dist.ProcessGroup, config: CoordinatorConfig, device: torch.device, recorder: Recorder) -> Lanes:
+def _make_lanes(
+    group: dist.ProcessGroup, config: CoordinatorConfig, device: torch.device, recorder: Recorder
+) -> tuple[Lanes, int]:
+    """And the bytes that keep the link busy for :data:`_WORTH_S`, or are one message of its."""
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, 1, device, settings, recorder)
     link = LinkProfile(None, 1, 1 << 20)
@@ -367,7 +372,8 @@ def _make_lanes(group: dist.ProcessGroup, config: CoordinatorConfig, device: tor
         link = profile_link(lanes)
     settings.slice_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
     lanes.grow(config.lanes or link.num_lanes)
-    return lanes
+    worth_bytes = settings.slice_bytes if link.goodput_bytes_s is None else int(link.goodput_bytes_s * _WORTH_S)
+    return lanes, min(worth_bytes, _MIB)
 
 
 def _problem_of(config: object, groups: Mapping[str, Sequence[str]], device: torch.device) -> str | None:

@@ -22,7 +22,10 @@ logger = logging.getLogger("ddp_hooks")
 _QUIET = 0.25  # of a cycle's pause, in which nothing new comes
 _REST = 2.0  # times what the latest cycle took: so agreeing takes a third of the time at most, where it is slow
 _LONGEST_REST_S = 0.02
+_PATIENCE_S = 0.25  # what nobody waits for, and little of it, may lie so long
+_STARVES_S = 0.02  # who has waited so long tells the others
 _JOINING_S = 0.001  # who is waited for by another rank's control thread completes its news no longer
+_LONGEST_JOINING_S = 0.005
 _LOOK_S = 0.001  # how often it is seen whether work that is to be followed is done
 _CHECK_S = 0.5  # how often whether lanes have failed that others wait for
 
@@ -68,14 +71,20 @@ class Desk:
         config: pauses between cycles, and when something is late.
         groups: members by the group's name.
         wake: makes the control thread look again.
+        worth_bytes: so much news is worth a cycle while nobody waits.
     """
 
     def __init__(
-        self, config: CoordinatorConfig, groups: Mapping[str, Sequence[str]], wake: Callable[[], None]
+        self,
+        config: CoordinatorConfig,
+        groups: Mapping[str, Sequence[str]],
+        wake: Callable[[], None],
+        worth_bytes: int = 0,
     ) -> None:
         self._config = config
         self._groups = groups
         self._wake = wake
+        self._worth_bytes = worth_bytes
         self.changed = threading.Condition()
         self.pending: dict[str, Submission] = {}  # asked for, and not agreed upon
         self.begun: dict[str, Begun] = {}  # groups that are not complete
@@ -86,11 +95,14 @@ class Desk:
         self.closing = False
         self.error: LaneError | None = None
         self._has_news = False
+        self._news_bytes: float = 0  # that can move when it is agreed upon; infinite if nobody knows
         self._is_urgent = False  # somebody waits for the next cycle, who is not counted here:
         self._num_waiting = 0  # threads that do nothing until something is agreed upon
-        self._others_wait = False  # in the latest cycle
+        self._waiting_since_s = 0.0
+        self._has_told_of_waiting = False  # since then
+        self._others_starve = False  # in the latest cycle
         self._first_news_s = self._latest_news_s = 0.0
-        self._last_cycle_s = self._rest_s = 0.0
+        self._last_cycle_s = self._rest_s = self._slow_s = 0.0
         self._due_s = float("inf")  # when something will have waited so long that the others are to be asked
 
     # -- asking --------------------------------------------------------------------------------------------------------
@@ -112,7 +124,7 @@ class Desk:
         name = submission.request.name
         if all(work.done for work in after):
             self.pending[name] = submission
-            self.tell()
+            self.tell(nbytes=submission.request.known_nbytes)
         else:
             self.held[name] = Held(submission, tuple(after))
             self._wake()
@@ -132,8 +144,10 @@ class Desk:
     def being_waited_for(self) -> Iterator[None]:
         """A thread does nothing meanwhile, so that what is to be agreed upon is agreed upon soon."""
         with self.changed:
+            if not self._num_waiting:
+                self._waiting_since_s, self._has_told_of_waiting = time.perf_counter(), False
             self._num_waiting += 1
-            if self._has_news:
+            if self._has_news or self.pending:
                 self._wake()
         try:
             yield
@@ -143,10 +157,15 @@ class Desk:
 
     # -- when to agree -------------------------------------------------------------------------------------------------
 
-    def tell(self, is_urgent: bool = False) -> None:
-        """There is news; the control thread wakes for the first, and looks for more by itself."""
+    def tell(self, is_urgent: bool = False, nbytes: float = float("inf")) -> None:
+        """There is news; the control thread wakes for the first, and looks for more by itself.
+
+        It wakes for what makes a cycle worth it, too.
+        """
         self._latest_news_s = time.perf_counter()
-        wakes = not self._has_news or is_urgent
+        was_worth = self._news_bytes >= self._worth_bytes
+        self._news_bytes += nbytes
+        wakes = not self._has_news or is_urgent or (not was_worth and self._news_bytes >= self._worth_bytes)
         if not self._has_news:
             self._has_news, self._first_news_s = True, self._latest_news_s
         self._is_urgent = self._is_urgent or is_urgent
@@ -155,30 +174,40 @@ class Desk:
 
     def repeat(self, is_urgent: bool = False) -> None:
         """A cycle has left something to be said in another one."""
-        self._has_news = True
+        self._has_news, self._news_bytes = True, float("inf")
         self._is_urgent = self._is_urgent or is_urgent
 
     def begin_s(self, has_heard: bool) -> float:
         """When the next cycle is due; ``has_heard`` another rank begin it.
 
         News are complete a while after the last ones, so that what is asked for in a loop is one cycle's, or when
-        somebody waits, and asks for nothing more. While nobody waits, on any rank, cycles rest in between.
+        somebody waits, and asks for nothing more. While nobody waits, on any rank, cycles rest in between, and little
+        news is left lying: moving it will not take long.
         """
         if not self._has_news:
-            return 0.0 if has_heard else float("inf")
-        pause_s = self._config.cycle_ms / 1000
+            tells = self._num_waiting > 0 and bool(self.pending) and not self._has_told_of_waiting
+            return 0.0 if has_heard else self._waiting_since_s + _STARVES_S if tells else float("inf")
+        pause_s = max(self._config.cycle_ms / 1000, self._slow_s)
         if has_heard:
-            pause_s = min(pause_s, _JOINING_S)
+            pause_s = min(pause_s, max(_JOINING_S, self._slow_s))
         complete_s = min(self._latest_news_s + pause_s * _QUIET, self._first_news_s + pause_s)
         if has_heard:
             return 0.0 if self.is_awaited else complete_s
-        is_awaited = self.is_awaited or self._others_wait
-        return max(complete_s, self._last_cycle_s + (pause_s if is_awaited else self._rest_s))
+        if self.is_awaited or self._others_starve:
+            return max(complete_s, self._last_cycle_s + pause_s)
+        if self._news_bytes < self._worth_bytes:
+            complete_s = max(complete_s, self._first_news_s + _PATIENCE_S)
+        return max(complete_s, self._last_cycle_s + self._rest_s)
 
     @property
     def is_awaited(self) -> bool:
         """Whether a thread of this rank does nothing until something is agreed upon."""
         return self._num_waiting > 0 or self._is_urgent
+
+    @property
+    def is_starving(self) -> bool:
+        """Whether it has done nothing for so long that it is others who are late: what they ask for shall not lie."""
+        return self._num_waiting > 0 and time.perf_counter() >= self._waiting_since_s + _STARVES_S
 
     def rest_s(self, has_heard: bool) -> float:
         """How long nothing is to be done, if nothing changes; 0 where a cycle is due now."""
@@ -192,13 +221,16 @@ class Desk:
 
     def take_news(self) -> None:
         """A cycle begins, which tells others everything."""
+        self._has_told_of_waiting = self._has_told_of_waiting or self.is_starving
         self._has_news = self._is_urgent = False
+        self._news_bytes = 0
 
-    def note_cycle(self, start_s: float, end_s: float, somebody_waits: bool) -> None:
-        """It has ended; ``somebody_waits``, on some rank, for this one or the next."""
+    def note_cycle(self, start_s: float, end_s: float, somebody_starves: bool) -> None:
+        """It has ended; ``somebody_starves``, on some rank, for this one or the next."""
         self._last_cycle_s = end_s
+        self._slow_s = min(_LONGEST_JOINING_S, end_s - start_s)
         self._rest_s = max(self._config.cycle_ms / 1000, min(_LONGEST_REST_S, _REST * (end_s - start_s)))
-        self._others_wait = somebody_waits
+        self._others_starve = somebody_starves
 
     # -- what takes long -----------------------------------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ from ddp_hooks.comm.failure import Witness
 logger = logging.getLogger("ddp_hooks")
 
 _POLL_S = 1.0  # how often a wait asks whether another rank has failed
+_deciding = threading.Lock()  # of all agreements: held for a moment, and made but once
 
 
 class Agreement:
@@ -49,15 +50,15 @@ class Agreement:
         self._being_waited_for = being_waited_for
         self._timeout_s = timeout_s
         self._stall_warning_s = stall_warning_s
-        self._lock = threading.Lock()
-        self._decided = threading.Event()
+        self._is_decided = False
+        self._decided: threading.Event | None = None  # for those that wait: most agreements nobody waits for
         self._work: Work | None = None
         self._error: Exception | None = None
 
     @property
     def done(self) -> bool:
         """Whether a wait would return at once, with a result."""
-        return self._decided.is_set() and self._error is None and (self._work is None or self._work.done)
+        return self._is_decided and self._error is None and (self._work is None or self._work.done)
 
     @property
     def error(self) -> Exception | None:
@@ -68,14 +69,16 @@ class Agreement:
 
     def decide(self, work: Work | None = None, error: Exception | None = None) -> None:
         """Let those that wait go on; the first decision counts."""
-        with self._lock:
-            if not self._decided.is_set():
+        with _deciding:
+            if not self._is_decided:
                 self._work, self._error = work, error
-                self._decided.set()
+                self._is_decided = True
+                if self._decided is not None:
+                    self._decided.set()
 
     def wait(self) -> None:
         """Return when the result is there."""
-        if not self._decided.is_set():
+        if not self._is_decided:
             with self._being_waited_for():
                 self._wait_for_a_decision()
         if self._error is not None:
@@ -88,10 +91,14 @@ class Agreement:
                 raise
 
     def _wait_for_a_decision(self) -> None:
+        with _deciding:
+            if self._is_decided:
+                return
+            decided = self._decided = self._decided or threading.Event()
         start_s, warned = time.monotonic(), False
-        while not self._decided.wait(_POLL_S):
+        while not decided.wait(_POLL_S):
             failure = self._witness.first_failure()
-            if failure is not None and not self._decided.is_set():
+            if failure is not None and not self._is_decided:
                 error = LaneError(f"{self.name} cannot be done: {failure}{see('a-rank-died', quoted=failure)}")
                 self._fail(error)  # the control thread may hear of it much later
                 raise error

@@ -40,7 +40,7 @@ _NOBODY_ASKS_WHO_IS_MISSING = 4
 _NOBODY_CLOSES = 8
 _ALL_CLOSE = 16
 _ALL_HAVE_JOINED = 32
-_NOBODY_WAITS = 64
+_NOBODY_STARVES = 64
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Situation:
         closing: whether this rank will ask for nothing more.
         under_way: numbers of messages that move, and are not known to have ended everywhere; the same on every rank.
         ended: those of them that have ended here.
-        is_awaited: whether a thread does nothing until something is agreed upon.
+        is_starving: whether a thread has done nothing for long, until something is agreed upon.
     """
 
     pending: Mapping[str, Request]
@@ -67,7 +67,7 @@ class Situation:
     closing: bool = False
     under_way: Sequence[int] = ()
     ended: Collection[int] = ()
-    is_awaited: bool = False
+    is_starving: bool = False
 
 
 @dataclass
@@ -83,7 +83,7 @@ class Outcome:
         all_joined: whether all ranks have run out of data.
         closed: whether all ranks close.
         ended: numbers of messages that have ended on all ranks.
-        somebody_waits: whether a thread of any rank does nothing until something is agreed upon.
+        somebody_starves: whether that is so on any rank.
     """
 
     ready: list[Request] = field(default_factory=list)
@@ -94,7 +94,7 @@ class Outcome:
     all_joined: bool = False
     closed: bool = False
     ended: list[int] = field(default_factory=list)
-    somebody_waits: bool = False
+    somebody_starves: bool = False
 
 
 class Negotiator:
@@ -137,22 +137,21 @@ class Negotiator:
         vector = to_vector(_status(situation, has_news, bool(stale)), ended | hits << len(under_way), num_bits)
         yield from and_of_all(vector, self._rank, self._world_size, self._messages)
         status, bits = from_vector(vector)
-        outcome.somebody_waits = not status & _NOBODY_WAITS
+        outcome.somebody_starves = not status & _NOBODY_STARVES
         outcome.ended = [under_way[place] for place in indices(bits & (1 << len(under_way)) - 1)]
         common = bits >> len(under_way)
         if not status & _NOBODY_DISAGREES_WITH_THE_CACHE:
             common &= ~(yield from self._forget(stale))
         if status & _ALL_HAVE_JOINED:  # what all would stand in for, nobody need have asked for
             common &= yield from self._asked_by_any(hits_of_own)
-        cached = [self.cache.at(bit) for bit in indices(common)]
+        cached = self.cache.select(common)
         answer: dict[str, Any] = {}
         asks = not status & _NOBODY_ASKS_WHO_IS_MISSING or bool(~status & _NOBODY_CLOSES and ~status & _ALL_CLOSE)
         if asks or not status & _NOBODY_HAS_NEW:
             common_names = {request.name for request in cached}
             answer = yield from self._consult(situation, new, asks, common_names)
         fresh = unpacked(answer.get("ready", []))
-        for bit in indices(common):
-            self.cache.use(bit)
+        self.cache.use(common)
         for request in fresh:
             own = situation.pending.get(request.name)
             self.cache.put(own if own is not None and own == request else request)  # equal ones are found by identity
@@ -173,8 +172,9 @@ class Negotiator:
     def _look_up(self, situation: Situation) -> tuple[list[Request], int, int]:
         """What is to be told to the first rank; bits of what is cached; and of what is cached otherwise."""
         new, hits, stale = [], 0, 0
+        find = self.cache.find
         for name, request in situation.pending.items():
-            entry = self.cache.find(name)
+            entry = find(name)
             if entry is None:
                 if name not in self._told:
                     new.append(request)
@@ -290,6 +290,6 @@ def _status(situation: Situation, has_news: bool, disagrees: bool) -> int:
         _NOBODY_CLOSES: not situation.closing,
         _ALL_CLOSE: situation.closing and not situation.pending,
         _ALL_HAVE_JOINED: situation.joined,
-        _NOBODY_WAITS: not situation.is_awaited,
+        _NOBODY_STARVES: not situation.is_starving,
     }
     return sum(bit for bit, is_set in bits.items() if is_set)

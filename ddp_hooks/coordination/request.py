@@ -76,6 +76,12 @@ class Request:
         return sum(max(0, spec.numel) * spec.torch_dtype.itemsize for spec in self.tensors)
 
     @cached_property
+    def known_nbytes(self) -> float:
+        """Likewise; infinite where ranks may have different numbers, or an algorithm of one's own moves them."""
+        is_known = self.tensors and all(spec.numel >= 0 for spec in self.tensors)
+        return self.nbytes if is_known else float("inf")
+
+    @cached_property
     def dtypes(self) -> frozenset[str]:
         """Of its tensors."""
         return frozenset(spec.dtype for spec in self.tensors)

@@ -37,12 +37,25 @@ def test_what_was_used_longest_ago_is_dropped() -> None:
     cache = ResponseCache(3)
     for name in "abc":
         cache.put(request(name))
-    cache.use(0)
+    cache.use(1 << 0)
     assert cache.find("b") is not None, "looking up is no use"
     cache.put(request("d"))
     assert names(cache) == {0: "a", 1: "d", 2: "c"}
     cache.put(request("e"))
     assert names(cache) == {0: "a", 1: "d", 2: "e"}
+
+
+def test_several_are_used_in_ascending_order_and_only_the_last_time_counts() -> None:
+    cache = ResponseCache(4)
+    for name in "abcd":
+        cache.put(request(name))
+    for bits in (0b0110, 0b1001, 0b0110):  # a and d are the oldest then, in this order
+        cache.use(bits)
+        assert [each.name for each in cache.select(bits)] == [name for i, name in enumerate("abcd") if bits >> i & 1]
+    for name, forgotten in zip("efgh", "adbc", strict=True):
+        cache.put(request(name))
+        assert cache.find(forgotten) is None and len(cache) == 4
+    assert [each.name for each in cache.select(0b1111)] == ["e", "g", "h", "f"], "numbers mean something else now"
 
 
 def test_a_name_that_means_something_else_replaces_what_it_meant() -> None:
@@ -72,7 +85,7 @@ def test_it_is_what_a_list_would_be(calls: list[tuple[str, int]], capacity: int)
             cache.put(request(name))
         elif call == "use" and entry is not None:
             twin = [*(each for each in twin if each != name), name]
-            cache.use(entry.bit)
+            cache.use(1 << entry.bit)
         elif call == "drop" and entry is not None:
             twin.remove(name)
             cache.drop(entry.bit)

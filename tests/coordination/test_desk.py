@@ -17,7 +17,7 @@ from ddp_hooks import LaneTimeout
 from ddp_hooks.coordination import CoordinatorConfig, desk
 from ddp_hooks.coordination.desk import Begun, Desk
 from ddp_hooks.coordination.execution import Submission
-from ddp_hooks.coordination.request import Request
+from ddp_hooks.coordination.request import Operation, Request, TensorSpec
 
 MS = 1e-3
 CONFIG = CoordinatorConfig(cycle_ms=1.0, stall_warning_s=5.0, timeout_s=20.0)
@@ -50,15 +50,22 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def submission(name: str, clock: Clock) -> Submission:
+def submission(
+    name: str, clock: Clock, operation: Operation = "exchange", nbytes: int | None = None
+) -> Submission:
+    """An exchange, of which nobody knows how large it is; or an all-reduce of ``nbytes``."""
     errors: list[Exception] = []
     agreement: Any = SimpleNamespace(errors=errors, decide=lambda work=None, error=None: errors.append(error))
-    return Submission(Request(name, "exchange", ()), [], agreement, began_s=clock.now_s, asked_s=clock.now_s)
+    if nbytes is not None:
+        operation = "all_reduce"
+    is_uneven = operation in ("all_gather", "all_to_all")
+    specs = () if operation == "exchange" else (TensorSpec(name, (-1 if is_uneven else nbytes or 1,), "torch.uint8"),)
+    return Submission(Request(name, operation, specs), [], agreement, began_s=clock.now_s, asked_s=clock.now_s)
 
 
-def made(config: CoordinatorConfig = CONFIG) -> tuple[Desk, Waking]:
+def made(config: CoordinatorConfig = CONFIG, worth_bytes: int = 0) -> tuple[Desk, Waking]:
     waking = Waking()
-    return Desk(config, {"pair": ["a", "b"]}, waking), waking
+    return Desk(config, {"pair": ["a", "b"]}, waking, worth_bytes), waking
 
 
 def test_what_is_asked_for_in_a_loop_is_one_cycles(clock: Clock) -> None:
@@ -77,22 +84,65 @@ def test_what_is_asked_for_in_a_loop_is_one_cycles(clock: Clock) -> None:
 @pytest.mark.parametrize(("took_ms", "rest_ms"), [(0.1, 1), (3, 6), (500, 20)])
 def test_cycles_rest_while_nobody_waits(clock: Clock, took_ms: float, rest_ms: float) -> None:
     own, waking = made()
-    own.note_cycle(clock.now_s - took_ms * MS, clock.now_s, somebody_waits=False)
+    own.note_cycle(clock.now_s - took_ms * MS, clock.now_s, somebody_starves=False)
     own.ask(submission("a", clock))
-    rested_s = clock.now_s + rest_ms * MS
+    rested_s, soon_s = clock.now_s + rest_ms * MS, clock.now_s + min(5, max(1, took_ms)) * MS
     assert own.begin_s(has_heard=False) == pytest.approx(rested_s)
-    assert own.begin_s(has_heard=True) <= clock.now_s + 1 * MS, "another rank waits for this one's part"
+    assert own.begin_s(has_heard=True) <= soon_s, "another rank waits for this one's part"
     with own.being_waited_for():
         assert waking.times == 2
-        assert own.begin_s(has_heard=False) == pytest.approx(clock.now_s + 1 * MS)
+        assert own.begin_s(has_heard=False) == pytest.approx(soon_s)
         assert own.begin_s(has_heard=True) == 0
     assert own.begin_s(has_heard=False) == pytest.approx(rested_s)
     own.tell(is_urgent=True)
-    assert waking.times == 3 and own.begin_s(has_heard=False) == pytest.approx(clock.now_s + 1 * MS)
+    assert waking.times == 3 and own.begin_s(has_heard=False) == pytest.approx(soon_s)
     own.take_news()
-    own.note_cycle(clock.now_s - took_ms * MS, clock.now_s, somebody_waits=True)
+    own.note_cycle(clock.now_s - took_ms * MS, clock.now_s, somebody_starves=True)
     own.ask(submission("b", clock))
-    assert own.begin_s(has_heard=False) == pytest.approx(clock.now_s + 1 * MS), "on another rank"
+    assert own.begin_s(has_heard=False) == pytest.approx(soon_s), "on another rank"
+
+
+def test_little_news_lies_while_nobody_waits(clock: Clock) -> None:
+    own, waking = made(worth_bytes=1000)
+    for index, told_of in enumerate([400, 400]):
+        own.ask(submission(str(index), clock, nbytes=told_of))
+    assert waking.times == 1 and own.begin_s(has_heard=False) == pytest.approx(clock.now_s + 250 * MS), "not for ever"
+    assert own.begin_s(has_heard=True) <= clock.now_s + 1 * MS, "another rank has begun"
+    with own.being_waited_for():
+        assert own.begin_s(has_heard=False) <= clock.now_s + 1 * MS
+    own.ask(submission("2", clock, nbytes=400))
+    assert waking.times == 3 and own.begin_s(has_heard=False) <= clock.now_s + 1 * MS, "now it is enough"
+    own.take_news()
+    own.ask(submission("3", clock, nbytes=400))
+    assert own.begin_s(has_heard=False) > clock.now_s + 200 * MS, "what was told is no news"
+    own.note_cycle(clock.now_s - 0.1 * MS, clock.now_s, somebody_starves=True)
+    assert own.begin_s(has_heard=False) <= clock.now_s + 1 * MS, "another rank has waited for long"
+
+
+@pytest.mark.parametrize("operation", ["exchange", "all_gather", "all_to_all"])
+def test_what_may_be_large_is_told_soon(clock: Clock, operation: Operation) -> None:
+    own, _ = made(worth_bytes=1000)
+    own.ask(submission("a", clock, operation))
+    assert own.begin_s(has_heard=False) <= clock.now_s + 1 * MS
+
+
+def test_who_waits_in_vain_tells_the_others_once(clock: Clock) -> None:
+    own, waking = made()
+    own.ask(submission("a", clock))
+    own.take_news()
+    with own.being_waited_for():
+        assert waking.times == 2, "the control thread is to look when it is time"
+        assert not own.is_starving and own.begin_s(has_heard=False) == pytest.approx(clock.now_s + 20 * MS)
+        clock.now_s += 20.1 * MS
+        assert own.is_starving and own.rest_s(has_heard=False) == 0
+        own.take_news()
+        assert own.begin_s(has_heard=False) == float("inf"), "they know"
+        clock.now_s += 1
+        assert own.is_starving
+    assert not own.is_starving
+    own.pending.clear()
+    with own.being_waited_for():
+        assert own.begin_s(has_heard=False) == float("inf"), "nothing was asked for, as by who has joined"
 
 
 def test_a_long_pause_does_not_keep_others_waiting(clock: Clock) -> None:
