@@ -74,7 +74,7 @@ def make_parser(benchmark: str, description: str, variants: Sequence[str]) -> ar
     add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
     add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
     add("--quick", action="store_true", help="a smoke test: two workers, a tiny model, few steps")
-    parser.set_defaults(dear=[])
+    parser.set_defaults(dear=[], foreach=None)
     return parser
 
 
@@ -158,6 +158,7 @@ def measure(
             warmup_steps=options.warmup,
             timed_steps=options.steps,
             dear_settings=options.dear,
+            foreach=options.foreach,
         ),
         options.workers,
         rate,

@@ -11,6 +11,7 @@ Prints a table per model, and writes JSON and a plot.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -76,6 +77,11 @@ all workers, so where these are near twice the step, the processor is the limit.
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = make_parser("fsdp", "Compare FSDP2 with and without fsdp_ext, DDP and DeAR.", VARIANTS)
     parser.set_defaults(models=list(MODELS), rounds=2, steps=3)
+    parser.add_argument(
+        "--foreach",
+        action=argparse.BooleanOptionalAction,
+        help="whether optimizers update all parameters at once (default: as PyTorch chooses, which is not, on CPUs)",
+    )
     parser.add_argument("--render", nargs="+", type=Path, metavar="JSON", help="show saved results, and run nothing")
     options = parser.parse_args(arguments)
     if options.render:

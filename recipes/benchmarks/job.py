@@ -50,4 +50,5 @@ class Job(WorkloadJob):
     timed_steps: int = 5
     dear_settings: dict[str, Any] = field(default_factory=dict)
     memory: bool = False
+    foreach: bool | None = None  # of the optimizer: all parameters at once, or, by default on CPUs, one by one
     rendezvous: str = "env://"

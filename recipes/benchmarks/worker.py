@@ -85,9 +85,10 @@ def compare(job: Job) -> dict[str, Any]:
     goodput = goodput_bytes_per_s()
     windows: dict[str, list[dict[str, float]]] = {name: [] for name in job.variants}
     details: dict[str, dict[str, float]] = {}
+    make_optimizer = partial(torch.optim.SGD, lr=1e-4, momentum=0.9, foreach=job.foreach)
     for round_index in range(job.rounds):
         for name in job.variants:
-            window, details[name] = run_variant(job, name, partial(torch.optim.SGD, lr=1e-4, momentum=0.9))
+            window, details[name] = run_variant(job, name, make_optimizer)
             windows[name].append(asdict(window))
             place = f"{job.workload.name} round {round_index + 1}/{job.rounds}"
             report(f"{place} {name}: {window.step_s:.3f} s per step")
