@@ -14,7 +14,8 @@ class CoordinatorConfig:
     Args:
         cycle_ms: a rank that has news waits so long after its last cycle before it begins another one, and at most so
             long after its first news while more come, so that they come together; longer where agreeing
-            is slow, while no thread waits. Ranks without news wait for nothing, and cost nothing.
+            is slow, and, while no thread waits, where there is little to move. Ranks without news wait for nothing,
+            and cost nothing.
         capacity: of the response cache: requests that are known by a bit. 0: everything is negotiated every time.
         fan_out: what is negotiated is told along a tree in which every rank hears from at most so many others
             (Horovod, section 2.2.3). None: all ranks tell the first one themselves.

@@ -367,7 +367,7 @@ def _make_lanes(
     """And the bytes that keep the link busy for :data:`_WORTH_S`, or are one message of its."""
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, 1, device, settings, recorder)
-    link = LinkProfile(None, 1, 1 << 20)
+    link = LinkProfile(None, 1, _MIB)
     if config.lanes is None or config.slice_mb is None:
         link = profile_link(lanes)
     settings.slice_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)

@@ -119,11 +119,6 @@ def _beside_a_verified_order(
 
     if steps_ms("verified"):
         bitvector, verified = (statistics.median(steps_ms(name)) for name in ("bitvector", "verified"))
-        added = (bitvector - verified) / 1e3 / report["control"]["job"]["step_s"]
-        yield (
-            f"Bitvector, likewise, {PATTERNS[pattern]}, added to a whole step: {_met(added < SHARE_AIMED_AT)}, "
-            f"{added:+.2%}."
-        )
         yield (
             f"There, {PATTERNS[pattern]}, one agreement takes {per_cycle['control_cpu_s']:.2f} ms of the processor and "
             f"{per_cycle['control_s']:.2f} ms from beginning to end, in which {WORKERS_AIMED_AT} processes take turns "
