@@ -13,7 +13,7 @@ import select
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -28,8 +28,8 @@ from ddp_hooks.comm.mesh import connect_all
 
 logger = logging.getLogger("ddp_hooks")
 
-_IDLE = "idle"
 _LONGEST_SLEEP_S = 3600.0
+_SMALL_BYTES, _NUM_REMEMBERED = 1024, 64  # of tensors whose memory is found without asking torch
 
 
 class ControlChannel:
@@ -48,7 +48,8 @@ class ControlChannel:
         self.ranks = dist.get_process_group_ranks(group)  # as messages call them
         self.witness = witness
         self._timeout_s = timeout_s
-        self._doing = _IDLE
+        self._doing: _Doing | None = None
+        self._views: dict[int, tuple[Tensor, memoryview]] = {}  # by the tensor's id, which is its own while it is here
         key = f"{witness.prefix}/control"
         self._peers = connect_all(compat.default_store(), key, self.rank, self.world_size, timeout_s, witness)
         self._woken, self._waker = socket.socketpair()
@@ -91,12 +92,13 @@ class ControlChannel:
             LaneTimeout: a message did not come in time.
         """
         for index, next_round in enumerate(algorithm):
-            self._run_round(next_round, f"{label}, round {index}")
-        self._doing = _IDLE
+            self._run_round(next_round, label, index)
+        self._doing = None
 
     def describe(self) -> str:
         """Where this rank is, for messages."""
-        return f"rank {self.ranks[self.rank]}, control: {self._doing}"
+        doing = self._doing  # of another thread, mostly
+        return f"rank {self.ranks[self.rank]}, control: {'idle' if doing is None else doing.text(self.ranks)}"
 
     def close(self) -> None:
         """End. Nothing may be expected any more."""
@@ -113,18 +115,19 @@ class ControlChannel:
                 each.shutdown(socket.SHUT_RDWR)
         self.wake()
 
-    def _run_round(self, exchanges: Round, place: str) -> None:
+    def _run_round(self, exchanges: Round, label: str, index: int) -> None:
         unsent: list[_Message] = []
         receiving: list[_Message] = []
         for exchange in exchanges:
-            data = _bytes_of(exchange.tensor)
+            data = self._bytes_of(exchange.tensor)
             if isinstance(exchange, Recv):
                 if data:
                     receiving.append((exchange.peer, data))
                 self.traffic.received_bytes += len(data)
             elif isinstance(exchange, Send):
-                self._doing = f"{place}, to rank {self.ranks[exchange.peer]}"
-                is_full = any(peer == exchange.peer for peer, _ in unsent)  # nothing overtakes what is left over
+                self._doing = _Doing(label, index, "to", (exchange.peer,))
+                # Nothing overtakes what is left over.
+                is_full = bool(unsent) and any(peer == exchange.peer for peer, _ in unsent)
                 num_sent = 0 if is_full else self._send(exchange.peer, data)
                 self.num_sent += 1
                 self.traffic.sent_bytes += len(data)
@@ -132,15 +135,15 @@ class ControlChannel:
                     unsent.append((exchange.peer, data[num_sent:]))
         self.traffic.rounds += 1
         if unsent:
-            self._run_interleaved(unsent, receiving, place)
+            self._run_interleaved(unsent, receiving, label, index)
             return
         for peer, data in receiving:
-            self._doing = f"{place}, from rank {self.ranks[peer]}"
+            self._doing = _Doing(label, index, "from", (peer,))
             while data:
                 data = data[self._receive(peer, data, socket.MSG_WAITALL) :]
 
     def _run_interleaved(
-        self, unsent: Sequence[_Message], receiving: Sequence[_Message], place: str
+        self, unsent: Sequence[_Message], receiving: Sequence[_Message], label: str, index: int
     ) -> None:
         """More than connections hold: two ranks that only sent would wait for each other."""
         outgoing, incoming = list(unsent), list(receiving)
@@ -151,13 +154,26 @@ class ControlChannel:
             poll = select.poll()
             for peer, way in ways.items():
                 poll.register(self._peers[peer], way)
-            self._doing = f"{place}, with ranks {sorted(self.ranks[peer] for peer in ways)}"
+            self._doing = _Doing(label, index, "with", tuple(ways))
             numbers = {number for number, _ in poll.poll(self._timeout_s * 1e3)}
             ready = {peer for peer in ways if self._peers[peer].fileno() in numbers}
             if not ready:
                 raise self._failure(TimeoutError(f"timed out after {self._timeout_s:g} s"), next(iter(ways)))
             outgoing = _moved(outgoing, ready, self._send)
             incoming = _moved(incoming, ready, lambda peer, data: self._receive(peer, data, socket.MSG_DONTWAIT))
+
+    def _bytes_of(self, tensor: Tensor) -> memoryview:
+        """Its memory; of small tensors, which algorithms use again and again, remembered."""
+        known = self._views.get(id(tensor))
+        if known is not None and known[0] is tensor:
+            return known[1]
+        array: Any = tensor.numpy()
+        data = memoryview(array).cast("B") if tensor.numel() else memoryview(b"")
+        if len(data) <= _SMALL_BYTES:
+            if len(self._views) >= _NUM_REMEMBERED:
+                self._views.clear()
+            self._views[id(tensor)] = (tensor, data)
+        return data
 
     def _send(self, peer: int, data: memoryview) -> int:
         """As many bytes as the connection takes at once."""
@@ -185,6 +201,20 @@ class ControlChannel:
         return self.witness.failure_of(error, self.ranks[peer], self.describe())
 
 
+class _Doing(NamedTuple):
+    """What a rank does; put into words only when somebody asks."""
+
+    label: str
+    round_index: int
+    way: str  # "to", "from" or "with"
+    peers: tuple[int, ...]
+
+    def text(self, ranks: Sequence[int]) -> str:
+        others = sorted(ranks[peer] for peer in self.peers)
+        whom = f"ranks {others}" if self.way == "with" else f"rank {others[0]}"
+        return f"{self.label}, round {self.round_index}, {self.way} {whom}"
+
+
 _Message: TypeAlias = tuple[int, memoryview]
 """A peer, and what is still to be sent to it or received."""
 
@@ -201,8 +231,3 @@ def _moved(
         if rest:
             left.append((peer, rest))
     return left
-
-
-def _bytes_of(tensor: Tensor) -> memoryview:
-    array: Any = tensor.numpy()
-    return memoryview(array).cast("B") if tensor.numel() else memoryview(b"")

@@ -6,71 +6,76 @@ distance 1, 2, 4, … every rank has heard of all others, in ceil(log2 P) rounds
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import torch
-from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Recv, Send, num_rounds
+from ddp_hooks.comm import Algorithm, Recv, Round, Send, num_rounds
 
 
 class Messages:
-    """Memory for what one rank sends and receives, used again by the next vector of the same length.
+    """The rounds of one rank, used again, with their memory, by the next vector of the same length.
 
-    Vectors are combined by numpy: after a pause, in which others have used the processor, an operation of torch takes
-    ten times as long.
-    """
-
-    def __init__(self) -> None:
-        self._nbytes = -1
-        self._rounds: list[tuple[Tensor, Tensor, Any]] = []
-
-    def of(self, nbytes: int, index: int) -> tuple[Tensor, Tensor, Any]:
-        """For a round what is to be sent, what is to be received, each (nbytes,) of uint8, and both as one array."""
-        if nbytes != self._nbytes:
-            self._nbytes = nbytes
-            self._rounds.clear()
-        while len(self._rounds) <= index:
-            rows = torch.empty(2, nbytes, dtype=torch.uint8)
-            self._rounds.append((rows[0], rows[1], rows.numpy()))
-        return self._rounds[index]
-
-
-def and_of_all(vector: Tensor, rank: int, world_size: int, messages: Messages | None = None) -> Algorithm:
-    """The bitwise AND of ``vector``, (nbytes,) of uint8, over all ranks, in place (Horovod, Algorithm 2, line 13).
+    Vectors are combined as integers, and nothing is made anew: after a pause, in which others have used the processor,
+    each operation of torch or numpy takes ten times as long, and the first of them a tenth of a cycle.
 
     Args:
-        vector: of this rank.
+        rank, world_size: of the group.
+    """
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        self._rank = rank
+        self._world_size = world_size
+        self._nbytes = -1
+        self._rounds: list[tuple[Round, bytearray, bytearray]] = []
+
+    def rounds(self, nbytes: int) -> list[tuple[Round, bytearray, bytearray]]:
+        """Each with the memory that it sends, and that it receives into, of ``nbytes``."""
+        if nbytes != self._nbytes:
+            self._nbytes = nbytes
+            self._rounds = [self._round(nbytes, 1 << index) for index in range(num_rounds(self._world_size))]
+        return self._rounds
+
+    def _round(self, nbytes: int, distance: int) -> tuple[Round, bytearray, bytearray]:
+        outgoing, incoming = bytearray(nbytes), bytearray(nbytes)
+        source, target = (self._rank - distance) % self._world_size, (self._rank + distance) % self._world_size
+        sent, received = (torch.frombuffer(each, dtype=torch.uint8) for each in (outgoing, incoming))
+        return [Recv(source, received), Send(target, sent)], outgoing, incoming
+
+
+def and_of_all(vector: bytearray, rank: int, world_size: int, messages: Messages | None = None) -> Algorithm:
+    """The bitwise AND of ``vector`` over all ranks, in place (Horovod, Algorithm 2, line 13).
+
+    Args:
+        vector: of this rank; of one length on all of them.
         rank, world_size: of the group.
         messages: memory for them, of this rank alone.
     """
-    own, messages = vector.numpy(), messages or Messages()
-    for index in range(num_rounds(world_size)):
-        distance = 1 << index
-        outgoing, incoming, rows = messages.of(vector.numel(), index)
-        rows[0] = own  # a copy travels: what was sent must not change before the algorithm ends
-        yield [Recv((rank - distance) % world_size, incoming), Send((rank + distance) % world_size, outgoing)]
-        np.bitwise_and(own, rows[1], out=own)
+    nbytes, own = len(vector), int.from_bytes(vector, "little")
+    for exchanges, outgoing, incoming in (messages or Messages(rank, world_size)).rounds(nbytes):
+        outgoing[:] = own.to_bytes(nbytes, "little")
+        yield exchanges
+        own &= int.from_bytes(incoming, "little")
+    vector[:] = own.to_bytes(nbytes, "little")
 
 
-def or_of_all(vector: Tensor, rank: int, world_size: int, messages: Messages | None = None) -> Algorithm:
+def or_of_all(vector: bytearray, rank: int, world_size: int, messages: Messages | None = None) -> Algorithm:
     """Likewise the bitwise OR: the complement of the AND of complements (PAPER_NOTES, 17)."""
-    own = vector.numpy()
-    np.bitwise_not(own, out=own)
+    _complement(vector)
     yield from and_of_all(vector, rank, world_size, messages)
-    np.bitwise_not(own, out=own)
+    _complement(vector)
 
 
-def to_vector(status: int, bits: int, num_bits: int) -> Tensor:
+def _complement(vector: bytearray) -> None:
+    vector[:] = (int.from_bytes(vector, "little") ^ (1 << 8 * len(vector)) - 1).to_bytes(len(vector), "little")
+
+
+def to_vector(status: int, bits: int, num_bits: int) -> bytearray:
     """A byte of status and ``num_bits`` bits, the lowest first."""
-    return torch.frombuffer(bytearray([status, *bits.to_bytes(-(-num_bits // 8), "little")]), dtype=torch.uint8)
+    return bytearray((status | bits << 8).to_bytes(vector_nbytes(num_bits), "little"))
 
 
-def from_vector(vector: Tensor) -> tuple[int, int]:
+def from_vector(vector: bytearray) -> tuple[int, int]:
     """The reverse of :func:`to_vector`: status and bits."""
-    data = vector.numpy().tobytes()
-    return data[0], int.from_bytes(data[1:], "little")
+    return vector[0], int.from_bytes(vector, "little") >> 8
 
 
 def vector_nbytes(num_bits: int) -> int:
@@ -80,9 +85,4 @@ def vector_nbytes(num_bits: int) -> int:
 
 def indices(bits: int) -> list[int]:
     """Of the bits that are set, ascending."""
-    found = []
-    while bits:
-        lowest = bits & -bits
-        found.append(lowest.bit_length() - 1)
-        bits ^= lowest
-    return found
+    return [index for index, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"] if bits else []

@@ -18,10 +18,11 @@ REMEMBERED = 16  # combinations of requests, as most steps agree on the same one
 
 
 class Entry(NamedTuple):
-    """A request with its number."""
+    """A request with its number, of a bit that ``mask`` has set."""
 
     bit: int
     request: Request
+    mask: int
 
 
 class ResponseCache:
@@ -62,7 +63,9 @@ class ResponseCache:
         if found is None:
             if len(self._selections) >= REMEMBERED:
                 self._selections.clear()
-            found = self._selections[bits] = tuple(map(self.at, indices(bits)))
+            entries = self._entries
+            found = tuple(entries[name].request for name in map(self._names.__getitem__, indices(bits)))
+            self._selections[bits] = found
         return found
 
     def use(self, bits: int) -> None:
@@ -73,9 +76,13 @@ class ResponseCache:
             self._note_uses()
 
     def _note_uses(self) -> None:
-        for bits in self._uses:
-            for bit in indices(bits):
-                self._entries.move_to_end(self._names[bit])
+        order: list[int] = []  # the latest first
+        later = 0
+        for bits in reversed(self._uses):
+            order += reversed(indices(bits & ~later))
+            later |= bits
+        for bit in reversed(order):
+            self._entries.move_to_end(self._names[bit])
         self._uses.clear()
 
     def put(self, request: Request) -> None:
@@ -91,7 +98,7 @@ class ResponseCache:
             heapq.heappush(self._free, self._num_bits)
             self._num_bits += 1
         bit = heapq.heappop(self._free)
-        self._entries[request.name] = Entry(bit, request)
+        self._entries[request.name] = Entry(bit, request, 1 << bit)
         self._names[bit] = request.name
 
     def drop(self, bit: int) -> None:

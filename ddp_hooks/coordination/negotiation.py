@@ -115,7 +115,7 @@ class Negotiator:
         self._told: set[str] = set()  # names that the first rank has heard of from here, and has not answered
         self._told_of_joining = False
         self._table = Table(ranks)  # of the first rank
-        self._messages = Messages()
+        self._messages = Messages(rank, len(ranks))
 
     @property
     def vector_nbytes(self) -> int:
@@ -179,9 +179,9 @@ class Negotiator:
                 if name not in self._told:
                     new.append(request)
             elif entry.request is request or entry.request == request:
-                hits |= 1 << entry.bit
+                hits |= entry.mask
             else:
-                stale |= 1 << entry.bit
+                stale |= entry.mask
         return new, hits, stale
 
     def _stood_in_for(self) -> int:

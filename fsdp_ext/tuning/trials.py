@@ -245,9 +245,14 @@ class _Search:
 
     def _key_of(self, model: nn.Module) -> str:
         shapes = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
+        # What is found goes by modules that share a group, which is for ``build`` to decide.
+        groups = [
+            (name, [column.stop for column in compat.columns_of(module, 1) or ()])
+            for name, module in checks.fsdp_modules(model)
+        ]
         searched = replace(self._tuner, profile=None)
         device = _device_of(model).type
-        everything = (shapes, dist.get_world_size(), device, torch.__version__, self._config, searched)
+        everything = (shapes, groups, dist.get_world_size(), device, torch.__version__, self._config, searched)
         return hashlib.sha256(repr(everything).encode()).hexdigest()[:24]
 
 

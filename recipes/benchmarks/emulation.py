@@ -92,11 +92,13 @@ class _Sleep(torch.autograd.Function):
         return gradient, None, *own
 
 
-def emulate(workload: Workload, slow: float, block_bytes: int | None = None) -> nn.Sequential:
+def emulate(
+    workload: Workload, slow: float, block_bytes: int | None = None, first_bytes: int | None = None
+) -> nn.Sequential:
     """The workload as a chain of `EmulatedLayer`, `slow` times as slow as on the paper's accelerator.
 
-    With `block_bytes`, consecutive layers are nested in blocks of about that size, for wrappers that work on
-    modules; layers that share a tied parameter stay outside every block.
+    With `block_bytes`, consecutive layers are nested in blocks of about that size, the first in one of `first_bytes`,
+    for wrappers that work on modules; layers that share a tied parameter stay outside every block.
     """
     clock = SleepClock()
     largest_numel = max(spec.numel for layer in workload.layers for spec in layer.owned)
@@ -111,7 +113,7 @@ def emulate(workload: Workload, slow: float, block_bytes: int | None = None) -> 
         made.update(own)
     if block_bytes is None:
         return nn.Sequential(*layers)
-    return nn.Sequential(*_blocks(workload, layers, block_bytes))
+    return nn.Sequential(*_blocks(workload, layers, block_bytes, block_bytes if first_bytes is None else first_bytes))
 
 
 def gradient_values(numel: int) -> Tensor:
@@ -124,15 +126,18 @@ def _by_leaf_name(parameters: dict[str, nn.Parameter]) -> dict[str, nn.Parameter
     return {name.rpartition(".")[2]: parameter for name, parameter in parameters.items()}
 
 
-def _blocks(workload: Workload, layers: list[EmulatedLayer], block_bytes: int) -> list[nn.Module]:
-    """Runs of layers of at least `block_bytes` each (but for the last of a run), tied layers alone."""
+def _blocks(workload: Workload, layers: list[EmulatedLayer], block_bytes: int, first_bytes: int) -> list[nn.Module]:
+    """Runs of layers of at least `block_bytes` each (but for the first and the last of a run), tied layers alone."""
     blocks: list[nn.Module] = []
     run: list[EmulatedLayer] = []
+    enough = min(first_bytes, block_bytes)
 
     def close_run() -> None:
+        nonlocal enough
         if run:
             blocks.append(nn.Sequential(*run))
             run.clear()
+            enough = block_bytes
 
     for spec, layer in zip(workload.layers, layers, strict=True):
         if _is_tied(workload, spec):
@@ -140,7 +145,7 @@ def _blocks(workload: Workload, layers: list[EmulatedLayer], block_bytes: int) -
             blocks.append(layer)
             continue
         run.append(layer)
-        if sum(parameter.nbytes for member in run for parameter in member.parameters()) >= block_bytes:
+        if sum(parameter.nbytes for member in run for parameter in member.parameters()) >= enough:
             close_run()
     close_run()
     return blocks

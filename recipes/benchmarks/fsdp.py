@@ -24,7 +24,7 @@ from recipes.benchmarks.results import Report, Result
 from recipes.benchmarks.variants import Sharding, parse_variant
 
 STOCK = "fsdp2:ahead=False"
-RING = "fsdp2-ext:block_mb=5"
+RING = "fsdp2-ext:block_mb=10"
 VARIANTS = (
     "ddp-5mb",
     "ddp-25mb",
@@ -50,10 +50,11 @@ COLUMNS = ("variant", "s/step", "min–max", "× stock", "× ring", "÷ DeAR", "
 
 INTRODUCTION = f"""\
 The workloads of {{doc}}`dear_table2`, and a stack of Llama's shapes (8 layers of 512, 16,384 tokens, 42 million \
-parameters), sharded by FSDP2 in blocks of 25 MB unless `block_mb` says otherwise; parameters stay whole between \
-forward and backward. Gradients, communication and optimizer (SGD with momentum) are real. Compute is *emulated*: \
-every layer sleeps for its share of the step. Every worker runs in a network namespace of its own behind a shaped \
-link. All variants of a table alternate in one run.
+parameters), sharded by FSDP2 in blocks of 25 MB unless `block_mb` says otherwise, but for a first one of 1 MB; \
+parameters stay whole between forward and backward. Gradients, communication and optimizer are real: SGD with \
+momentum, of all parameters at once (`foreach=True`, which PyTorch chooses by itself on accelerators). Compute is \
+*emulated*: every layer sleeps for its share of the step. Every worker runs in a network namespace of its own behind \
+a shaped link. All variants of a table alternate in one run.
 
 * `{STOCK}`: FSDP2 as it is. On CPUs it waits for every collective, and gloo's reduce-scatter moves an all-reduce.
 * `fsdp2`: the same, with every gather asked for at the start of a step (`unshard(async_op=True)`).
@@ -80,7 +81,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--foreach",
         action=argparse.BooleanOptionalAction,
-        help="whether optimizers update all parameters at once (default: as PyTorch chooses, which is not, on CPUs)",
+        default=True,
+        help="whether optimizers update all parameters at once, as PyTorch chooses itself on accelerators only",
     )
     parser.add_argument("--render", nargs="+", type=Path, metavar="JSON", help="show saved results, and run nothing")
     options = parser.parse_args(arguments)

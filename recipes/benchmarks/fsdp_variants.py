@@ -31,7 +31,7 @@ def build_fsdp2(spec: VariantSpec, workload: Workload, slow: float, make_optimiz
         return _tuned(spec, workload, slow, make_optimizer)
     mesh = _mesh(spec.sharding)
     by_extension = spec.sharding.by_extension
-    model = _sharded(workload, slow, spec.sharding.block_mb, mesh["shard"] if by_extension else mesh)
+    model = _sharded(workload, slow, spec.sharding, mesh["shard"] if by_extension else mesh)
     optimizer = _optimizer(model, make_optimizer, spec.sharding)
     if spec.kind == "fsdp2-ext":
         replicas = mesh["replicate"] if by_extension else None
@@ -59,8 +59,8 @@ def _mesh(sharding: Sharding) -> DeviceMesh:
     return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
 
 
-def _sharded(workload: Workload, slow: float, block_mb: float, mesh: DeviceMesh) -> nn.Sequential:
-    model = emulate(workload, slow, block_bytes=int(block_mb * 2**20))
+def _sharded(workload: Workload, slow: float, sharding: Sharding, mesh: DeviceMesh) -> nn.Sequential:
+    model = emulate(workload, slow, int(sharding.block_mb * 2**20), int(sharding.first_mb * 2**20))
     for block in model:
         if isinstance(block, nn.Sequential):
             fully_shard(block, mesh=mesh, reshard_after_forward=False)
@@ -81,7 +81,7 @@ def _tuned(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: O
     tuner = TuneConfig(max_trials=8, dropped_steps=2, steps_per_trial=2, profile=profile)
 
     def make(block_mb: float) -> nn.Sequential:
-        return _sharded(workload, slow, block_mb, _mesh(spec.sharding))
+        return _sharded(workload, slow, replace(spec.sharding, block_mb=block_mb), _mesh(spec.sharding))
 
     found = tune(make, step, ExtConfig(**spec.settings), tuner)
     model = make(found.block_mb)

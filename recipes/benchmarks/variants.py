@@ -59,6 +59,7 @@ class Sharding:
 
     Args:
         block_mb: size of the blocks that are wrapped.
+        first_mb: size of the first of them, if that is less.
         set_to_none: whether `zero_grad()` drops gradients; False leaves zeros to be added to, as the second of two
             backwards would.
         replicas: ranks that have the same shards (HSDP).
@@ -66,6 +67,7 @@ class Sharding:
     """
 
     block_mb: float = FSDP_BLOCK_MB
+    first_mb: float = 1.0
     set_to_none: bool = True
     replicas: int = 1
     by_extension: bool = False

@@ -6,7 +6,6 @@ import random
 from functools import reduce
 
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,6 +43,6 @@ def test_all_ranks_have_the_same(world_size: int, num_bits: int) -> None:
 @given(st.integers(0, 1 << 70), st.integers(0, 255))
 def test_there_and_back(bits: int, status: int) -> None:
     vector = to_vector(status, bits, 71)
-    assert vector.dtype == torch.uint8 and vector.numel() == vector_nbytes(71) == 10
+    assert len(vector) == vector_nbytes(71) == 10
     assert from_vector(vector) == (status, bits)
     assert indices(bits) == [index for index in range(71) if bits >> index & 1]

@@ -93,6 +93,21 @@ def test_it_is_what_a_list_would_be(calls: list[tuple[str, int]], capacity: int)
         assert all(bit < cache.num_bits <= capacity for bit in cache.bits())
 
 
+@given(st.lists(st.integers(1, 2**6 - 1), max_size=40))
+def test_uses_of_several_at_once_overlap(uses: list[int]) -> None:
+    cache, twin = ResponseCache(6), list("abcdef")
+    for name in twin:
+        cache.put(request(name))
+    for bits in uses:
+        used = [name for index, name in enumerate("abcdef") if bits >> index & 1]
+        twin = [*(name for name in twin if name not in used), *used]
+        cache.use(bits)
+    for number, oldest in enumerate(twin):
+        assert cache.find(oldest) is not None
+        cache.put(request(f"new {number}"))
+        assert cache.find(oldest) is None, "it was dropped, and nothing that was used later"
+
+
 @pytest.mark.parametrize("capacity", [1, 2])
 def test_small_ones(capacity: int) -> None:
     cache = ResponseCache(capacity)

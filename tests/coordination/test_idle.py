@@ -95,7 +95,8 @@ def test_many_cycles_leave_nothing(num_cycles: int) -> None:
     def go_on(number: int) -> int:
         for _ in range(number):
             asking.cycle()
-            for negotiator in asking.ranks:
+            # Looking takes longer than a cycle; what stays is seen a few cycles later, too.
+            for negotiator in asking.ranks if asking.num_cycles % 7 == 0 else ():
                 for name, size in sizes(negotiator).items():
                     largest[name] = max(size, largest.get(name, 0))
         gc.collect()

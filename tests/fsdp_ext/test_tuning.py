@@ -16,6 +16,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from fsdp_ext import ExtConfig, TuneConfig, Tuned, checks, compat, extend, restore, shard_by_size, tune
@@ -88,6 +89,23 @@ def test_blocks_that_share_a_group(workers: WorkerPools, world_size: int) -> Non
     for sizes, differing in workers(world_size).run(train_grouped):
         assert sizes == ["6 groups", "4 groups", "2 groups"]
         assert differing == [[], [], []]
+
+
+def sizes_of_groups(rank: int, world_size: int) -> list[list[int]]:
+    """Blocks that are wrapped together, in order, of eight that have 1 MiB each."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    found = []
+    for block_mb, first_mb in ((2.5, 1.0), (2.5, 2.5), (0.5, 10.0)):
+        blocks: list[Any] = [nn.Linear(2**18, 1, bias=False) for _ in range(8)]
+        shard_by_size(nn.Sequential(*blocks), blocks, block_mb, first_mb, mesh=mesh)
+        groups = [compat.state_of(block) for block in blocks]
+        found.append([groups.count(group) for group in dict.fromkeys(groups)])
+    return found
+
+
+def test_the_first_group_is_small(workers: WorkerPools) -> None:
+    (sizes,) = workers(1).run(sizes_of_groups)
+    assert sizes == [[1, 3, 3, 1], [3, 3, 2], [1] * 8]
 
 
 # -- the search -------------------------------------------------------------------------------------------------------
@@ -186,10 +204,10 @@ def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 # -- with real models -------------------------------------------------------------------------------------------------
 
 
-def tuned_for_real(rank: int, world_size: int, profile: str) -> dict[str, Any]:
+def tuned_for_real(rank: int, world_size: int, profile: str, first_mb: float = 1.0) -> dict[str, Any]:
     def build(block_mb: float) -> nn.Module:
         torch.manual_seed(3)
-        return grouped(WholeNumbers(world_size), block_mb)
+        return grouped(WholeNumbers(world_size), block_mb, first_mb=first_mb)
 
     def step(model: nn.Module) -> None:
         model.zero_grad()
@@ -229,6 +247,8 @@ def test_a_real_model(workers: WorkerPools, tmp_path: Path) -> None:
         assert set(found.kept) <= set(outcome["kept"])
     for outcome in workers(2).run(tuned_for_real, str(tmp_path / "profile.json")):
         assert outcome["found"] == replace(outcomes[0]["found"], num_trials=0)
+    for outcome in workers(2).run(tuned_for_real, str(tmp_path / "profile.json"), 0.0001):
+        assert outcome["found"].num_trials >= 3, "blocks are grouped otherwise"
 
 
 def kept_elsewhere(rank: int, world_size: int) -> str:
