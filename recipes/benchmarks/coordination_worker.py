@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 import time
 from collections import Counter
@@ -31,7 +30,7 @@ from ddp_hooks.coordination import Coordinator, CoordinatorConfig
 from ddp_hooks.coordination.groups import equal_counts
 from recipes.benchmarks.coordination_job import ControlJob, GroupingJob, Pattern, load
 from recipes.benchmarks.emulation import SleepClock
-from recipes.benchmarks.worker import over_ranks, report, run
+from recipes.benchmarks.worker import over_ranks, report, run, spare_the_collector
 
 FORWARD_PART = 1 / 3  # of a step
 LANES, SLICE_MB = 2, 1.0  # fixed: a link that is measured anew for every variant would not be the same
@@ -162,7 +161,7 @@ def control(job: ControlJob) -> dict[str, Any]:
     variants: dict[str, Variant] = {
         name: Verified(job) if name == "verified" else Negotiated(CONFIGS[name], job) for name in job.variants
     }
-    _spare_the_collector()
+    spare_the_collector()
     windows: dict[str, dict[str, list[dict[str, Any]]]] = {
         pattern: {name: [] for name in job.variants} for pattern in job.patterns
     }
@@ -213,7 +212,7 @@ def grouping(job: GroupingJob) -> dict[str, Any]:
     coordinators = {
         number: Coordinator(config=CONFIGS["bitvector"], groups=_groups(list(tensors), number)) for number in job.groups
     }
-    _spare_the_collector()
+    spare_the_collector()
     windows: dict[str, list[dict[str, Any]]] = {str(number): [] for number in job.groups}
     for round_index in range(job.rounds):
         for number, coordinator in coordinators.items():
@@ -255,12 +254,6 @@ def _grouping_window(job: GroupingJob, coordinator: Coordinator, tensors: dict[s
         "cycles": (after.cycles - before.cycles) / job.timed_steps,
         "sizes": {str(size): count / job.timed_steps for size, count in sorted(sizes.items()) if count},
     }
-
-
-def _spare_the_collector() -> None:
-    """Going through all that was imported stops a rank, and those that wait for it, for 0.15 s, once in a while."""
-    gc.collect()
-    gc.freeze()
 
 
 def _repeat(step: Callable[[], None], times: int) -> float:
