@@ -104,6 +104,7 @@ class ControlChannel:
         """End. Nothing may be expected any more."""
         for each in (*self._peers.values(), self._woken, self._waker):
             each.close()
+        self._views.clear()
 
     def let_go(self) -> None:
         """Break the connections, after a failure that is noted: whoever waits for this rank reads the note, and ends.
@@ -169,7 +170,7 @@ class ControlChannel:
             return known[1]
         array: Any = tensor.numpy()
         data = memoryview(array).cast("B") if tensor.numel() else memoryview(b"")
-        if len(data) <= _SMALL_BYTES:
+        if tensor.untyped_storage().nbytes() <= _SMALL_BYTES:
             if len(self._views) >= _NUM_REMEMBERED:
                 self._views.clear()
             self._views[id(tensor)] = (tensor, data)

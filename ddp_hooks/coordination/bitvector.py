@@ -25,17 +25,17 @@ class Messages:
         self._rank = rank
         self._world_size = world_size
         self._nbytes = -1
-        self._rounds: list[tuple[Round, bytearray, bytearray]] = []
+        self._rounds: list[tuple[Round, memoryview, memoryview]] = []
 
-    def rounds(self, nbytes: int) -> list[tuple[Round, bytearray, bytearray]]:
+    def rounds(self, nbytes: int) -> list[tuple[Round, memoryview, memoryview]]:
         """Each with the memory that it sends, and that it receives into, of ``nbytes``."""
         if nbytes != self._nbytes:
             self._nbytes = nbytes
             self._rounds = [self._round(nbytes, 1 << index) for index in range(num_rounds(self._world_size))]
         return self._rounds
 
-    def _round(self, nbytes: int, distance: int) -> tuple[Round, bytearray, bytearray]:
-        outgoing, incoming = bytearray(nbytes), bytearray(nbytes)
+    def _round(self, nbytes: int, distance: int) -> tuple[Round, memoryview, memoryview]:
+        outgoing, incoming = memoryview(bytearray(nbytes)), memoryview(bytearray(nbytes))  # of which no length changes
         source, target = (self._rank - distance) % self._world_size, (self._rank + distance) % self._world_size
         sent, received = (torch.frombuffer(each, dtype=torch.uint8) for each in (outgoing, incoming))
         return [Recv(source, received), Send(target, sent)], outgoing, incoming

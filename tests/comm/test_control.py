@@ -155,6 +155,30 @@ def test_messages_of_any_size(workers: WorkerPools, world_size: int, numel: int)
     assert all(workers(world_size).run(exchange, numel))
 
 
+def again(rank: int, world_size: int) -> int:
+    """The same tensors with other contents, among many that are used once; how many of those are remembered."""
+    made = channel()
+    sent, received = torch.zeros(3, dtype=torch.uint8), torch.zeros(3, dtype=torch.uint8)
+    part_of_more = torch.zeros(5000, dtype=torch.uint8)[:3]
+    for number in range(100):
+        sent.fill_(number)
+        once = torch.tensor([number, rank])
+        arrived = torch.empty_like(once)
+        round_trip = [Recv(1 - rank, received), Send(1 - rank, sent), Recv(1 - rank, arrived), Send(1 - rank, once)]
+        made.run(iter([round_trip, [Recv(1 - rank, part_of_more), Send(1 - rank, sent)]]), "again")  # type: ignore[arg-type]
+        assert received.tolist() == part_of_more.tolist() == [number] * 3
+        assert arrived.tolist() == [number, 1 - rank]
+        assert all(tensor is not part_of_more for tensor, _ in made._views.values()), "it would keep more than it is"
+    remembered = len(made._views)
+    made.close()
+    assert not made._views
+    return remembered
+
+
+def test_memory_of_tensors_is_remembered(workers: WorkerPools) -> None:
+    assert all(2 < each <= 64 for each in workers(2).run(again))
+
+
 def wake_up(rank: int, world_size: int) -> dict[str, Any]:
     """How sleeps end: by another thread, before or while it sleeps, by another rank's message, or by themselves."""
     made = channel()

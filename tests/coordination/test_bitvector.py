@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from ddp_hooks.comm import num_rounds, run_on_fabric
 from ddp_hooks.coordination.bitvector import (
+    Messages,
     and_of_all,
     from_vector,
     indices,
@@ -38,6 +39,18 @@ def test_all_ranks_have_the_same(world_size: int, num_bits: int) -> None:
         nbytes = vector_nbytes(num_bits)
         assert nbytes <= -(-num_bits // 8) + 8
         assert all(each.sent_bytes == nbytes * num_rounds(world_size) for each in traffic)
+
+
+def test_memory_is_used_again() -> None:
+    world_size, chance = 5, random.Random(0)
+    messages = [Messages(rank, world_size) for rank in range(world_size)]
+    for num_bits in (50, 50, 50, 333, 0, 50):
+        bits = [chance.getrandbits(num_bits) | chance.getrandbits(num_bits) for _ in range(world_size)]
+        vectors = [to_vector(7, each, num_bits) for each in bits]
+        before = [id(messages[0].rounds(len(vectors[0])))]
+        run_on_fabric([and_of_all(vectors[rank], rank, world_size, messages[rank]) for rank in range(world_size)])
+        assert [from_vector(vector) for vector in vectors] == [(7, reduce(lambda a, b: a & b, bits))] * world_size
+        assert before == [id(messages[0].rounds(len(vectors[0])))]
 
 
 @given(st.integers(0, 1 << 70), st.integers(0, 255))
