@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 
 import hypothesis
@@ -13,12 +12,6 @@ from tests.workers import WorkerPools
 # No deadline: time never decides a test, least of all on a busy machine.
 hypothesis.settings.register_profile("ddp_hooks", deadline=None)
 hypothesis.settings.load_profile("ddp_hooks")
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays: a full collection need not go through it again, for 0.15 s each time."""
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="session")

@@ -15,7 +15,7 @@ class Messages:
     """The rounds of one rank, used again, with their memory, by the next vector of the same length.
 
     Vectors are combined as integers, and nothing is made anew: after a pause, in which others have used the processor,
-    each operation of torch or numpy takes ten times as long, and the first of them a tenth of a cycle.
+    an operation of torch or numpy takes ten times as long.
 
     Args:
         rank, world_size: of the group.
