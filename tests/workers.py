@@ -48,7 +48,6 @@ def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) 
     # A process that a signal ends cannot report: what it and its libraries print at last is kept for _outcome.
     said = os.open(f"{rendezvous}.stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 2)
-    faulthandler.enable(2)
     import torch
     import torch.distributed as dist
 
@@ -68,6 +67,9 @@ def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) 
         if task is None:
             break
         function, args = task
+        # Lightning resets what is done at signals when it is through.
+        faulthandler.disable()
+        faulthandler.enable(2)
         try:
             torch.manual_seed(0)
             connection.send(("ok", function(rank, world_size, *args)))
