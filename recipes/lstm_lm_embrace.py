@@ -38,6 +38,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import EmbeddingTables, TableStats, shard_embeddings
+from recipes.plain_ddp import all_reduce_apart
 from recipes.processes import process_group
 from recipes.texts import add_text_arguments, positive, read_texts
 from recipes.tokens import check_same_on_all_ranks, hold_out
@@ -101,6 +102,8 @@ def train(args: argparse.Namespace, texts: list[str]) -> Result:
     else:
         optimizers.append(table_class([model.embedding.weight], lr=args.lr))  # type: ignore[call-arg]
     ddp = DistributedDataParallel(model)
+    if tables is None:
+        ddp.register_comm_hook(dist.group.WORLD, all_reduce_apart)
 
     losses: list[Tensor] = []
     stats: list[TableStats] = []

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import shard_embeddings
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig, coordinate
+from tests.embedding.twins import sum_and_divide
 from tests.workers import WorkerPools
 
 CONFIG = CoordinatorConfig(lanes=1, slice_mb=0.002, credit_mb=0.002, timeout_s=20, stall_warning_s=10, cycle_ms=0.2)
@@ -45,6 +46,7 @@ def train(rank: int, world_size: int, prefetch: bool) -> tuple[float, list[str],
     coordinated = coordinate(model, optimizer, coordinator=coordinator)
     tables.follow(optimizer)
     ddp = DistributedDataParallel(plain, find_unused_parameters=True)
+    ddp.register_comm_hook(None, sum_and_divide)
     other = torch.optim.SGD(ddp.parameters(), lr=0.1)
 
     left: list[str] = []

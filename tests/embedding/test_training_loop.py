@@ -32,7 +32,7 @@ from ddp_hooks import (
 from tests.dear.test_refusals import message_of
 from tests.dear.twins import CONFIG as DEAR_CONFIG
 from tests.embedding.hooks import HOOKS
-from tests.embedding.twins import CONFIG, Side, Tables, Twins, batches
+from tests.embedding.twins import CONFIG, Side, Tables, Twins, batches, sum_and_divide
 from tests.workers import WorkerPools
 
 
@@ -397,6 +397,7 @@ def recompute(rank: int, world_size: int, reentrant: bool, prefetch: bool) -> fl
     plain = copy.deepcopy(model)
     tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=CONFIG, lr=0.01)
     ours, other = (DistributedDataParallel(m, static_graph=reentrant) for m in (model, plain))
+    other.register_comm_hook(None, sum_and_divide)
     optimizers = [torch.optim.SGD(ours.parameters(), lr=0.01), torch.optim.SGD(other.parameters(), lr=0.01)]
     tables.follow(optimizers[0])
     data = [torch.randint(0, 20, (5,), generator=torch.Generator().manual_seed(9 * rank + i)) for i in range(6)]
@@ -452,6 +453,7 @@ def real_model(rank: int, world_size: int, kind: str) -> tuple[float, float]:
     else:
         ours = DistributedDataParallel(model)
     other = DistributedDataParallel(plain)
+    other.register_comm_hook(None, sum_and_divide)
     adam = torch.optim.SparseAdam([plain.table.weight], lr=0.01)
     rest = [parameter for name, parameter in plain.named_parameters() if not name.startswith("table")]
     optimizers = [torch.optim.SGD(ours.parameters(), lr=0.1), torch.optim.SGD(rest, lr=0.1)]

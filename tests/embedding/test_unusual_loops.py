@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 
 from ddp_hooks import EmbeddingTables, GradScaler, shard_embeddings
 from tests.dear.test_refusals import message_of
-from tests.embedding.twins import CONFIG, Side, Twins, batches, ids_of
+from tests.embedding.twins import CONFIG, Side, Twins, batches, ids_of, sum_and_divide
 from tests.workers import WorkerPools
 
 NUM_STEPS = 4
@@ -83,6 +83,8 @@ class Player:
         if sharded:
             self.tables = shard_embeddings(self.model, None, 1, torch.optim.SGD, config=CONFIG, lr=0.1)
         self.ddp = DistributedDataParallel(self.model, **options)
+        if not sharded:
+            self.ddp.register_comm_hook(None, sum_and_divide)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.follow(self.optimizer)
 
@@ -284,6 +286,8 @@ def thaw_and_freeze(rank: int, world_size: int, way: str) -> tuple[float, list[f
         for turn, frozen in enumerate((False, True, False)):
             freeze(player, way, frozen)
             ddp = DistributedDataParallel(player.model)
+            if not sharded:
+                ddp.register_comm_hook(None, sum_and_divide)
             optimizer = torch.optim.SGD([p for p in player.model.parameters() if p.requires_grad], lr=0.1)
             player.follow(optimizer)
             state = player.tables.full_state_dict() if player.tables is not None else player.model.state_dict()

@@ -83,7 +83,10 @@ def batches(rank: int, world_size: int, count: int) -> list[Batch]:
 
 
 def sum_and_divide(_, bucket):  # type: ignore[no-untyped-def]
-    """Plain DDP's reduction, slow and obvious, dividing after the sum: exact for whole numbers."""
+    """Plain DDP's reduction, slow and obvious, dividing after the sum: exact for whole numbers.
+
+    Without it DDP leaves sparse gradients to gloo, after which processes die now and then; see docs/tables.md.
+    """
     buffer = bucket.buffer()
     world_size = dist.get_world_size()
     future = torch.futures.Future()
