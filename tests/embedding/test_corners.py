@@ -6,6 +6,7 @@ whole tables that are old, batches of one loader taken for those of another, and
 
 from __future__ import annotations
 
+import datetime
 import gc
 import multiprocessing
 from collections.abc import Iterator
@@ -293,7 +294,8 @@ def parted(rank: int, world_size: int, case: str) -> str:
     config = TableConfig(timeout_s=3, stall_warning_s=1)
     model = Two()
     tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=config, lr=0.1)
-    ddp = DistributedDataParallel(model)
+    group = dist.new_group(timeout=datetime.timedelta(seconds=5))
+    ddp = DistributedDataParallel(model, process_group=group)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     tables.follow(optimizer)
 
@@ -317,9 +319,7 @@ def parted(rank: int, world_size: int, case: str) -> str:
     return message
 
 
-@pytest.mark.parametrize(
-    "case", ["evaluation", "saving", pytest.param("another table", marks=pytest.mark.slow)]  # DDP waits for 30 s
-)
+@pytest.mark.parametrize("case", ["evaluation", "saving", "another table"])
 def test_ranks_that_part(workers: WorkerPools, case: str) -> None:
     pool = workers(2)
     outcomes = pool.outcomes(parted, case, timeout_s=60)

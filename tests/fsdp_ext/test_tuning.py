@@ -79,7 +79,7 @@ def train_grouped(rank: int, world_size: int) -> tuple[list[str], list[list[str]
             patch.setattr(twins, "shard", lambda model, mesh, mb=block_mb, **options: grouped(model, mb, **options))
             outcome = twins.compare(rank, world_size, twins.plain)
         differing.append(outcome.differing)
-        sizes.append(f"{outcome.stats.reduce_scatters / 10:g} groups")
+        sizes.append(f"{outcome.stats.reduce_scatters / twins.NUM_STEPS:g} groups")
         assert outcome.moved and outcome.stats.deferred > 0
     return sizes, differing
 

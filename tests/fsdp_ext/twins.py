@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_ext import ExtConfig, Extension, ExtStats, extend, restore
 
+NUM_STEPS = 6
 # Small slices and two lanes, so that even small models are sliced and spread.
 CONFIG = ExtConfig(lanes=2, slice_mb=0.002, timeout_s=20, stall_warning_s=10)
 
@@ -128,7 +129,7 @@ def compare(
     rank: int,
     world_size: int,
     loop: Callable[[Trainee, int], None],
-    num_steps: int = 10,
+    num_steps: int = NUM_STEPS,
     config: ExtConfig = CONFIG,
     options: dict[str, Any] | None = None,
     model_options: dict[str, Any] | None = None,

@@ -6,22 +6,25 @@ import gc
 import os
 import signal
 import weakref
+from dataclasses import replace
 
 import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import LaneError, TopKState, topk_hook
+from ddp_hooks import LaneError, TopKConfig, TopKState, topk_hook
 from tests.dear.test_refusals import message_of
 from tests.dear.twins import WholeNumbers, whole_batches
 from tests.topk.test_hook import CONFIG
 from tests.workers import WorkerPools
 
 
-def wrapped(world_size: int) -> tuple[DistributedDataParallel, torch.optim.Optimizer, TopKState]:
+def wrapped(
+    world_size: int, config: TopKConfig = CONFIG
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer, TopKState]:
     torch.manual_seed(7)
     ddp = DistributedDataParallel(WholeNumbers(world_size), bucket_cap_mb=0.05)
-    state = TopKState(ddp, CONFIG)
+    state = TopKState(ddp, config)
     ddp.register_comm_hook(state, topk_hook)
     return ddp, torch.optim.SGD(ddp.parameters(), lr=1.0), state
 
@@ -99,7 +102,7 @@ def test_nothing_keeps_a_model_alive(workers: WorkerPools, num_steps: int) -> No
 
 def pause(rank: int, world_size: int) -> str:
     """One rank does not come; the wait has an end, and says for what it was."""
-    ddp, _, state = wrapped(world_size)
+    ddp, _, state = wrapped(world_size, replace(CONFIG, timeout_s=5, stall_warning_s=2))
     for step in range(3):  # until DDP has rebuilt its buckets, and says nothing in a forward
         ddp(*whole_batches(rank, world_size, step)).backward()
     if rank == 0:
