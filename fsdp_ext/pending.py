@@ -117,8 +117,9 @@ class PendingReductions:
     def _deliver_oldest(self) -> None:
         delivery, version = self._waiting.popleft()
         self._nbytes -= delivery.nbytes
-        with self._stall.measure(self._recorder, delivery.work.label):
-            delivery.work.wait()
+        if not delivery.work.done:
+            with self._stall.measure(self._recorder, delivery.work.label):
+                delivery.work.wait()
         if delivery.output._version != version:
             raise RuntimeError(
                 f"a gradient of {delivery.work.label} was changed inside of the backward, before it had come: change "

@@ -86,8 +86,10 @@ class RingReduceScatter(ReduceScatter):
         counts, pending = self._extension.counts, self._extension.pending
         counts.reduce_scatters += 1
         pending.make_way(self)
-        columns = compat.columns_in(self._module, world_size, input_tensor.numel())
-        reason = self.reason_to_wait(output_tensor.dtype, op, is_complete=columns is not None)
+        facts = compat.facts_of(self._module)
+        added_to = facts is not None and any(parameter.grad is not None for parameter in facts.parameters)
+        columns = compat.columns_in(self._module, world_size, input_tensor.numel()) if added_to else ()
+        reason = self.reason_to_wait(facts, output_tensor.dtype, op, is_complete=columns is not None)
         if reason is None:
             counts.deferred += 1
             pending.defer(delivery._replace(earlier=_take_away(columns or ())))
@@ -149,7 +151,11 @@ class RingReduceScatter(ReduceScatter):
         return lane.all_gather([partition], self._name)
 
     def reason_to_wait(
-        self, dtype: torch.dtype, op: dist.ReduceOp | dist.ReduceOp.RedOpType, is_complete: bool
+        self,
+        facts: compat.GroupFacts | None,
+        dtype: torch.dtype,
+        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        is_complete: bool,
     ) -> str | None:
         """Why the result must be ready when the call returns, or None: it is read after the backward only.
 
@@ -161,7 +167,6 @@ class RingReduceScatter(ReduceScatter):
             return "defer=False"
         if not comm_compat.in_backward():
             return "it runs outside of a backward"
-        facts = compat.facts_of(self._module)
         if facts is None:
             return f"torch {torch.__version__} does not tell what follows it"
         if facts.all_reduces:
