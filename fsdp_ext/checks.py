@@ -17,6 +17,7 @@ from fsdp_ext.config import ExtConfig
 ROOT = "the root module"
 """What messages call the module without a name."""
 
+_OURS = ("Ring", "Native")
 _STOCK = ("DefaultAllGather", "DefaultReduceScatter")
 
 
@@ -41,8 +42,8 @@ def is_on_cpu(module: FSDPModule) -> bool:
     return all(parameter.device_mesh.device_type == "cpu" for parameter in sharded)
 
 
-def find_problem(model: object, config: object) -> str | None:
-    """Why ``model`` cannot be extended, or None."""
+def find_problem(model: object, config: object, extended: bool = False) -> str | None:
+    """Why ``model`` cannot be extended, or None; ``extended``: whether it, as a whole, has been before."""
     if not isinstance(config, ExtConfig):
         return f"config must be an ExtConfig(...), got {type(config).__name__}"
     if not isinstance(model, nn.Module):
@@ -65,11 +66,11 @@ def find_problem(model: object, config: object) -> str | None:
         for pattern in config.density:
             if not any(fnmatchcase(name, pattern) for name in names):
                 return f"density names {pattern!r}, which fits none of the modules that FSDP2 wraps: {names}"
-    found = (_problem_of(name or ROOT, module, config) for name, module in modules)
+    found = (_problem_of(name or ROOT, module, config, extended) for name, module in modules)
     return next(filter(None, found), None)
 
 
-def _problem_of(name: str, module: FSDPModule, config: ExtConfig) -> str | None:
+def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool) -> str | None:
     groups = compat.num_param_groups(module)
     if groups is not None and groups > 1:
         return (
@@ -94,7 +95,9 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig) -> str | None:
                 f"{name} takes memory from its process group (set_allocate_memory_from_process_group_for_comm), which "
                 f"needs FSDP2's own communication: call it with False first, or do not extend this model"
             )
-        if kind.startswith(("Ring", "Native")):
+        if extended and kind.startswith(_OURS):
+            continue
+        if kind.startswith(_OURS):
             return (
                 f"{name} is extended already, with another module: call restore(...) with that one first, or extend "
                 f"only the outermost module, which covers what is inside of it"

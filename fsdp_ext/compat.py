@@ -27,7 +27,7 @@ class GroupFacts:
         hooked: whether a hook of :meth:`FSDPModule.set_all_reduce_hook` is given the result.
         offloads: whether gradients are copied to the CPU.
         forces_sums: whether means are formed by division afterwards (set_force_sum_reduction_for_comms).
-        divides: whether the user has said what the sum over all ranks is divided by (set_gradient_divide_factor).
+        factor: what the user has said that the sum over all ranks is divided by (set_gradient_divide_factor), or None.
     """
 
     parameters: tuple[Tensor, ...]
@@ -36,7 +36,7 @@ class GroupFacts:
     hooked: bool
     offloads: bool
     forces_sums: bool
-    divides: bool
+    factor: float | None
 
 
 def state_of(module: FSDPModule) -> object | None:
@@ -75,7 +75,7 @@ def facts_of(module: FSDPModule) -> GroupFacts | None:
             hooked=group._all_reduce_hook is not None,
             offloads=any(param.offload_to_cpu for param in group.fsdp_params),
             forces_sums=group.force_sum_reduction_for_comms,
-            divides=group.gradient_divide_factor is not None,
+            factor=group.gradient_divide_factor,
         )
     except AttributeError:
         return None
@@ -100,6 +100,11 @@ def prefetches_by_itself(module: FSDPModule) -> bool:
     return bool(
         getattr(state, "_states_to_forward_prefetch", ()) or getattr(state, "_states_to_backward_prefetch", ())
     )
+
+
+def has_forward_list(module: FSDPModule) -> bool:
+    """Whether it has a list of modules to gather ahead in forward."""
+    return bool(getattr(state_of(module), "_states_to_forward_prefetch", ()))
 
 
 def keeps_parameters(module: FSDPModule) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -63,7 +64,8 @@ def extend(
         these replace them.
 
     Raises:
-        ValueError: on every rank, before anything is changed, when this cannot work, or when ranks differ.
+        ValueError: on every rank, before anything is changed, when this cannot work, or when ranks differ. A model that
+            was extended before stays so.
 
     Collective: all ranks of the model's meshes do it. :func:`restore` undoes it.
     """
@@ -71,16 +73,19 @@ def extend(
     if isinstance(replicas, DeviceMesh):
         replicas = replicas.get_group()
     earlier = _extension_of(model)
+    _agree(model, config, replicas, earlier)
     if earlier is not None and (earlier.config, earlier.replicas) == (config, replicas):
         return earlier
     if earlier is not None:
         restore(model)
-    _agree(model, config, replicas)
     return Extension(model, config, replicas)
 
 
 def restore(model: nn.Module) -> None:
-    """Undo :func:`extend`, between steps; nothing if the model is not extended. Collective."""
+    """Undo :func:`extend`, between steps; nothing if the model is not extended. Collective.
+
+    Nothing averages over ``replicas`` any more then.
+    """
     extension = _extension_of(model)
     if extension is not None:
         extension.close()
@@ -201,14 +206,12 @@ class Extension:
         """Finish what is under way, give modules their own communication back, and end the lanes; collective."""
         self._handle.remove()
         vars(self._model).pop(_ATTRIBUTE, None)
-        self.pending.abandon()  # there is something only after a backward that failed
-        self.prefetcher.remove()
-        while self._replaced:
-            module, (gather, scatter) = self._replaced.pop()
-            module.set_custom_all_gather(gather)
-            module.set_custom_reduce_scatter(scatter)
-        for transport in self._transports.values():
-            transport.close()
+        with contextlib.ExitStack() as rest:  # all of it, also if lanes have failed
+            for transport in self._transports.values():
+                rest.callback(transport.close)
+            rest.callback(self._give_back)
+            rest.callback(self.prefetcher.remove)
+            self.pending.abandon()  # there is something only after a backward that failed
 
     def _take_over(self, name: str, module: FSDPModule) -> None:
         before = compat.communication_of(module)
@@ -229,6 +232,12 @@ class Extension:
         if residuals is not None:
             self._residuals.append(residuals)
 
+    def _give_back(self) -> None:
+        while self._replaced:
+            module, (gather, scatter) = self._replaced.pop()
+            module.set_custom_all_gather(gather)
+            module.set_custom_reduce_scatter(scatter)
+
     def _abandon(self, error: BaseException) -> None:
         for transport in self._transports.values():
             transport.abandon(error)
@@ -243,12 +252,17 @@ def _extension_of(model: object) -> Extension | None:
     return found if isinstance(found, Extension) else None
 
 
-def _agree(model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | None) -> None:
+def _agree(
+    model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | None, earlier: Extension | None
+) -> None:
     """All ranks with these parameters compare what they are about to do, or raise the same error."""
-    problem = checks.find_problem(model, config) or checks.problem_of_replicas(model, replicas)
+    problem = checks.find_problem(model, config, earlier is not None) or checks.problem_of_replicas(model, replicas)
     if not dist.is_initialized():
         raise ValueError(problem or "torch.distributed is not initialised" + see("set-up-is-refused"))
     entries = checks.fingerprint(model, config) if problem is None else {}
+    entries["extended with these settings already"] = (
+        earlier is not None and (earlier.config, earlier.replicas) == (config, replicas)
+    )
     failure = None
     groups = list(_groups_of(model))
     entries["replicas"] = None if problem or replicas is None else dist.get_world_size(replicas)

@@ -30,15 +30,19 @@ class NativeAllGather(_Allocates, AllGather):
 
     def __init__(self, config: ExtConfig) -> None:
         self._config = config
+        self._num_ranks = 0  # that the parameters are sharded over
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
+        world_size = dist.get_world_size(group)
+        self._num_ranks = self._num_ranks or world_size
         codec = codec_of(self._config.all_gather, self._config.block, output_tensor.dtype)
-        if codec is None:
+        # With reshard_after_forward=n the backward gathers what the forward has rounded, among fewer ranks.
+        if codec is None or world_size != self._num_ranks:
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
-        nbytes, world_size = codec.nbytes(input_tensor.numel()), dist.get_world_size(group)
+        nbytes = codec.nbytes(input_tensor.numel())
         own, everyones = (input_tensor.new_empty(n * nbytes, dtype=torch.uint8) for n in (1, world_size))
         codec.encode(input_tensor, own)
         dist.all_gather_into_tensor(everyones, own, group=group)
@@ -69,7 +73,7 @@ class NativeReduceScatter(_Allocates, ReduceScatter):
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         divisor = divisor_of(op, input_tensor, world_size)
         chunks = input_tensor.chunk(world_size)
-        kept = self._residuals.open(input_tensor, group, divisor) if self._residuals is not None else None
+        kept = self._residuals.open(input_tensor, group, op) if self._residuals is not None else None
         residuals = None if kept is None else kept.chunk(world_size)
         outgoing = torch.cat(encoded_for_others(chunks, rank, codec, residuals))
         incoming = torch.empty_like(outgoing)

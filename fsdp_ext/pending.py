@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import Recorder, Stall, Work, compat, see
+from ddp_hooks.comm import LaneError, Recorder, Stall, Work, compat, see
 
 
 class Earlier(NamedTuple):
@@ -103,11 +104,15 @@ class PendingReductions:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Those of a backward that did not come to its end: wait, as their memory is in use, and deliver nothing."""
+        """Those of a backward that did not come to its end: wait, as their memory is in use, and deliver nothing.
+
+        One that has failed has said so where it was waited for, or says so to whoever waits for the next one.
+        """
         self._expected_by = None
         while self._waiting:
             delivery, version = self._waiting.popleft()
-            delivery.work.wait()
+            with contextlib.suppress(LaneError):
+                delivery.work.wait()
             if delivery.output._version == version:
                 for each in delivery.earlier:
                     each.give_back(delivery.output, add=False)

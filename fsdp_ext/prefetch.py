@@ -17,6 +17,9 @@ _FEW = 2
 class Prefetcher:
     """Learns the order of modules from the first forward's gathers, then lets FSDP2 gather ahead in that order.
 
+    Forwards gather ahead only while the root's runs, which knows afterwards what nobody has used. A module that is
+    called by itself gathers its own parameters, and none that might be old when their module runs.
+
     Args:
         root: whose forward begins a step.
         depth: modules to gather ahead; 0: none; None: few, or all that stay whole anyway.
@@ -27,7 +30,9 @@ class Prefetcher:
         self._root = root
         self._order: list[FSDPModule] = []  # in which their parameters were gathered first
         self._num_forwards = 0
-        self._listed: list[FSDPModule] = []  # modules whose lists are ours
+        self._leading: dict[FSDPModule, list[FSDPModule]] = {}  # what to gather ahead when one runs forward
+        self._listed_forward: list[FSDPModule] = []  # modules that have these lists now
+        self._listed_backward: list[FSDPModule] = []  # modules whose lists for backwards are ours
         self._in_forward = False
         # Gathered in forwards, and not waited for so far; in this order, which is the same on all ranks.
         self._ahead: dict[FSDPModule, None] = {}
@@ -49,30 +54,35 @@ class Prefetcher:
 
     def remove(self) -> None:
         """Leave the modules as they were before."""
-        self._drop_what_nobody_used()
         for handle in self._handles:
             handle.remove()
-        for module in self._listed:
-            module.set_modules_to_forward_prefetch([])
+        self._take_lists_away()
+        for module in self._listed_backward:
             module.set_modules_to_backward_prefetch([])
+        self._drop_what_nobody_used()
 
     def _begin_forward(self, *ignored: Any) -> None:
-        if not in_backward():
-            self._drop_what_nobody_used()
-            self._in_forward = True
+        if in_backward():  # a checkpoint's
+            return
+        self._drop_what_nobody_used()
+        self._in_forward = True
         self._num_forwards += 1
+        if self._num_forwards == 1:
+            return
         if self._num_forwards == 2:
-            if self._depth is None:
-                self._depth = len(self._order) if all(map(compat.keeps_parameters, self._order)) else _FEW
-            if self._depth:
-                self._set_lists(self._depth)
-        if self._num_forwards > 1 and self._depth:
+            self._choose_depth()
+        if self._depth:
+            for module, following in self._leading.items():
+                if not compat.has_forward_list(module):
+                    self._listed_forward.append(module)
+                    module.set_modules_to_forward_prefetch(following)
             # FSDP2 waits for the first module's parameters before it asks for those after it.
             for module in self._order[: self._depth + 1]:
                 module.unshard(async_op=True)
 
     def _end_forward(self, *ignored: Any) -> None:
         self._in_forward = False
+        self._take_lists_away()
         if not torch.is_grad_enabled():  # else a backward may use what this forward has not
             self._drop_what_nobody_used()
 
@@ -84,15 +94,27 @@ class Prefetcher:
                 module.reshard()
         self._ahead.clear()
 
-    def _set_lists(self, depth: int) -> None:
+    def _take_lists_away(self) -> None:
+        while self._listed_forward:
+            self._listed_forward.pop().set_modules_to_forward_prefetch([])
+
+    def _choose_depth(self) -> None:
+        """When all modules are known in their order."""
         order = self._order
+        if self._depth is None:
+            self._depth = len(order) if all(map(compat.keeps_parameters, order)) else _FEW
+        depth = self._depth
+        if not depth:
+            return
         for index, module in enumerate(order):
-            if not compat.prefetches_by_itself(module):
-                self._listed.append(module)
-                module.set_modules_to_forward_prefetch(order[index + 1 : index + 1 + depth])
-                module.set_modules_to_backward_prefetch(order[max(0, index - depth) : index][::-1])
+            if compat.prefetches_by_itself(module):
+                continue
+            if depth + 1 < len(order):  # else the beginning of a forward asks for all
+                self._leading[module] = order[index + 1 : index + 1 + depth]
+            self._listed_backward.append(module)
+            module.set_modules_to_backward_prefetch(order[max(0, index - depth) : index][::-1])
         # The root runs first in backward, too, as its output is the last one.
         root = self._root
-        if isinstance(root, FSDPModule) and (root in self._listed or not compat.prefetches_by_itself(root)):
-            self._listed.append(root)
+        if isinstance(root, FSDPModule) and (root in self._listed_backward or not compat.prefetches_by_itself(root)):
+            self._listed_backward.append(root)
             root.set_modules_to_backward_prefetch([module for module in order[::-1] if module is not root][:depth])

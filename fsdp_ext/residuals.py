@@ -41,12 +41,16 @@ class Residuals:
         self._columns: tuple[compat.Column, ...] = ()
         self._flat: Tensor | None = None  # (P * n,), in the unit of sums
         self._group: dist.ProcessGroup | None = None  # of the ranks that sum
-        self._divisor = 1  # what sums are divided by
+        self._unit = 1.0  # what sums are divided by to be gradients, if replicas' mean is taken
         self._has_told = False
         self._loaded: dict[str, Tensor] = {}  # this rank's shards, in the unit of gradients
 
-    def open(self, gradients: Tensor, group: dist.ProcessGroup, divisor: int) -> Tensor | None:
+    def open(
+        self, gradients: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
+    ) -> Tensor | None:
         """What is to be added to these gradients, (P * n,), and overwritten with what is lost of them.
+
+        ``op`` is what FSDP2 asks for; what it has multiplied gradients by is in them already.
 
         None in a step without gradients of some parameters: others are at their places then, and what was lost waits
         for the next step that has all of them.
@@ -59,13 +63,14 @@ class Residuals:
         if self._flat is None or columns != self._columns:
             flat = torch.zeros(gradients.numel(), dtype=_dtype_for(gradients), device=gradients.device)
             self._flat = self._rearranged(columns, flat, world_size)
-        if divisor != self._divisor:
-            self._flat.mul_(divisor / self._divisor)
-        self._columns, self._group, self._divisor = columns, group, divisor
+        unit = self._unit_of(op, world_size, gradients.dtype)
+        if unit != self._unit:
+            self._flat.mul_(unit / self._unit)
+        self._columns, self._group, self._unit = columns, group, unit
         own = self._flat.view(world_size, -1)[rank]
         for column in columns:
             if (shard := self._loaded.pop(self._name(column), None)) is not None:
-                own[column.start : column.start + shard.numel()].add_(shard.view(-1), alpha=divisor)
+                own[column.start : column.start + shard.numel()].add_(shard.view(-1), alpha=unit)
         return self._flat
 
     def scale(self, factor: float) -> None:
@@ -83,12 +88,12 @@ class Residuals:
         shares = self._flat.view(dist.get_world_size(self._group), -1)
         own = torch.empty_like(shares[0])
         dist.reduce_scatter_tensor(own, self._flat, group=self._group)
-        own.div_(self._divisor)
+        own.div_(self._unit)
         if self._replicas is not None:
             dist.all_reduce(own, group=self._replicas)
             own.div_(dist.get_world_size(self._replicas))
         self._flat.zero_()
-        shares[dist.get_rank(self._group)] = own.mul_(self._divisor)
+        shares[dist.get_rank(self._group)] = own.mul_(self._unit)
 
     def state_dict(self) -> dict[str, DTensor]:
         """Of every trained parameter, by name, after :meth:`settle`."""
@@ -112,6 +117,22 @@ class Residuals:
         self._flat, self._columns = None, ()
         self._loaded = {name: shard.to_local().detach().clone() for name, shard in state.items()}
 
+    def _unit_of(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int, dtype: torch.dtype) -> float:
+        """Sums over the shards' and the replicas' ranks, divided by it and by the replicas, are gradients.
+
+        As FSDP2 divides them (_get_gradient_divide_factors).
+        """
+        num_replicas = 1 if self._replicas is None else dist.get_world_size(self._replicas)
+        facts = compat.facts_of(self._module)
+        factor = None if facts is None else facts.factor
+        if op != dist.ReduceOp.AVG and op != dist.ReduceOp.SUM:  # PREMUL_SUM: it divides before
+            return 1 / num_replicas
+        knows_replicas = facts is not None and facts.all_reduces
+        total = factor or world_size * num_replicas
+        if op == dist.ReduceOp.SUM and dtype not in (torch.float32, torch.bfloat16):
+            total /= _predivision(factor or (total if knows_replicas else world_size))
+        return total / num_replicas
+
     def _shard(self, name: str, like: Tensor) -> Tensor:
         """A copy of what is kept of this rank's shard of a parameter."""
         if name in self._loaded:
@@ -120,7 +141,7 @@ class Residuals:
         if self._flat is None or self._group is None or name not in places:
             return torch.zeros(like.shape, dtype=_dtype_for(like), device=like.device)
         own = self._flat.view(dist.get_world_size(self._group), -1)[dist.get_rank(self._group)]
-        return own[places[name] : places[name] + like.numel()].view(like.shape) / self._divisor
+        return own[places[name] : places[name] + like.numel()].view(like.shape) / self._unit
 
     def _rearranged(self, columns: tuple[compat.Column, ...], flat: Tensor, world_size: int) -> Tensor:
         """``flat`` with what is kept of the parameters that it is for."""
@@ -150,6 +171,14 @@ class Residuals:
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         return name
+
+
+def _predivision(factor: float) -> int:
+    """What FSDP2 divides gradients by before it adds them in a type that overflows soon."""
+    found = 1
+    while factor % found == 0 and factor / found > found:
+        found *= 2
+    return found
 
 
 def _dtype_for(values: Tensor) -> torch.dtype:

@@ -79,7 +79,7 @@ class RingReduceScatter(ReduceScatter):
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         divisor = divisor_of(op, input_tensor, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
-        work = self._submit(self._extension.transport_of(group), partition, rank, divisor)
+        work = self._submit(self._extension.transport_of(group), partition, rank, op, divisor)
         if self._extension.replicas is not None:
             work = self._average(partition.ranges[rank], self._extension.replicas, work)
         delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes, self)
@@ -99,16 +99,16 @@ class RingReduceScatter(ReduceScatter):
                 delivery.complete()
         return None
 
-    def _submit(self, transport: Transport, partition: Partition, rank: int, divisor: int) -> Work:
+    def _submit(self, transport: Transport, partition: Partition, rank: int, op: Any, divisor: int) -> Work:
         config = self._extension.config
         if self._density < 1:
-            return self._submit_sparse(transport, partition, rank, divisor)
+            return self._submit_sparse(transport, partition, rank, op, divisor)
         codec = codec_of(config.scatter_codec, config.block, partition.flat.dtype)
         if codec is None:
             return transport.scatters.spread_reduce_scatter(partition, self._name, divisor)
         residual = None
         if self._residuals is not None:
-            residual = self._residuals.open(partition.flat, transport.group, divisor)
+            residual = self._residuals.open(partition.flat, transport.group, op)
         kept = None if residual is None else Partition(residual, partition.bounds).ranges
 
         def start(chunks: list[Tensor], where: slice) -> Algorithm:
@@ -117,14 +117,14 @@ class RingReduceScatter(ReduceScatter):
 
         return transport.scatters.spread_several(sliced(partition.ranges, transport.slice_numel, start), self._name)
 
-    def _submit_sparse(self, transport: Transport, partition: Partition, rank: int, divisor: int) -> Work:
+    def _submit_sparse(self, transport: Transport, partition: Partition, rank: int, op: Any, divisor: int) -> Work:
         if partition.flat.dtype == torch.float16:
             raise ValueError(
                 f"{self._name}: reduce_scatter='sparse' adds what was left out of earlier gradients, whose scale in "
                 f"float16 was another: take MixedPrecisionPolicy(reduce_dtype=torch.float32), or bfloat16"
             )
         assert self._residuals is not None
-        residual = self._residuals.open(partition.flat, transport.group, divisor)
+        residual = self._residuals.open(partition.flat, transport.group, op)
         if residual is None:
             return transport.scatters.spread_reduce_scatter(partition, self._name, divisor)
         wire = self._extension.config.wire
@@ -137,7 +137,7 @@ class RingReduceScatter(ReduceScatter):
         """HSDP's all-reduce of this rank's part, when it is ``reduced``: both halves of a ring, on another lane."""
         world_size = dist.get_world_size(replicas)
         facts = compat.facts_of(self._module)
-        divisor = 1 if facts is not None and facts.divides else world_size
+        divisor = 1 if facts is not None and facts.factor is not None else world_size
         first = own.dtype == torch.float16  # FSDP2 has left room for sums over the shards only
         partition = Partition(own, aligned_bounds(own.numel(), world_size, own.element_size()))
         lane = self._extension.transport_of(replicas).scatters.next_lane()

@@ -3,7 +3,8 @@
 1. The default is measured, which also measures the link. What an earlier run has found for the same ends the search.
 2. A Gaussian process proposes the next settings, as in :mod:`ddp_hooks.tuning`, until nothing promises more.
 3. With a budget, modules for which backwards wait are kept whole after forward, if that is faster.
-4. The best is measured in turns with stock FSDP2, and stays only if it is faster.
+4. The best is measured in turns with stock FSDP2, and stays only if it is faster. (Not with replicas that the extension
+   averages over: stock FSDP2 does not, and is no choice.)
 
 All ranks hear the first one's decisions, so they never part.
 """
@@ -23,6 +24,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.tuning.clock import StepClock
@@ -47,6 +49,7 @@ def tune(
     config: ExtConfig | None = None,
     tuner: TuneConfig | None = None,
     *,
+    replicas: DeviceMesh | dist.ProcessGroup | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Tuned:
     """Find a granularity of wrapping and settings of the extension for a model, before training.
@@ -64,12 +67,13 @@ def tune(
         step: one step of training of this model, forward and backward at least, on a batch as in training.
         config: settings of the extension that are not searched for.
         tuner: what is searched for, and how long.
+        replicas: as :func:`~fsdp_ext.extend` takes them, and then :meth:`Tuned.apply`.
         progress: wraps the numbers of the trials, as ``tqdm`` does.
 
     Raises:
         ValueError: on every rank, if the model cannot be extended.
     """
-    return _Search(build, step, config or ExtConfig(), tuner or TuneConfig()).run(progress)
+    return _Search(build, step, config or ExtConfig(), tuner or TuneConfig(), replicas).run(progress)
 
 
 class _Setting(NamedTuple):
@@ -87,7 +91,10 @@ class _Search:
         step: Callable[[nn.Module], object],
         config: ExtConfig,
         tuner: TuneConfig,
+        replicas: DeviceMesh | dist.ProcessGroup | None,
     ) -> None:
+        self._replicas = replicas
+        self._num_replicas = 1 if replicas is None else replicas.size()
         self._build = build
         self._step = step
         self._config = config
@@ -137,7 +144,7 @@ class _Search:
     def _time(self, model: nn.Module, setting: _Setting) -> float:
         tuner = self._tuner
         keep(model, setting.kept)
-        extension = extend(model, setting.config) if setting.config is not None else None
+        extension = extend(model, setting.config, self._replicas) if setting.config is not None else None
         clock = StepClock(_device_of(model))
         for _ in range(tuner.dropped_steps):
             self._step(model)
@@ -221,6 +228,9 @@ class _Search:
         return other if other_s < best_s else best
 
     def _against_stock(self, best: _Setting) -> Tuned:
+        if self._num_replicas > 1:
+            best_s = self._measure(best)
+            return Tuned(best.block_mb, best.config, best.kept, best_s, None, self._num_trials, self._num_replicas)
         stock = _Setting(self._tuner.default_block_mb, None)
         best_s, stock_s = self._in_turns(best, stock)
         if best_s < stock_s:
@@ -252,7 +262,8 @@ class _Search:
         ]
         searched = replace(self._tuner, profile=None)
         device = _device_of(model).type
-        everything = (shapes, groups, dist.get_world_size(), device, torch.__version__, self._config, searched)
+        ranks = (dist.get_world_size(), self._num_replicas)
+        everything = (shapes, groups, ranks, device, torch.__version__, self._config, searched)
         return hashlib.sha256(repr(everything).encode()).hexdigest()[:24]
 
 

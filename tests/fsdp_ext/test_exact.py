@@ -94,6 +94,15 @@ def test_settings(
     assert (stats.deferred == stats.reduce_scatters) == (not waits and not waits_at_times)
 
 
+@pytest.mark.parametrize("loop", [twins.zero_grad_to_zeros, twins.never_zero_grad])
+def test_gradients_that_are_there_while_others_are_not(
+    workers: WorkerPools, loop: Callable[[Trainee, int], None]
+) -> None:
+    """Parameters that every other step uses: some gradients are added to, and which they are FSDP2 does not tell."""
+    stats = check(workers(2).run(twins.compare, loop, 6, CONFIG, {}, {"idle": True}))
+    assert 0 < stats.deferred < stats.reduce_scatters
+
+
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip])
 @pytest.mark.parametrize(
     ("options", "replicas"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import os
 import signal
@@ -17,11 +18,15 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError
+from ddp_hooks.comm import Lanes
 from fsdp_ext import ExtConfig, Extension, compat, extend, restore
 from fsdp_ext.gather import RingAllGather
 from tests.fsdp_ext.twins import CONFIG, WholeNumbers, mesh_of, momentum_sgd, shard
@@ -84,6 +89,29 @@ def test_extend_is_idempotent_and_reversible(workers: WorkerPools) -> None:
         assert found["same again"] and found["other"] and found["restored"]
         assert found["gathers"] == found["after"] > 0, "a restored model does without"
         assert not found["lists"]
+
+
+def extend_again_in_vain(rank: int, world_size: int) -> tuple[list[str], list[str], bool]:
+    """Settings that cannot be, or that only some ranks change, leave an extended model as it is."""
+    model = shard(WholeNumbers(world_size))
+    before = extend(model, CONFIG)
+    misspelt = replace(CONFIG, reduce_scatter="sparse", density={"blocks.77": 0.1})
+    messages = [
+        message_of(lambda: extend(model, misspelt)),
+        message_of(lambda: extend(model, CONFIG if rank == 0 else replace(CONFIG, lanes=1))),
+    ]
+    kinds = communication(model)
+    same = extend(model, CONFIG) is before
+    train(model, momentum_sgd(model), rank, range(2))
+    restore(model)
+    return messages, kinds, same
+
+
+def test_what_is_refused_leaves_an_extended_model_as_it_is(workers: WorkerPools) -> None:
+    for messages, kinds, same in workers(2).run(extend_again_in_vain):
+        assert "'blocks.77', which fits none" in messages[0]
+        assert "differs between ranks" in messages[1] and "lanes=1" in messages[1]
+        assert set(kinds) == {"RingAllGather", "RingReduceScatter"} and same
 
 
 def statistics(rank: int, world_size: int) -> tuple[Any, int, list[str]]:
@@ -227,6 +255,14 @@ def refuse(rank: int, world_size: int, case: str) -> str:
     elif case == "process group memory":
         model = shard(model)
         model.blocks[2].set_allocate_memory_from_process_group_for_comm(True)
+    elif case == "symmetric memory":
+        model = shard(model)  # set_symm_mem_for_comm(), which makes one of these, needs an accelerator
+        model.blocks[2].set_custom_all_gather(SymmMemAllGather.__new__(SymmMemAllGather))
+    elif case == "two meshes":
+        group: Any = dist.new_group()
+        other = FSDPMeshInfo(DeviceMesh.from_group(group, "cpu"), shard_mesh_dim=0)
+        places = {model.blocks[1].layers[1].weight: ShardPlacementResult(Shard(0), other)}
+        fully_shard(model.blocks[1], shard_placement_fn=places.get)
     elif case == "twice":
         model = shard(model)
         extend(model.blocks[1], CONFIG)
@@ -262,6 +298,8 @@ _Own.__name__ = "MyAllGather"
         ("other model", "blocks.1.layers.1.weight is ((5, 7), torch.float32, True) on ranks [0], ((5, 7), torch"),
         ("own communication", "blocks.2 already has a communication object of its own, MyAllGather"),
         ("process group memory", "blocks.2 takes memory from its process group"),
+        ("symmetric memory", "blocks.2 communicates through symmetric memory (set_symm_mem_for_comm)"),
+        ("two meshes", "blocks.1 has 2 groups of parameters, on meshes of their own (shard_placement_fn)"),
         ("twice", "blocks.1 is extended already, with another module"),
         ("config", "config must be an ExtConfig(...), got dict"),
         ("one rank only", "on ranks [1]: blocks.2 already has a communication object of its own"),
@@ -375,6 +413,36 @@ def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: 
             assert "blocks." in outcome[1] or "root module" in outcome[1], f"does not say what: {outcome[1]}"
 
 
+def restore_after_a_death(rank: int, world_size: int) -> tuple[list[str], int, bool, bool]:
+    """Of several reduce-scatters under way, each of which fails."""
+    model, optimizer, extension = trained(rank, world_size, 2, replace(CONFIG, timeout_s=5, stall_warning_s=2))
+    optimizer.zero_grad()
+    loss = model(rank)
+    if rank == 0:
+        loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+    failed = False
+    try:
+        loss.backward()
+    except LaneError:
+        failed = True
+    (transport,) = extension._transports.values()
+    with pytest.MonkeyPatch.context() as patch, contextlib.suppress(LaneError):  # of what was gathered ahead
+        patch.setattr(Lanes.close, "__defaults__", (1.0,))  # seconds to wait for a dead rank's farewell
+        restore(model)
+    ended = len(transport.gathers) == len(transport.scatters) == 0
+    return communication(model), len(extension.pending), failed, ended
+
+
+def test_restoring_after_a_death(workers: WorkerPools) -> None:
+    pool = workers(2)
+    _, (kind, found) = pool.outcomes(restore_after_a_death, timeout_s=60)
+    pool.end()
+    assert kind == "ok", found
+    kinds, num_pending, failed, ended = found
+    assert set(kinds) == {"DefaultAllGather", "DefaultReduceScatter"}
+    assert num_pending == 0 and failed and ended
+
+
 def train_replicas_until_somebody_dies(rank: int, world_size: int) -> str:
     mesh: Any = mesh_of(world_size, 2)
     model = shard(WholeNumbers(world_size), mesh["shard"])
@@ -473,6 +541,29 @@ def load_after_evaluation(rank: int, world_size: int) -> bool:
 
 def test_what_was_gathered_ahead_for_nothing(workers: WorkerPools) -> None:
     assert all(workers(2).run(load_after_evaluation))
+
+
+def load_after_one_layer(rank: int, world_size: int) -> bool:
+    """Nor is anything, when a layer is called by itself, for layers that would have run after it."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(6)))
+    for layer in model:
+        fully_shard(layer)
+    fully_shard(model)
+    extend(model, CONFIG)
+    x = torch.ones(2, 8)
+    for _ in range(3):
+        model(x).sum().backward()
+    with torch.no_grad():
+        model[0](x)
+    model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
+    found = model(x).detach()
+    restore(model)
+    return torch.equal(found, model(x).detach())
+
+
+def test_one_layer_gathers_nothing_ahead(workers: WorkerPools) -> None:
+    assert all(workers(2).run(load_after_one_layer))
 
 
 def let_go(rank: int, world_size: int) -> bool:

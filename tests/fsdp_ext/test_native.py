@@ -48,11 +48,12 @@ HOWS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two backwards": {"loop": twins.two_backwards},
     "accumulation": {"loop": twins.accumulate},
-    "replicas": {"replicas": 2},
+    "replicas": {"world_size": 4, "replicas": 2},
     "bfloat16": {"options": {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}},
     "unused parameters": {"model": {"idle": True}},
     "another factor": {"factor": 2.0},
     "kept parameters": {"options": {"reshard_after_forward": False}},
+    "kept on two ranks": {"world_size": 4, "options": {"reshard_after_forward": 2}},
 }
 
 
@@ -62,7 +63,7 @@ CASES = [("int8", "int8", how) for how in HOWS] + [("bf16", "exact", "plain"), (
 @pytest.mark.parametrize(("gather", "scatter", "how"), CASES)
 def test_the_same_as_rings(workers: WorkerPools, gather: Any, scatter: Any, how: str) -> None:
     config = replace(CONFIG, all_gather=gather, reduce_scatter=scatter, block=64)
-    world_size = 4 if how == "replicas" else 3
+    world_size = HOWS[how].get("world_size", 3)
     rings = workers(world_size).run(train, config, False, HOWS[how])
     native = workers(world_size).run(train, config, True, HOWS[how])
     assert rings[0]["kinds"] == {"RingAllGather", "RingReduceScatter"}

@@ -5,6 +5,7 @@ Prevents: leftovers that are added to other parameters, twice, or never; gradien
 
 from __future__ import annotations
 
+import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,11 @@ def gathered(rank: int, world_size: int, loop: Any, config: ExtConfig, how: dict
         mesh = twins.mesh_of(world_size, replicas)
         shards = mesh["shard"] if by_extension and index == 0 else mesh
         models.append(twins.shard(twins.WholeNumbers(world_size, **how.get("model", {})), shards))
+    for module in itertools.chain.from_iterable(model.modules() for model in models):
+        if isinstance(module, FSDPModule) and ("factor" in how or "forced" in how):
+            module.set_force_sum_reduction_for_comms(True)
+            if "factor" in how:
+                module.set_gradient_divide_factor(how["factor"])
     extension = extend(models[0], config, mesh["replicate"] if by_extension else None)
     if how.get("zeros"):
         for model in models:
@@ -168,7 +174,7 @@ def gathered(rank: int, world_size: int, loop: Any, config: ExtConfig, how: dict
     totals: list[dict[str, Tensor]] = [{}, {}]
     for step in range(6):
         for model, total in zip(models, totals, strict=True):
-            twin = Trainee(model, _Adder(model, total), lambda step: 1000 * step + 10 * rank)
+            twin = Trainee(model, _Adder(model, total), lambda step: 1001 * step + 10 * rank)
             loop(twin, step)
     left = extension.state_dict()
     kept = sum(float(twins.local(value).abs().sum()) for value in left.values())
@@ -212,6 +218,12 @@ NOT_ALIKE: list[dict[str, Any]] = [
     {"replicas": 2, "by_extension": True},
     {"model": {"frozen": True}},
     {"model": {"idle": True}},
+    {"factor": 2.0},
+    {"forced": True},
+    {"forced": True, "replicas": 2},
+    {"forced": True, "replicas": 2, "by_extension": True},
+    {"factor": 2.0, "replicas": 2},
+    {"factor": 2.0, "replicas": 2, "by_extension": True},
 ]
 
 
@@ -399,7 +411,7 @@ def incomplete(rank: int, world_size: int) -> list[str]:
     logging.getLogger("fsdp_ext").addHandler(handler)
     model = twins.shard(twins.WholeNumbers(world_size, idle=True))
     extend(model, SPARSE)
-    for seed in range(1, 9, 2):
+    for seed in range(8):
         model.zero_grad()
         model(seed).backward()
     restore(model)

@@ -251,6 +251,42 @@ def test_a_real_model(workers: WorkerPools, tmp_path: Path) -> None:
         assert outcome["found"].num_trials >= 3, "blocks are grouped otherwise"
 
 
+def tuned_with_replicas(rank: int, world_size: int) -> tuple[Tuned, str, bool, list[float]]:
+    mesh: Any = twins.mesh_of(world_size, 2)
+
+    def build(block_mb: float) -> nn.Module:
+        torch.manual_seed(3)
+        return grouped(WholeNumbers(world_size), block_mb, mesh=mesh["shard"])
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(7 + rank).backward()
+
+    tuner = TuneConfig(
+        block_mb=(0.001, 0.05), prefetch=(1,), max_trials=2, dropped_steps=2, steps_per_trial=1, profile=None
+    )
+    found = tune(build, step, CONFIG, tuner, replicas=mesh["replicate"])
+    model = build(found.block_mb)
+    try:
+        found.apply(model)
+        message = "nothing was raised"
+    except ValueError as error:
+        message = str(error)
+    extension = found.apply(model, mesh["replicate"])
+    step(model)
+    gradients = [value.grad.full_tensor() for value in model.parameters()]  # type: ignore[union-attr]
+    restore(model)
+    return found, message, extension is not None, [float(each.double().sum()) for each in gradients]
+
+
+def test_replicas_are_averaged_over(workers: WorkerPools) -> None:
+    outcomes = workers(4).run(tuned_with_replicas)
+    for found, message, extended, gradients in outcomes:
+        assert found == outcomes[0][0] and found.num_replicas == 2 and found.stock_s is None
+        assert "averaged over 2 replicas, and here are 1: give apply(model, replicas=...)" in message
+        assert extended and gradients == outcomes[0][3]
+
+
 def kept_elsewhere(rank: int, world_size: int) -> str:
     model = grouped(WholeNumbers(world_size), 10.0)
     assert isinstance(model, FSDPModule)

@@ -38,7 +38,7 @@ class Whole(nn.Module):
 
 
 class Block(nn.Module):
-    """Several of them, one of which is only used in every other step."""
+    """Several of them, one of which is only used with even seeds, if it is ``idle``."""
 
     def __init__(self, shapes: tuple[tuple[int, ...], ...], world_size: int, idle: bool = False) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ def compare(
         if extended:
             extension = extend(model, config, mesh["replicate"] if ours_alone else None)
         chosen = (optimizer or momentum_sgd)(model)
-        twins.append(Trainee(model, chosen, lambda step: 1000 * step + 10 * rank))
+        twins.append(Trainee(model, chosen, lambda step: 1001 * step + 10 * rank))
     assert extension is not None
     for step in range(num_steps):
         for twin in twins:
