@@ -333,7 +333,6 @@ def test_gpt2_with_tied_weights(workers: WorkerPools) -> None:
     assert max(workers(2).run(train_gpt2, False)) < 1e-10
 
 
-@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpt2_with_compiled_blocks(workers: WorkerPools) -> None:
     assert max(workers(2).run(train_gpt2, True, timeout_s=240)) < 1e-10
