@@ -95,9 +95,9 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
                 f"{name} takes memory from its process group (set_allocate_memory_from_process_group_for_comm), which "
                 f"needs FSDP2's own communication: call it with False first, or do not extend this model"
             )
-        if extended and kind.startswith(_OURS):
-            continue
         if kind.startswith(_OURS):
+            if extended:
+                continue
             return (
                 f"{name} is extended already, with another module: call restore(...) with that one first, or extend "
                 f"only the outermost module, which covers what is inside of it"

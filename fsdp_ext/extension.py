@@ -73,11 +73,12 @@ def extend(
     if isinstance(replicas, DeviceMesh):
         replicas = replicas.get_group()
     earlier = _extension_of(model)
-    _agree(model, config, replicas, earlier)
-    if earlier is not None and (earlier.config, earlier.replicas) == (config, replicas):
+    same = earlier is not None and (earlier.config, earlier.replicas) == (config, replicas)
+    state = "no" if earlier is None else "with these settings" if same else "with others"
+    _agree(model, config, replicas, state)
+    if earlier is not None and same:
         return earlier
-    if earlier is not None:
-        restore(model)
+    restore(model)
     return Extension(model, config, replicas)
 
 
@@ -252,17 +253,16 @@ def _extension_of(model: object) -> Extension | None:
     return found if isinstance(found, Extension) else None
 
 
-def _agree(
-    model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | None, earlier: Extension | None
-) -> None:
-    """All ranks with these parameters compare what they are about to do, or raise the same error."""
-    problem = checks.find_problem(model, config, earlier is not None) or checks.problem_of_replicas(model, replicas)
+def _agree(model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | None, extended: str) -> None:
+    """All ranks with these parameters compare what they are about to do, or raise the same error.
+
+    ``extended``: whether the model, as a whole, is already: "no", "with these settings", or "with others".
+    """
+    problem = checks.find_problem(model, config, extended != "no") or checks.problem_of_replicas(model, replicas)
     if not dist.is_initialized():
         raise ValueError(problem or "torch.distributed is not initialised" + see("set-up-is-refused"))
     entries = checks.fingerprint(model, config) if problem is None else {}
-    entries["extended with these settings already"] = (
-        earlier is not None and (earlier.config, earlier.replicas) == (config, replicas)
-    )
+    entries["extended already"] = extended
     failure = None
     groups = list(_groups_of(model))
     entries["replicas"] = None if problem or replicas is None else dist.get_world_size(replicas)
