@@ -26,6 +26,9 @@ _PRELOAD = [
     *["accelerate", "lightning.pytorch", "transformers.trainer", "torch._dynamo", "ddp_hooks.integrations"],
     *[f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")],
 ]
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# NCCL 2.30 or newer lets ranks share a GPU, slowly: they take turns, since none sees the other's kernels.
+_SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 GROUP_TIMEOUT_S = 30.0
 TASK_TIMEOUT_S = 90.0
 
@@ -41,10 +44,9 @@ def server_context() -> Any:
     return context
 
 
-def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) -> None:
+def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection, device: str) -> None:
     gc.freeze()  # a full collection would visit, and so copy, all that the server has imported: a second each time
-    os.environ["OMP_NUM_THREADS"] = "1"
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ |= _ENVIRONMENT
     # A process that a signal ends cannot report: what it and its libraries print at last is kept for _outcome.
     said = os.open(f"{rendezvous}.stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 2)
@@ -52,8 +54,12 @@ def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) 
     import torch.distributed as dist
 
     torch.set_num_threads(1)
+    if device == "cuda":
+        if world_size > torch.cuda.device_count():
+            os.environ |= _SHARED_GPU
+        torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
-        "gloo",
+        "nccl" if device == "cuda" else "gloo",
         init_method=f"file://{rendezvous}",
         rank=rank,
         world_size=world_size,
@@ -80,10 +86,16 @@ def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection) 
 
 
 class Workers:
-    """``world_size`` processes of one gloo group that run functions ``f(rank, world_size, *args)``."""
+    """``world_size`` processes of one group that run functions ``f(rank, world_size, *args)``.
 
-    def __init__(self, world_size: int) -> None:
-        context = server_context()
+    With ``device="cuda"`` the group is NCCL's; see :mod:`tests.devices`.
+    """
+
+    def __init__(self, world_size: int, device: str = "cpu") -> None:
+        import torch
+
+        # What the server has imported may have asked for GPUs; processes forked from it then cannot use them, or die.
+        context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else server_context()
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ddp_hooks_tests_")
         self._rendezvous = os.path.join(self._folder.name, "rendezvous")
@@ -91,7 +103,8 @@ class Workers:
         self._connections: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world_size, self._rendezvous, theirs), daemon=True)
+            given = rank, world_size, self._rendezvous, theirs, device
+            process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
             self.processes.append(process)
@@ -149,9 +162,10 @@ class Workers:
 
 
 class WorkerPools:
-    """The pools that are alive, by world size."""
+    """The pools that are alive, by world size; of processes with a GPU, if ``device`` is "cuda"."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self._device = device
         self._pools: dict[int, Workers] = {}
 
     def __call__(self, world_size: int) -> Workers:
@@ -159,7 +173,7 @@ class WorkerPools:
         if pool is None or not pool.usable:
             if pool is not None:
                 pool.end()
-            pool = self._pools[world_size] = Workers(world_size)
+            pool = self._pools[world_size] = Workers(world_size, self._device)
         return pool
 
     def end(self) -> None:

@@ -6,9 +6,11 @@ Anything here may move with a torch release; nothing outside this module imports
 from __future__ import annotations
 
 import datetime
+import hashlib
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import Any
@@ -26,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hooks.comm.advice import see
 
+_num_groups: Counter[tuple[int, ...]] = Counter()  # that were made of these ranks
 _COMPILED_CALLS = ("compile_wrapper", "_fn")
 
 NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
@@ -46,15 +49,40 @@ def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -
 def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
     """A further group of the same ranks; collective over them alone."""
     ranks = dist.get_process_group_ranks(group)
-    created = dist.new_group(
-        ranks,
-        timeout=datetime.timedelta(seconds=timeout_s),
-        backend=backend,
-        use_local_synchronization=len(ranks) != dist.get_world_size(),
-        group_desc=name,
-    )
+    with _names_that_are_used_once():
+        created = dist.new_group(
+            ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=len(ranks) != dist.get_world_size(),
+            group_desc=name,
+        )
     assert isinstance(created, dist.ProcessGroup)
     return created
+
+
+@contextmanager
+def _names_that_are_used_once() -> Iterator[None]:
+    """Before torch 2.14, groups that only their ranks know of are named by how many groups there are at the time.
+
+    So one that is made when another is gone meets what that has left in the store, and waits for it for ever.
+    """
+    module: Any = dist.distributed_c10d
+    name_of = getattr(module, "_hash_ranks_to_str", None)
+    if name_of is None or torch.torch_version.TorchVersion(torch.__version__) >= "2.14":
+        yield
+        return
+
+    def name_once(ranks: Sequence[int]) -> str:
+        _num_groups[tuple(ranks)] += 1  # the same on all of them, as they make each together
+        text = f"ddp_hooks {list(ranks)} {_num_groups[tuple(ranks)]}"
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    module._hash_ranks_to_str = name_once
+    try:
+        yield
+    finally:
+        module._hash_ranks_to_str = name_of
 
 
 def destroy_group(group: dist.ProcessGroup) -> None:

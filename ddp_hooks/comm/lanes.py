@@ -33,7 +33,7 @@ from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.choice import CollectiveRule
 from ddp_hooks.comm.collectives import Partition, ring_all_gather
-from ddp_hooks.comm.exchange import Algorithm, Recv, Send
+from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
 from ddp_hooks.comm.failure import LaneError, Witness, is_lost_connection
 from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.verifying import content_of, difference, is_verifying, lines_of_all
@@ -432,6 +432,7 @@ class StreamLane:
                 ]
                 for request in dist.batch_isend_irecv(operations) if operations else []:
                     request.wait()
+                self._count_round(next_round)
         return StreamWork(f"exchange of {label}", order.event, self._device)
 
     def choose(self, rule: CollectiveRule) -> None:
@@ -451,6 +452,14 @@ class StreamLane:
             return []
         tails = [flat[bounds[1] * self._world_size :] for flat, bounds in partitions]
         return [tail for tail in tails if tail.numel()]
+
+    def _count_round(self, exchanges: Round) -> None:
+        for exchange in exchanges:
+            if isinstance(exchange, Recv):
+                self.traffic.received_bytes += exchange.tensor.nbytes
+            else:
+                self.traffic.sent_bytes += exchange.tensor.nbytes
+        self.traffic.rounds += 1
 
     def _count(self, partitions: Sequence[Partition]) -> None:
         nbytes = sum(partition.nbytes for partition in partitions)

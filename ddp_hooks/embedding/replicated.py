@@ -186,7 +186,7 @@ def mean_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None,
     if world_size <= 2:  # one message each, instead of two of which the second may be as long
         return (yield from _mean_of_all_rows(own, rank, world_size))
     partial = yield from _mean_of_own_rows(own, rank, world_size)
-    counts = yield from _all_numbers([len(partial.rows)], rank, world_size)
+    counts = yield from _all_numbers([len(partial.rows)], rank, world_size, own.rows.device)
     message = _pack(partial)
     sizes = [packed_length(_nbytes(partial, count)) for (count,) in counts]
     messages = yield from bruck_all_gather(message, sizes, range(world_size), rank)
@@ -198,7 +198,7 @@ def mean_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None,
 
 def _mean_of_all_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
     """The mean over ranks, of which every rank gets all rows of all others."""
-    counts = yield from _all_numbers([len(own.rows)], rank, world_size)
+    counts = yield from _all_numbers([len(own.rows)], rank, world_size, own.rows.device)
     sizes = [packed_length(_nbytes(own, count)) for (count,) in counts]
     messages = yield from bruck_all_gather(_pack(own), sizes, range(world_size), rank)
     received = [_unpack(message, count, own) for message, (count,) in zip(messages, counts, strict=True)]
@@ -212,7 +212,7 @@ def _mean_of_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Roun
     for peer in range(world_size):
         chosen = (owner == peer).nonzero().view(-1)
         parts.append(RowSum(own.rows[chosen], own.values.index_select(0, chosen)))
-    counts = yield from _all_numbers([len(part.rows) for part in parts], rank, world_size)
+    counts = yield from _all_numbers([len(part.rows) for part in parts], rank, world_size, own.rows.device)
     outgoing = [_pack(part) for part in parts]
     incoming = [packed(_nbytes(own, row[rank]), own.rows.device)[0] for row in counts]
     incoming[rank] = outgoing[rank]
@@ -235,8 +235,10 @@ def _mean(received: Sequence[RowSum], world_size: int) -> RowSum:
     return RowSum(torch.from_numpy(rows).to(total.device), total.to(like.dtype))
 
 
-def _all_numbers(mine: list[int], rank: int, world_size: int) -> Generator[Round, None, list[list[int]]]:
-    message = torch.tensor(mine, dtype=torch.int64)
+def _all_numbers(
+    mine: list[int], rank: int, world_size: int, device: torch.device
+) -> Generator[Round, None, list[list[int]]]:
+    message = torch.tensor(mine, dtype=torch.int64, device=device)  # where the lane's backend can take it from
     gathered = yield from bruck_all_gather(message, [len(mine)] * world_size, range(world_size), rank)
     return [numbers.tolist() for numbers in gathered]
 

@@ -19,6 +19,7 @@ from tests.dear import twins
 from tests.dear.test_models import MODELS, TOLERANCE, Conditional, adamw, choices, sequences
 from tests.dear.test_refusals import message_of, trained
 from tests.dear.twins import CONFIG, Trainee, compare, whole_batches
+from tests.devices import rank_device
 from tests.workers import WorkerPools
 
 
@@ -256,7 +257,7 @@ class Half(nn.Module):
         self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.LayerNorm(64), nn.Linear(64, 16))
 
     def forward(self, values: torch.Tensor) -> torch.Tensor:
-        with torch.autocast("cpu", dtype=self.dtype):
+        with torch.autocast(rank_device().type, dtype=self.dtype):
             return (self.layers(values.float()) - 1).float().square().mean()
 
 
@@ -272,7 +273,7 @@ def scaled(clip: bool, twin: Trainee, step: int) -> None:
     """As in torch's own examples; now and then a gradient overflows on one rank, which the scaler must deal with."""
     if step == 0:
         kind = torch.amp.GradScaler if twin.state is None else GradScaler
-        twin.memory["scaler"] = kind("cpu", init_scale=256.0, growth_interval=3)
+        twin.memory["scaler"] = kind(rank_device().type, init_scale=256.0, growth_interval=3)
     scaler = twin.memory["scaler"]
     twin.optimizer.zero_grad()
     loss = twin.loss(step)

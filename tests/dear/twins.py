@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, DearStats, dear_hook
+from tests.devices import on_device, rank_device
 
 # Small atoms and slices, so that even small models are cut, fused, sliced and spread over lanes.
 CONFIG = DearConfig(atom_mb=0.02, fusion_mb=0.05, slice_mb=0.002, lanes=2, timeout_s=20, stall_warning_s=10)
@@ -75,7 +76,7 @@ def compare(
     """
     options = {"bucket_cap_mb": 0.05, **(ddp_options or {})}
     torch.manual_seed(7)
-    original = model(world_size)
+    original = model(world_size).to(rank_device())
     twins = []
     for with_dear in (True, False):
         ddp = DistributedDataParallel(copy.deepcopy(original), gradient_as_bucket_view=True, **options)
@@ -83,7 +84,7 @@ def compare(
         state = DearState(ddp, chosen, config) if with_dear else None
         if state is not None:
             ddp.register_comm_hook(state, dear_hook)
-        twins.append(Trainee(ddp, chosen, lambda step: batches(rank, world_size, step), state))
+        twins.append(Trainee(ddp, chosen, lambda step: on_device(batches(rank, world_size, step)), state))
     for step in range(num_steps):
         for twin in twins:
             torch.manual_seed(1000 * step + rank)
@@ -126,7 +127,7 @@ class Whole(nn.Module):
     def forward(self, total: Tensor, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         factor = torch.randint(-4, 5, self.weight.shape, generator=generator) * float(self.world_size)
-        return total + (self.weight * factor).sum()
+        return total + (self.weight * factor.to(self.weight.device)).sum()
 
 
 class WholeNumbers(nn.Module):
@@ -139,7 +140,7 @@ class WholeNumbers(nn.Module):
         self.layers = nn.ModuleList(Whole(shape, world_size) for shape in self.SHAPES)
 
     def forward(self, seed: int) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=rank_device())
         for index, layer in reversed(list(enumerate(self.layers))):
             total = layer(total, 100 * seed + index)
         return total

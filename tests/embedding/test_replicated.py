@@ -23,6 +23,7 @@ from ddp_hooks.embedding.gradients import RowSum
 from ddp_hooks.embedding.replicated import mean_rows
 from tests.dear.test_refusals import message_of
 from tests.dear.twins import CONFIG as DEAR_CONFIG
+from tests.devices import on_device, rank_device
 from tests.embedding.twins import Tables, batches, sum_and_divide
 from tests.workers import WorkerPools
 
@@ -68,7 +69,7 @@ def test_means_of_half_precision_do_not_overflow() -> None:
 def train(rank: int, world_size: int, dense: str) -> tuple[list[float], int]:
     """The largest difference to plain DDP after each step, and the bytes of sparse gradients."""
     torch.manual_seed(7)
-    original = Tables(world_size)
+    original = Tables(world_size).to(rank_device())
     ours = DistributedDataParallel(copy.deepcopy(original), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
     plain = DistributedDataParallel(copy.deepcopy(original), bucket_cap_mb=0.05)
     plain.register_comm_hook(None, sum_and_divide)
@@ -87,7 +88,7 @@ def train(rank: int, world_size: int, dense: str) -> tuple[list[float], int]:
         state.use_for_dense(topk_hook, other)
     ours.register_comm_hook(state, embedding_hook)
     gaps = []
-    for batch in batches(rank, world_size, 6):
+    for batch in on_device(batches(rank, world_size, 6)):
         for ddp, steppers in zip((ours, plain), optimizers, strict=True):
             for optimizer in steppers:
                 optimizer.zero_grad()

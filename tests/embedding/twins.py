@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import EmbeddingTables, RowwiseAdamW, TableConfig, shard_embeddings
+from tests.devices import on_device, rank_device
 
 CONFIG = TableConfig(timeout_s=20, stall_warning_s=10)
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
@@ -94,7 +95,7 @@ def sum_and_divide(_, bucket):  # type: ignore[no-untyped-def]
         dist.all_reduce(buffer)
         future.set_result(buffer.div_(world_size))
         return future
-    touched = torch.zeros(buffer.shape[0])
+    touched = torch.zeros(buffer.shape[0], device=buffer.device)
     touched[buffer.coalesce().indices()[0]] = 1
     dist.all_reduce(touched)
     total = buffer.to_dense()
@@ -150,7 +151,7 @@ class Twins:
     ) -> Twins:
         kind, options = OPTIMIZERS[optimizer]
         torch.manual_seed(7 + dist.get_rank())  # the first rank's weights count
-        original = model(world_size)
+        original = model(world_size).to(rank_device())
         sides = []
         for sharded in (True, False):
             module = copy.deepcopy(original)
@@ -175,7 +176,7 @@ class Twins:
 
     def train(self, loop: Loop, data: Iterable[Batch], prefetch: bool) -> None:
         """Run the loop over the data on both sides."""
-        data = list(data)
+        data = on_device(list(data))
         tables = self.ours.tables
         assert tables is not None
         loop(self.ours, iter(tables.prefetch(data, ids_of) if prefetch else data))
@@ -201,6 +202,7 @@ class Twins:
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
+    one, other = one.cpu(), other.cpu()  # whole states come to the processor
     if torch.equal(one, other):
         return 0.0
     return max(float((one.double() - other.double()).abs().max()), 5e-324)

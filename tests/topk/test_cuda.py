@@ -1,11 +1,13 @@
-"""Selections and exchanges of vectors on a GPU: exactly what they are on the processor.
+"""Selections and exchanges of vectors on a GPU: exactly what they are on the processor; and the hook on NCCL.
 
-Prevents: operations whose result depends on the device, such as ties that go to whichever thread is first.
+Prevents: operations whose result depends on the device, such as ties that go to whichever thread is first; gradients
+that are read before a stream has written them.
 """
 
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any, get_args
 
 import pytest
@@ -17,13 +19,15 @@ from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.selection import BlockSelector
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
+from tests.topk import test_forward, test_hook
 from tests.topk.test_spardl import returning
-
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+from tests.workers import WorkerPools
 
 GPU = torch.device("cuda")
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 
 
+@needs_gpu
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
 @pytest.mark.parametrize("kind", ["normal", "few values", "zeros"])
 def test_selections(density: float, kind: str) -> None:
@@ -43,6 +47,7 @@ def test_selections(density: float, kind: str) -> None:
         assert torch.equal(ours.indices, theirs.indices.cpu()) and torch.equal(ours.values, theirs.values.cpu())
 
 
+@needs_gpu
 @pytest.mark.parametrize("teams", [(1, "r"), (2, "r"), (2, "b")])
 @pytest.mark.parametrize("format", ["exact", "compact"])
 @pytest.mark.parametrize("name", get_args(Name))
@@ -62,3 +67,31 @@ def test_exchanges(name: Any, format: Any, teams: Any) -> None:
         outcomes.append([tensor.cpu() for r in range(4) for tensor in (results[r].indices, results[r].values)])
         outcomes[-1] += [residual.cpu() for residual in residuals]
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
+
+
+ALGORITHMS = [{"teams": 1}, {"teams": 2, "sag": "r"}, {"teams": 2, "sag": "b"}, *test_hook.ALGORITHMS[3:]]
+
+
+@pytest.mark.parametrize("changes", ALGORITHMS, ids=lambda changes: "-".join(map(str, changes.values())))
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_nothing_is_lost(gpu_workers: WorkerPools, world_size: int, changes: dict[str, Any]) -> None:
+    config = replace(test_hook.CONFIG, **changes)
+    test_hook.check(gpu_workers(world_size).run(test_hook.conserve, config, test_hook.plain, 5))
+
+
+@pytest.mark.parametrize("changes", [{"wire": "compact"}, {"dense_below_numel": 200}, {"warmup_steps": 3}], ids=str)
+@pytest.mark.parametrize("loop", [test_hook.zero_to_zeros, test_hook.accumulate], ids=lambda loop: loop.__name__)
+def test_loops(gpu_workers: WorkerPools, loop: Any, changes: dict[str, Any]) -> None:
+    config = replace(test_hook.CONFIG, teams=1, **changes)
+    test_hook.check(gpu_workers(3).run(test_hook.conserve, config, loop, 5))
+
+
+@pytest.mark.parametrize(
+    "loop",
+    [test_forward.plain, test_forward.accumulated, test_forward.two_backwards, test_forward.saved],
+    ids=lambda loop: loop.__name__,
+)
+def test_in_the_next_forward(gpu_workers: WorkerPools, loop: Any) -> None:
+    config = replace(test_forward.CONFIG, teams=1)
+    for same, updates in gpu_workers(2).run(test_forward.outcomes, loop, config):
+        assert same and updates > 0

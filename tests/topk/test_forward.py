@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import TopKConfig, TopKState, topk_hook
 from tests.dear.test_models import Conditional
 from tests.dear.test_refusals import message_of
+from tests.devices import rank_device
 from tests.workers import WorkerPools
 
 CONFIG = TopKConfig(density=0.1, group_mb=0.03, dense_below_numel=40, timeout_s=20, stall_warning_s=10)
@@ -82,7 +83,7 @@ class Run:
     ) -> None:
         torch.manual_seed(3)
         options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.05, **options}
-        self.ddp = DistributedDataParallel(model(), **options)
+        self.ddp = DistributedDataParallel(model().to(rank_device()), **options)
         self.optimizer = make(list(self.ddp.parameters()))
         self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.9)
         self.state = TopKState(self.ddp, config, optimizer=self.optimizer)
@@ -91,7 +92,7 @@ class Run:
         self.seen: list[Tensor] = []  # what the loop has looked at
 
     def batch(self, rows: int = 3) -> Tensor:
-        return torch.randn(rows, 24, generator=self.generator)
+        return torch.randn(rows, 24, generator=self.generator).to(rank_device())
 
     def backward(self, inputs: Tensor | None = None) -> None:
         self.ddp(self.batch() if inputs is None else inputs).square().mean().backward()

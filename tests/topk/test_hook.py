@@ -26,6 +26,7 @@ from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.wire import Wire
 from tests.dear.test_refusals import message_of
 from tests.dear.twins import WholeNumbers
+from tests.devices import rank_device
 from tests.topk.test_spardl import returning
 from tests.workers import WorkerPools
 
@@ -56,7 +57,7 @@ class Pair:
         rank: int, world_size: int, config: TopKConfig, model: Callable[[int], nn.Module] = WholeNumbers, **options: Any
     ) -> Pair:
         torch.manual_seed(7)
-        original = model(world_size)
+        original = model(world_size).to(rank_device())
         options = {"bucket_cap_mb": 0.05, "gradient_as_bucket_view": True, **options}
         ours = DistributedDataParallel(copy.deepcopy(original), **options)
         plain = DistributedDataParallel(copy.deepcopy(original), **options)
@@ -246,7 +247,7 @@ class Sometimes(WholeNumbers):
     """Layers that some ranks, or all of them, leave out in some steps."""
 
     def forward(self, seed: int) -> Tensor:
-        total = torch.zeros(())
+        total = torch.zeros((), device=rank_device())
         step, rank = (seed - 1) // 17, (seed - 1) % 17
         for index, layer in reversed(list(enumerate(self.layers))):
             nobody, not_me = (index + step) % 4 == 1, (index + step) % 4 == 2 and rank == 0
