@@ -8,9 +8,11 @@ from fnmatch import fnmatchcase
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from ddp_hooks.comm import see
 from fsdp_ext import compat
 from fsdp_ext.config import ExtConfig
 
@@ -78,6 +80,11 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
             f"communication object per module. Wrap the parts by themselves with fully_shard(...), so that each "
             f"module has one mesh"
         )
+    if groups and compat.num_shards(module) is None:
+        return (
+            f"{name} is not sharded, but replicated (replicate_with_fsdp), so that nothing of it is gathered or "
+            f"reduce-scattered: wrap it with fully_shard(...), or extend only what is sharded"
+        )
     if config.reduce_scatter == "sparse" and not is_on_cpu(module):
         return (
             f"{name} is on an accelerator, where reduce_scatter='sparse' is not supported: take 'int8' or 'bf16', or "
@@ -115,7 +122,7 @@ def problem_of_replicas(model: nn.Module, replicas: object) -> str | None:
     if replicas is None:
         return None
     if not isinstance(replicas, dist.ProcessGroup):
-        return f"replicas must be a mesh or a group of ranks, got {type(replicas).__name__}"
+        return _no_replicas(replicas)
     ranks = dist.get_process_group_ranks(replicas)
     for name, module in fsdp_modules(model):
         assert isinstance(module, nn.Module)
@@ -134,6 +141,27 @@ def problem_of_replicas(model: nn.Module, replicas: object) -> str | None:
                     f'more, and extend its mesh["replicate"]'
                 )
     return None
+
+
+def _no_replicas(given: object) -> str:
+    dimensions = f" of {given.ndim} dimensions" if isinstance(given, DeviceMesh) else ""
+    return (
+        f"replicas must be a mesh of one dimension or a group of ranks, got {type(given).__name__}{dimensions}: give "
+        f'mesh["replicate"] of a mesh ("replicate", "shard")'
+    )
+
+
+def num_replicas(replicas: object) -> int:
+    """How many ranks these are; 1 for None.
+
+    Raises:
+        ValueError: they are nothing that :func:`~fsdp_ext.extend` takes.
+    """
+    if replicas is None:
+        return 1
+    if isinstance(replicas, dist.ProcessGroup) or (isinstance(replicas, DeviceMesh) and replicas.ndim == 1):
+        return replicas.size()
+    raise ValueError(f"{_no_replicas(replicas)}{see('set-up-is-refused')}")
 
 
 def fingerprint(model: nn.Module, config: ExtConfig) -> dict[str, object]:

@@ -17,7 +17,9 @@ CodecName: TypeAlias = Literal["exact", "bf16", "int8"]
 _SCALE_BYTES = 4  # float32
 _LARGEST = 127
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a reciprocal may be infinite
-_PIECE_NUMEL = 1 << 20  # worked on at a time, so that what is computed on the way is not much, and calls cost little
+# Elements worked on at a time, so that what is computed on the way is not much, and calls cost little.
+_PIECE_NUMEL = 1 << 20
+_PIECE_NUMEL_ON_ACCELERATORS = 1 << 24
 
 
 class Codec(Protocol):
@@ -79,28 +81,28 @@ class Int8Blocks:
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(values.numel()):
+        for where, blocks in self._pieces(values):
             self._encode(values[where], scales[blocks], codes[blocks])
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
         scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(values.numel()):
+        for where, blocks in self._pieces(values):
             piece = values[where]
             piece.copy_(self._decode(scales[blocks], codes[blocks], piece.numel()))
 
     def add(self, payload: Tensor, values: Tensor) -> None:
         scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(values.numel()):
+        for where, blocks in self._pieces(values):
             piece = values[where]
             piece.add_(self._decode(scales[blocks], codes[blocks], piece.numel()))
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
         scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(values.numel()):
+        for where, blocks in self._pieces(values):
             piece, scale, code = residual[where].add_(values[where]), scales[blocks], codes[blocks]
             self._encode(piece, scale, code)
             piece.sub_(self._decode(scale, code, piece.numel()))
-            if not scale.isfinite().all():
+            if scale.device.type != "cpu" or not scale.isfinite().all():  # an accelerator's answer would have to come
                 piece.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _encode(self, piece: Tensor, scale: Tensor, code: Tensor) -> None:
@@ -118,9 +120,11 @@ class Int8Blocks:
     def _decode(self, scale: Tensor, code: Tensor, numel: int) -> Tensor:
         return code.float().mul_(scale[:, None]).view(-1)[:numel]
 
-    def _pieces(self, numel: int) -> Iterator[tuple[slice, slice]]:
+    def _pieces(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
         """Where elements are, and their blocks; only the last piece may end inside of a block."""
-        step = max(1, _PIECE_NUMEL // self.block)
+        numel = values.numel()
+        piece_numel = _PIECE_NUMEL if values.device.type == "cpu" else _PIECE_NUMEL_ON_ACCELERATORS
+        step = max(1, piece_numel // self.block)
         for first in range(0, -(-numel // self.block), step):
             begin = first * self.block
             yield slice(begin, min(begin + step * self.block, numel)), slice(first, first + step)

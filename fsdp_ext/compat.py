@@ -81,6 +81,23 @@ def facts_of(module: FSDPModule) -> GroupFacts | None:
         return None
 
 
+def num_shards(module: FSDPModule) -> int | None:
+    """Ranks that its parameters are sharded over outside of its forward and backward; None if they are not."""
+    groups = _param_groups(module)
+    return getattr(groups[0].mesh_info, "shard_mesh_size", None) if groups else None
+
+
+def versions_of(module: FSDPModule) -> int | None:
+    """How often its shards were changed so far, by anything but ``.data``."""
+    facts = facts_of(module)
+    if facts is None:
+        return None
+    # What is done to a DTensor does not count for the tensor that it holds.
+    return sum(
+        parameter._version + getattr(parameter, "_local_tensor", parameter)._version for parameter in facts.parameters
+    )
+
+
 def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
     """The module's all-gather and reduce-scatter objects."""
     groups = _param_groups(module)
@@ -100,6 +117,12 @@ def prefetches_by_itself(module: FSDPModule) -> bool:
     return bool(
         getattr(state, "_states_to_forward_prefetch", ()) or getattr(state, "_states_to_backward_prefetch", ())
     )
+
+
+def backward_list_is(module: FSDPModule, others: Sequence[FSDPModule]) -> bool:
+    """Whether its list of modules to gather ahead in backward is this one."""
+    found = getattr(state_of(module), "_states_to_backward_prefetch", ())
+    return list(map(id, found)) == [id(state_of(other)) for other in others]
 
 
 def has_forward_list(module: FSDPModule) -> bool:

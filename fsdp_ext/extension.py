@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import Recorder, Span, Stall, Traffic, agree, at_exit, see
+from ddp_hooks.comm import LaneError, Recorder, Span, Stall, Traffic, agree, at_exit, see
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.gather import RingAllGather
@@ -32,6 +32,7 @@ from fsdp_ext.transport import Transport
 logger = logging.getLogger("fsdp_ext")
 
 _ATTRIBUTE = "_fsdp_ext_extension"
+_NOTHING_IS_KEPT = "with these settings nothing is kept of them"
 
 
 def extend(
@@ -61,7 +62,7 @@ def extend(
 
     Returns:
         What counts bytes and waits; the same again if the model is extended with these settings already. With others
-        these replace them.
+        these replace them, and what gradients have lost so far is still added.
 
     Raises:
         ValueError: on every rank, before anything is changed, when this cannot work, or when ranks differ. A model that
@@ -70,16 +71,22 @@ def extend(
     Collective: all ranks of the model's meshes do it. :func:`restore` undoes it.
     """
     config = config if config is not None else ExtConfig()
-    if isinstance(replicas, DeviceMesh):
+    if isinstance(replicas, DeviceMesh) and replicas.ndim == 1:
         replicas = replicas.get_group()
     earlier = _extension_of(model)
     same = earlier is not None and (earlier.config, earlier.replicas) == (config, replicas)
     state = "no" if earlier is None else "with these settings" if same else "with others"
     _agree(model, config, replicas, state)
-    if earlier is not None and same:
+    assert not isinstance(replicas, DeviceMesh)
+    if earlier is None:
+        return Extension(model, config, replicas)
+    if same:
         return earlier
-    restore(model)
-    return Extension(model, config, replicas)
+    left_over = earlier.state_dict()
+    earlier.close()
+    extension = Extension(model, config, replicas)
+    extension.take_over(left_over)
+    return extension
 
 
 def restore(model: nn.Module) -> None:
@@ -120,6 +127,7 @@ class Extension:
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._residuals: list[Residuals] = []
         self._replaced: list[tuple[FSDPModule, tuple[Any, Any]]] = []
+        self._is_closing = False
         self.names = {module: name for name, module in model.named_modules()}
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
         modules = list(checks.fsdp_modules(model))
@@ -178,8 +186,16 @@ class Extension:
                 f"what is left of the gradients of {name} is {where}: extend(...) the model with the settings of the "
                 f"run that has saved it (reduce_scatter, density, error_feedback), or go on without its state"
             )
-        for residuals in self._residuals:
-            residuals.load_state_dict({name: state[name] for name in residuals.state_dict()})
+        self.take_over(state)
+
+    def take_over(self, state: Mapping[str, DTensor]) -> None:
+        """The same, of the parameters of which something is kept, and was."""
+        wanted = [(residuals, residuals.state_dict().keys()) for residuals in self._residuals]
+        for residuals, names in wanted:
+            residuals.load_state_dict({name: state[name] for name in names if name in state})
+        dropped = state.keys() - {name for _, names in wanted for name in names}
+        if dropped:
+            logger.warning("what was left of the gradients of %s is dropped: %s", min(dropped), _NOTHING_IS_KEPT)
 
     def scale_leftovers(self, factor: float) -> None:
         """Multiply what gradients have lost so far and is still to be added; 0 forgets it. On all ranks, between steps.
@@ -203,8 +219,13 @@ class Extension:
             self._transports[ranks] = Transport(group, self.config, torch.device("cpu"), self.recorder)
         return self._transports[ranks]
 
+    def failures_to_ignore(self) -> contextlib.AbstractContextManager[None]:
+        """Of gathers that end only to be forgotten."""
+        return contextlib.suppress(LaneError) if self._is_closing else contextlib.nullcontext()
+
     def close(self) -> None:
         """Finish what is under way, give modules their own communication back, and end the lanes; collective."""
+        self._is_closing = True
         self._handle.remove()
         vars(self._model).pop(_ATTRIBUTE, None)
         with contextlib.ExitStack() as rest:  # all of it, also if lanes have failed
@@ -227,7 +248,7 @@ class Extension:
         elif config.is_exact:
             return
         else:
-            module.set_custom_all_gather(NativeAllGather(config))
+            module.set_custom_all_gather(NativeAllGather(config, module))
             module.set_custom_reduce_scatter(NativeReduceScatter(config, residuals))
         self._replaced.append((module, before))
         if residuals is not None:
@@ -253,7 +274,9 @@ def _extension_of(model: object) -> Extension | None:
     return found if isinstance(found, Extension) else None
 
 
-def _agree(model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | None, extended: str) -> None:
+def _agree(
+    model: nn.Module, config: ExtConfig, replicas: DeviceMesh | dist.ProcessGroup | None, extended: str
+) -> None:
     """All ranks with these parameters compare what they are about to do, or raise the same error.
 
     ``extended``: whether the model, as a whole, is already: "no", "with these settings", or "with others".
@@ -265,8 +288,8 @@ def _agree(model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | No
     entries["extended already"] = extended
     failure = None
     groups = list(_groups_of(model))
-    entries["replicas"] = None if problem or replicas is None else dist.get_world_size(replicas)
     if isinstance(replicas, dist.ProcessGroup):
+        entries["replicas"] = dist.get_world_size(replicas)
         groups += [replicas, *groups]  # what replicas find out, all shards are to hear of
     for group in groups:
         place = {"place among the shards": dist.get_rank(groups[0])} if group is replicas and not problem else {}
@@ -280,14 +303,15 @@ def _agree(model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | No
 
 
 def _groups_of(model: object) -> Iterator[dist.ProcessGroup]:
-    """Of the model's meshes every dimension."""
+    """Of all ranks, if a mesh of the model has them all; else of its meshes every dimension."""
     meshes = []
     for parameter in model.parameters() if isinstance(model, nn.Module) else ():
         if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
             meshes.append(parameter.device_mesh)
+    if not meshes or any(mesh.size() == dist.get_world_size() for mesh in meshes):
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+        return
     for mesh in meshes:
         for dimension in range(mesh.ndim):
             yield mesh.get_group(dimension)
-    if not meshes:
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD

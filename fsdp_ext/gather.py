@@ -11,8 +11,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
-from ddp_hooks.comm import Algorithm, Partition, Work
+from ddp_hooks.comm import Algorithm, Partition, Work, see
 from ddp_hooks.comm.compat import in_backward
+from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_all_gather, sliced
@@ -32,12 +33,12 @@ class RingAllGather(AllGather):
         self._extension = extension
         self._module = module
         self._name = name
-        self._num_ranks = 0  # that the parameters are sharded over
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the whole parameters, of which this rank's shards fill its part."""
         (numel,) = map(int, size)
-        return self._extension.pool.empty(numel, dtype)
+        with torch.inference_mode(False):  # in which lanes, being other threads, could not write to it
+            return self._extension.pool.empty(numel, dtype)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -45,7 +46,6 @@ class RingAllGather(AllGather):
         """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
         self._extension.prefetcher.note(self._module)
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        self._num_ranks = self._num_ranks or world_size
         partition = Partition(output_tensor, equal_bounds(output_tensor.numel(), world_size))
         own = partition.ranges[rank]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 makes it a part of the output
@@ -58,7 +58,7 @@ class RingAllGather(AllGather):
         config = self._extension.config
         codec = codec_of(config.all_gather, config.block, partition.flat.dtype)
         # With reshard_after_forward=n the backward gathers what the forward has rounded, among fewer ranks.
-        if codec is None or len(partition.ranges) != self._num_ranks:
+        if codec is None or len(partition.ranges) != compat.num_shards(self._module):
             return transport.gathers.spread_all_gather(partition, label)
 
         def start(chunks: list[Tensor], where: slice) -> Algorithm:
@@ -76,16 +76,28 @@ class _Gathering(dist.Work):
         self._work = work
         self._module = module
         self._name = name
+        self._version = compat.versions_of(module) if extension.prefetcher.in_forward else None  # of what is gathered
 
     def wait(self, timeout: Any = None) -> bool:
         extension, stall = self._extension, self._extension.gather_stall
         extension.prefetcher.note_arrival(self._module)
         before_s = stall.seconds
-        with stall.measure(extension.recorder, self._work.label):
+        with stall.measure(extension.recorder, self._work.label), extension.failures_to_ignore():
             self._work.wait()
+        if extension.prefetcher.in_forward and not in_backward():
+            self._refuse_what_is_old()
         if in_backward():
             extension.backward_waits[self._name] += stall.seconds - before_s
         return True
 
     def is_completed(self) -> bool:
         return self._work.done
+
+    def _refuse_what_is_old(self) -> None:
+        """By hooks of the model's forward, which run when the first parameters are on their way."""
+        if self._version is not None and self._version != compat.versions_of(self._module):
+            raise RuntimeError(
+                f"parameters of {self._name or ROOT} were changed inside of the model's forward, when their values of "
+                f"before were being gathered for it: change them before the forward, instead of in a hook of it, or "
+                f"set ExtConfig(prefetch=0){see('parameters-change-in-forward')}"
+            )

@@ -10,8 +10,10 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather, ReduceScatter
 
+from fsdp_ext import compat
 from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import add_up, encoded_for_others
 from fsdp_ext.config import ExtConfig
@@ -28,19 +30,18 @@ class _Allocates:
 class NativeAllGather(_Allocates, AllGather):
     """All ranks' encoded shards by the backend's all-gather, decoded on every rank."""
 
-    def __init__(self, config: ExtConfig) -> None:
+    def __init__(self, config: ExtConfig, module: FSDPModule) -> None:
         self._config = config
-        self._num_ranks = 0  # that the parameters are sharded over
+        self._module = module
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
         """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
         world_size = dist.get_world_size(group)
-        self._num_ranks = self._num_ranks or world_size
         codec = codec_of(self._config.all_gather, self._config.block, output_tensor.dtype)
         # With reshard_after_forward=n the backward gathers what the forward has rounded, among fewer ranks.
-        if codec is None or world_size != self._num_ranks:
+        if codec is None or world_size != compat.num_shards(self._module):
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
         nbytes = codec.nbytes(input_tensor.numel())
         own, everyones = (input_tensor.new_empty(n * nbytes, dtype=torch.uint8) for n in (1, world_size))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections import deque
 from typing import NamedTuple
 
@@ -38,6 +37,7 @@ class Delivery(NamedTuple):
     nbytes: int  # of the memory that is kept for it
     owner: object = None  # whose gradients these are
     earlier: tuple[Earlier, ...] = ()
+    parameters: tuple[Tensor, ...] = ()  # that may have gradients in the output
 
     def complete(self) -> None:
         """Wait, copy, and add."""
@@ -45,6 +45,25 @@ class Delivery(NamedTuple):
         self.output.copy_(self.source)
         for each in self.earlier:
             each.give_back(self.output, add=True)
+
+    def was_changed_since(self, version: int) -> bool:
+        """Whether somebody has written to the gradients, when the output was of this version last.
+
+        What is done to a DTensor does not count for the tensor that it holds; FSDP2 has just made these.
+        """
+        if self.output._version != version:
+            return True
+        gradients = (parameter.grad for parameter in self.parameters)
+        changed = (gradient for gradient in gradients if isinstance(gradient, DTensor) and gradient._version)
+        return any(_memory(_local(gradient)) == _memory(self.output) for gradient in changed)
+
+    def forget(self) -> None:
+        """Nothing comes: parameters have the gradients of before again, or none."""
+        for each in self.earlier:
+            each.give_back(self.output, add=False)
+        for parameter in self.parameters:
+            if parameter.grad is not None and _memory(_local(parameter.grad)) == _memory(self.output):
+                parameter.grad = None
 
 
 class _Pending(NamedTuple):
@@ -73,8 +92,7 @@ class PendingReductions:
 
     @torch.no_grad()
     def make_way(self, owner: object) -> None:
-        """Before gradients of ``owner`` are looked at: deliver what comes of earlier ones, and none of a dead backward.
-        """
+        """Before gradients of ``owner`` are looked at: deliver what comes of earlier ones, and of a dead backward."""
         if self._expected_by != torch._C._current_graph_task_id() and not compat.inside_another_backward():
             self.abandon()
         while any(each.delivery.owner is owner for each in self._waiting):
@@ -104,18 +122,22 @@ class PendingReductions:
 
     @torch.no_grad()
     def abandon(self) -> None:
-        """Those of a backward that did not come to its end: wait, as their memory is in use, and deliver nothing.
+        """Those of a backward that did not come to its end, as FSDP2 leaves them: reduced, if all ranks came so far.
 
         One that has failed has said so where it was waited for, or says so to whoever waits for the next one.
         """
         self._expected_by = None
         while self._waiting:
             delivery, version = self._waiting.popleft()
-            with contextlib.suppress(LaneError):
-                delivery.work.wait()
-            if delivery.output._version == version:
-                for each in delivery.earlier:
-                    each.give_back(delivery.output, add=False)
+            is_old = delivery.was_changed_since(version)  # set to zeros, say
+            try:
+                delivery.work.wait()  # in any case: its memory is in use
+            except LaneError:
+                if not is_old:
+                    delivery.forget()
+            else:
+                if not is_old:
+                    delivery.complete()
         self._nbytes = 0
 
     @torch.no_grad()
@@ -125,7 +147,7 @@ class PendingReductions:
         if not delivery.work.done:
             with self._stall.measure(self._recorder, delivery.work.label):
                 delivery.work.wait()
-        if delivery.output._version != version:
+        if delivery.was_changed_since(version):
             raise RuntimeError(
                 f"a gradient of {delivery.work.label} was changed inside of the backward, before it had come: change "
                 f"it after the backward, in parameter.register_post_accumulate_grad_hook(...), or set "

@@ -32,19 +32,23 @@ class Prefetcher:
         self._num_forwards = 0
         self._leading: dict[FSDPModule, list[FSDPModule]] = {}  # what to gather ahead when one runs forward
         self._listed_forward: list[FSDPModule] = []  # modules that have these lists now
-        self._listed_backward: list[FSDPModule] = []  # modules whose lists for backwards are ours
-        self._in_forward = False
-        # Gathered in forwards, and not waited for so far; in this order, which is the same on all ranks.
+        self._listed_backward: dict[FSDPModule, list[FSDPModule]] = {}  # lists for backwards that are ours
+        self.in_forward = False
+        """Whether the root's forward is running."""
+        # Gathered, and not waited for so far; in this order, which is the same on all ranks.
         self._ahead: dict[FSDPModule, None] = {}
         self._handles = [
             root.register_forward_pre_hook(torch.compiler.disable(self._begin_forward), prepend=True),
             root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True),
         ]
+        if depth != 0:
+            alone = torch.compiler.disable(self._begin_forward_of_one)
+            others = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
+            self._handles += [module.register_forward_pre_hook(alone, prepend=True) for module in others]
 
     def note(self, module: FSDPModule) -> None:
         """Parameters of ``module`` are being gathered."""
-        if self._in_forward:
-            self._ahead[module] = None
+        self._ahead[module] = None
         if self._num_forwards == 1 and module not in self._order:
             self._order.append(module)
 
@@ -57,16 +61,19 @@ class Prefetcher:
         for handle in self._handles:
             handle.remove()
         self._take_lists_away()
-        for module in self._listed_backward:
-            module.set_modules_to_backward_prefetch([])
+        for module, listed in self._listed_backward.items():
+            if compat.backward_list_is(module, listed):  # or the user has set another one
+                module.set_modules_to_backward_prefetch([])
+        self._ahead |= dict.fromkeys(module for module in self._root.modules() if isinstance(module, FSDPModule))
         self._drop_what_nobody_used()
 
     def _begin_forward(self, *ignored: Any) -> None:
         if in_backward():  # a checkpoint's
             return
         self._drop_what_nobody_used()
-        self._in_forward = True
-        self._num_forwards += 1
+        self.in_forward = True
+        if self._order or not self._num_forwards:  # else all parameters were whole, and there was nothing to learn
+            self._num_forwards += 1
         if self._num_forwards == 1:
             return
         if self._num_forwards == 2:
@@ -81,9 +88,14 @@ class Prefetcher:
                 module.unshard(async_op=True)
 
     def _end_forward(self, *ignored: Any) -> None:
-        self._in_forward = False
+        self.in_forward = False
         self._take_lists_away()
         if not torch.is_grad_enabled():  # else a backward may use what this forward has not
+            self._drop_what_nobody_used()
+
+    def _begin_forward_of_one(self, *ignored: Any) -> None:
+        """A module is called by itself: parameters may have changed since something was gathered ahead."""
+        if self._ahead and not self.in_forward and not in_backward():
             self._drop_what_nobody_used()
 
     def _drop_what_nobody_used(self) -> None:
@@ -111,10 +123,10 @@ class Prefetcher:
                 continue
             if depth + 1 < len(order):  # else the beginning of a forward asks for all
                 self._leading[module] = order[index + 1 : index + 1 + depth]
-            self._listed_backward.append(module)
-            module.set_modules_to_backward_prefetch(order[max(0, index - depth) : index][::-1])
+            self._listed_backward[module] = order[max(0, index - depth) : index][::-1]
         # The root runs first in backward, too, as its output is the last one.
         root = self._root
         if isinstance(root, FSDPModule) and (root in self._listed_backward or not compat.prefetches_by_itself(root)):
-            self._listed_backward.append(root)
-            root.set_modules_to_backward_prefetch([module for module in order[::-1] if module is not root][:depth])
+            self._listed_backward[root] = [module for module in order[::-1] if module is not root][:depth]
+        for module, listed in self._listed_backward.items():
+            module.set_modules_to_backward_prefetch(listed)

@@ -71,6 +71,8 @@ class Residuals:
         for column in columns:
             if (shard := self._loaded.pop(self._name(column), None)) is not None:
                 own[column.start : column.start + shard.numel()].add_(shard.view(-1), alpha=unit)
+                if shard.device.type == "cuda":  # made on another stream than this one, which is FSDP2's
+                    shard.record_stream(torch.cuda.current_stream(shard.device))
         return self._flat
 
     def scale(self, factor: float) -> None:

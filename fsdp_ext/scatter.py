@@ -92,7 +92,8 @@ class RingReduceScatter(ReduceScatter):
         reason = self.reason_to_wait(facts, output_tensor.dtype, op, is_complete=columns is not None)
         if reason is None:
             counts.deferred += 1
-            pending.defer(delivery._replace(earlier=_take_away(columns or ())))
+            parameters = () if facts is None else facts.parameters
+            pending.defer(delivery._replace(earlier=_take_away(columns or ()), parameters=parameters))
         else:
             self._tell(reason)
             with self._extension.scatter_stall.measure(self._extension.recorder, work.label):

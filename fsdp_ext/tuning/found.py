@@ -7,7 +7,7 @@ import json
 import logging
 import os
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import see
+from fsdp_ext import checks
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.extension import Extension, extend
 
@@ -63,19 +64,22 @@ class Tuned:
         Raises:
             ValueError: these are other replicas, or too few modules are wrapped.
         """
-        num_replicas = 1 if replicas is None else replicas.size()
+        num_replicas = checks.num_replicas(replicas)
         if num_replicas != self.num_replicas:
             raise ValueError(
                 f"this was found for gradients that are averaged over {self.num_replicas} replicas, and here are "
                 f"{num_replicas}: give apply(model, replicas=...) what tune(..., replicas=...) was given"
                 f"{see('set-up-is-refused')}"
             )
-        keep(model, self.kept)
-        return extend(model, self.config, replicas) if self.config is not None else None
+        kept = wrapped(model, self.kept)
+        extension = extend(model, self.config, replicas) if self.config is not None else None
+        keep(kept)
+        return extension
 
 
-def keep(model: nn.Module, names: tuple[str, ...]) -> None:
-    """Let these modules keep their parameters whole after forward."""
+def wrapped(model: nn.Module, names: tuple[str, ...]) -> list[FSDPModule]:
+    """The modules of these names, which must be wrapped by FSDP2."""
+    modules: list[FSDPModule] = []
     for name in names:
         module = model.get_submodule(name)
         if not isinstance(module, FSDPModule):
@@ -83,6 +87,13 @@ def keep(model: nn.Module, names: tuple[str, ...]) -> None:
                 f"{name or 'the root module'} is not wrapped by FSDP2 here: build the model with the block_mb that was "
                 f"found, as the search did"
             )
+        modules.append(module)
+    return modules
+
+
+def keep(modules: Sequence[FSDPModule]) -> None:
+    """Let these modules keep their parameters whole after forward."""
+    for module in modules:
         module.set_reshard_after_forward(False, recurse=False)
 
 

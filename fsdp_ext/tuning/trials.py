@@ -32,7 +32,7 @@ from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.extension import extend, restore
 from fsdp_ext.tuning.config import TuneConfig
-from fsdp_ext.tuning.found import Profile, Tuned, keep
+from fsdp_ext.tuning.found import Profile, Tuned, keep, wrapped
 from fsdp_ext.tuning.keeping import Keepable, choose_kept
 
 logger = logging.getLogger("fsdp_ext")
@@ -94,7 +94,7 @@ class _Search:
         replicas: DeviceMesh | dist.ProcessGroup | None,
     ) -> None:
         self._replicas = replicas
-        self._num_replicas = 1 if replicas is None else replicas.size()
+        self._num_replicas = checks.num_replicas(replicas)
         self._build = build
         self._step = step
         self._config = config
@@ -143,7 +143,7 @@ class _Search:
 
     def _time(self, model: nn.Module, setting: _Setting) -> float:
         tuner = self._tuner
-        keep(model, setting.kept)
+        keep(wrapped(model, setting.kept))
         extension = extend(model, setting.config, self._replicas) if setting.config is not None else None
         clock = StepClock(_device_of(model))
         for _ in range(tuner.dropped_steps):

@@ -20,8 +20,9 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import SymmMemAllGather
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
+from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo
 from torch.distributed.tensor import Shard
 from torch.nn.parallel import DistributedDataParallel
 
@@ -233,6 +234,15 @@ def test_checkpoints_of_replicas(workers: WorkerPools, tmp_path: Path) -> None:
 # -- refusals ---------------------------------------------------------------------------------------------------------
 
 
+replicate: Any = None
+with contextlib.suppress(ImportError):
+    from torch.distributed._composable.replicate_with_fsdp import replicate
+
+
+class SymmMemAllGather(DefaultAllGather):
+    """Named as what set_symm_mem_for_comm() makes, which needs an accelerator, and a torch newer than 2.11."""
+
+
 def refuse(rank: int, world_size: int, case: str) -> str:
     model: Any = WholeNumbers(world_size)
     config: Any = CONFIG
@@ -256,16 +266,18 @@ def refuse(rank: int, world_size: int, case: str) -> str:
         model = shard(model)
         model.blocks[2].set_allocate_memory_from_process_group_for_comm(True)
     elif case == "symmetric memory":
-        model = shard(model)  # set_symm_mem_for_comm(), which makes one of these, needs an accelerator
-        model.blocks[2].set_custom_all_gather(SymmMemAllGather.__new__(SymmMemAllGather))
+        model = shard(model)
+        model.blocks[2].set_custom_all_gather(SymmMemAllGather())
     elif case == "two meshes":
         group: Any = dist.new_group()
         other = FSDPMeshInfo(DeviceMesh.from_group(group, "cpu"), shard_mesh_dim=0)
-        places = {model.blocks[1].layers[1].weight: ShardPlacementResult(Shard(0), other)}
+        places = {model.blocks[1].layers[1].weight: _fsdp_common.ShardPlacementResult(Shard(0), other)}
         fully_shard(model.blocks[1], shard_placement_fn=places.get)
     elif case == "twice":
         model = shard(model)
         extend(model.blocks[1], CONFIG)
+    elif case == "replicated":
+        model = replicate(model)
     elif case == "config":
         model, config = shard(model), {"lanes": 2}
     elif case == "one rank only":
@@ -299,8 +311,19 @@ _Own.__name__ = "MyAllGather"
         ("own communication", "blocks.2 already has a communication object of its own, MyAllGather"),
         ("process group memory", "blocks.2 takes memory from its process group"),
         ("symmetric memory", "blocks.2 communicates through symmetric memory (set_symm_mem_for_comm)"),
-        ("two meshes", "blocks.1 has 2 groups of parameters, on meshes of their own (shard_placement_fn)"),
+        pytest.param(
+            "two meshes",
+            "blocks.1 has 2 groups of parameters, on meshes of their own (shard_placement_fn)",
+            marks=pytest.mark.skipif(
+                not hasattr(_fsdp_common, "ShardPlacementResult"), reason="this torch has one mesh per module"
+            ),
+        ),
         ("twice", "blocks.1 is extended already, with another module"),
+        pytest.param(
+            "replicated",
+            "the root module is not sharded, but replicated (replicate_with_fsdp)",
+            marks=pytest.mark.skipif(replicate is None, reason="this torch has no replicate_with_fsdp"),
+        ),
         ("config", "config must be an ExtConfig(...), got dict"),
         ("one rank only", "on ranks [1]: blocks.2 already has a communication object of its own"),
     ],
@@ -325,6 +348,9 @@ def refuse_replicas(rank: int, world_size: int, case: str) -> str:
     elif case == "a number":
         shard(model, mesh["shard"])
         replicas = 2
+    elif case == "two dimensions":
+        shard(model, mesh["shard"])
+        replicas = mesh
     elif case == "other shards":
         shard(model, mesh["shard"])
         pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
@@ -345,7 +371,8 @@ def refuse_replicas(rank: int, world_size: int, case: str) -> str:
         ("by FSDP2, too", "is sharded over ranks [0, 1, 2, 3] in 2 dimension(s): give fully_shard mesh["),
         ("all ranks", "is sharded over ranks [0, 1, 2, 3] in 1 dimension(s): give fully_shard mesh["),
         ("the other dimension", "replicas are ranks [0, 1], and the root module is sharded over ranks [0, 1]"),
-        ("a number", "replicas must be a mesh or a group of ranks, got int"),
+        ("a number", "replicas must be a mesh of one dimension or a group of ranks, got int"),
+        ("two dimensions", 'got DeviceMesh of 2 dimensions: give mesh["replicate"] of a mesh'),
         ("other shards", "place among the shards is "),
         ("one shard", "with two shards or more"),
     ],
@@ -355,6 +382,27 @@ def test_refused_replicas(workers: WorkerPools, case: str, expected: str) -> Non
         pair = [2, 3] if rank > 1 else [0, 1]
         assert message.startswith("ValueError: ") and "docs/troubleshooting.md#" in message
         assert expected.replace("[0, 1]", str(pair)) in message, message
+
+
+def refuse_on_a_mesh(rank: int, world_size: int, case: str) -> str:
+    model = shard(WholeNumbers(world_size), mesh_of(world_size, 2))
+    config: Any = CONFIG
+    if case == "one rank" and rank == 3:
+        config = replace(CONFIG, reduce_scatter="sparse", density={"nope": 0.1})
+    elif case == "other settings" and rank == 3:
+        config = replace(CONFIG, lanes=1)
+    elif case == "type" and rank == 0:
+        config = {}
+    return message_of(lambda: extend(model, config))
+
+
+@pytest.mark.parametrize(
+    ("case", "expected"),
+    [("one rank", "on ranks [3]: density names 'nope'"), ("other settings", "on ranks [3]"), ("type", "on ranks [0]")],
+)
+def test_ranks_of_a_mesh_are_refused_alike(workers: WorkerPools, case: str, expected: str) -> None:
+    messages = workers(4).run(refuse_on_a_mesh, case)
+    assert expected in messages[0] and len(set(messages)) == 1, messages
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ddp_hooks.comm import Recorder, Stall
+from ddp_hooks.comm import LaneError, Recorder, Stall
 from fsdp_ext.pending import Delivery, Earlier, PendingReductions
 
 
@@ -96,18 +96,44 @@ def fail() -> None:
     raise ZeroDivisionError
 
 
-def test_what_a_backward_that_fails_has_reduced_is_not_delivered() -> None:
-    waiting, first, second = pending(), Reduction(1), Reduction(2)
+class Lost(Reduction):
+    """One that another rank never came to."""
+
+    def wait(self) -> None:
+        raise LaneError("on purpose")
+
+
+@pytest.mark.parametrize("kind", [Reduction, Lost])
+def test_what_a_backward_that_fails_has_reduced(kind: type[Reduction]) -> None:
+    waiting, first, second = pending(), kind(1), Reduction(2)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+
+    def defer() -> None:
+        waiting.defer(first.delivery._replace(parameters=(parameter,)))
+        parameter.grad = first.output.view(4)
+
     with pytest.raises(ZeroDivisionError):
-        backward(lambda: waiting.defer(first.delivery), fail)
+        backward(defer, fail)
     assert first.missing and len(waiting) == 1
     backward(lambda: waiting.make_way("second"), lambda: waiting.defer(second.delivery))
-    assert first.missing and first.done and second.delivered and len(waiting) == 0
+    assert second.delivered and len(waiting) == 0
+    if kind is Lost:
+        assert parameter.grad is None
+    else:
+        assert parameter.grad is not None and parameter.grad.tolist() == [1, 1, 1, 1]
 
 
-@pytest.mark.parametrize("zeroed", [False, True])
-def test_gradients_of_before_a_backward_that_fails(zeroed: bool) -> None:
-    waiting, reduction = pending(), Reduction(2)
+@pytest.mark.parametrize(
+    ("kind", "zeroed", "expected"),
+    [
+        (Reduction, False, [2, 3, 4, 5]),
+        (Reduction, True, [0, 0, 0, 0]),
+        (Lost, False, [0, 1, 2, 3]),
+        (Lost, True, [0, 0, 0, 0]),
+    ],
+)
+def test_gradients_of_before_a_backward_that_fails(kind: type[Reduction], zeroed: bool, expected: list[float]) -> None:
+    waiting, reduction = pending(), kind(2)
     parameter, earlier = torch.nn.Parameter(torch.zeros(4)), torch.arange(4.0)
 
     def defer() -> None:
@@ -121,7 +147,7 @@ def test_gradients_of_before_a_backward_that_fails(zeroed: bool) -> None:
         parameter.grad.zero_()
     waiting.abandon()
     assert parameter.grad is not None and len(waiting) == 0
-    assert parameter.grad.tolist() == ([0, 0, 0, 0] if zeroed else [0, 1, 2, 3]), "as they were, or as they were made"
+    assert parameter.grad.tolist() == expected
 
 
 def test_two_reductions_of_one_module_add_up() -> None:

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from ddp_hooks import EmbeddingTables, TableConfig, shard_embeddings
 from fsdp_ext import extend, restore
+from tests.devices import rank_device
 from tests.fsdp_ext.twins import CONFIG
 from tests.workers import WorkerPools
 
@@ -48,7 +49,7 @@ class Net(nn.Module):
 
 def build(extended: bool = True) -> tuple[nn.Module, EmbeddingTables, torch.optim.Optimizer]:
     torch.manual_seed(5)
-    model = Net().double()
+    model = Net().double().to(rank_device())
     tables = shard_embeddings(model, None, ["words"], torch.optim.SparseAdam, config=TableConfig(timeout_s=20), lr=0.05)
     for block in model.blocks:
         fully_shard(block)
@@ -61,7 +62,8 @@ def build(extended: bool = True) -> tuple[nn.Module, EmbeddingTables, torch.opti
 
 
 def batches(rank: int, numbers: range) -> list[Tensor]:
-    return [torch.randint(0, ROWS, (4, 3), generator=torch.Generator().manual_seed(9 * rank + i)) for i in numbers]
+    seeded = [torch.Generator().manual_seed(9 * rank + i) for i in numbers]
+    return [torch.randint(0, ROWS, (4, 3), generator=generator).to(rank_device()) for generator in seeded]
 
 
 def train(model: nn.Module, tables: Any, optimizer: torch.optim.Optimizer, rank: int, numbers: range) -> None:
@@ -92,7 +94,7 @@ def as_one_process(rank: int, world_size: int) -> float:
     found |= {name: value for name, value in whole(model).items() if name != "words.weight"}
     end(model, tables)
     torch.manual_seed(5)
-    plain = Net().double()
+    plain = Net().double().to(rank_device())
     plain.words.sparse = True
     adam = torch.optim.SparseAdam([plain.words.weight], lr=0.05)
     adamw = torch.optim.AdamW(plain.blocks.parameters(), lr=0.01)
@@ -105,7 +107,7 @@ def as_one_process(rank: int, world_size: int) -> float:
         adamw.step()
     expected = plain.state_dict()
     assert found.keys() == expected.keys()
-    return max(float((found[name] - expected[name]).abs().max()) for name in expected)
+    return max(float((found[name].cpu() - expected[name].cpu()).abs().max()) for name in expected)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

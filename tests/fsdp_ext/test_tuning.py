@@ -23,6 +23,7 @@ from fsdp_ext import ExtConfig, TuneConfig, Tuned, checks, compat, extend, resto
 from fsdp_ext.tuning import trials
 from fsdp_ext.tuning.found import Profile
 from fsdp_ext.tuning.keeping import Keepable, choose_kept
+from tests.devices import rank_device
 from tests.fsdp_ext import twins
 from tests.fsdp_ext.twins import CONFIG, WholeNumbers
 from tests.workers import WorkerPools
@@ -207,7 +208,7 @@ def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 def tuned_for_real(rank: int, world_size: int, profile: str, first_mb: float = 1.0) -> dict[str, Any]:
     def build(block_mb: float) -> nn.Module:
         torch.manual_seed(3)
-        return grouped(WholeNumbers(world_size), block_mb, first_mb=first_mb)
+        return grouped(WholeNumbers(world_size).to(rank_device()), block_mb, first_mb=first_mb)
 
     def step(model: nn.Module) -> None:
         model.zero_grad()
@@ -302,12 +303,39 @@ def test_settings_of_another_granularity_are_refused(workers: WorkerPools) -> No
         assert "head is not wrapped by FSDP2 here: build the model with the block_mb that was found" in message
 
 
+def refused(rank: int, world_size: int) -> tuple[list[str], bool]:
+    """What apply and tune say, and whether a refused model keeps parameters that it did not before."""
+    model = twins.shard(WholeNumbers(world_size))
+    found = Tuned(1.0, replace(CONFIG, reduce_scatter="sparse", density={"nope": 0.1}), ("blocks.1",), 1.0, 1.0, 1)
+    numbers: Any = [0, 1]
+    calls: list[Any] = [
+        lambda: found.apply(model, numbers),
+        lambda: tune(lambda _: model, lambda _: None, CONFIG, TuneConfig(profile=None), replicas=numbers),
+        lambda: found.apply(model),
+    ]
+    messages = []
+    for call in calls:
+        with pytest.raises(ValueError) as caught:
+            call()
+        messages.append(str(caught.value))
+    return messages, compat.keeps_parameters(model.get_submodule("blocks.1"))  # type: ignore[arg-type]
+
+
+def test_refusals_change_nothing(workers: WorkerPools) -> None:
+    outcomes = workers(2).run(refused)
+    assert outcomes[0] == outcomes[1]
+    messages, keeps = outcomes[0]
+    expected = "replicas must be a mesh of one dimension or a group of ranks, got list"
+    assert all(expected in message for message in messages[:2])
+    assert "density names 'nope'" in messages[2] and not keeps
+
+
 def kept_at_run_time(rank: int, world_size: int) -> tuple[int, int]:
     """Gathers of a step, without and with modules that are kept."""
     numbers = []
     for kept in ((), ("blocks.0", "blocks.3")):
         model = twins.shard(WholeNumbers(world_size))
-        trials.keep(model, kept)
+        trials.keep(trials.wrapped(model, kept))
         extension = extend(model, CONFIG)
         for seed in (1, 2):
             model(seed).backward()

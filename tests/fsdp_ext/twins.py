@@ -17,6 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_ext import ExtConfig, Extension, ExtStats, extend, restore
+from tests.devices import rank_device
 
 NUM_STEPS = 6
 # Small slices and two lanes, so that even small models are sliced and spread.
@@ -34,7 +35,7 @@ class Whole(nn.Module):
     def forward(self, total: Tensor, seed: int) -> Tensor:
         generator = torch.Generator().manual_seed(seed)
         factor = torch.randint(-2, 3, self.weight.shape, generator=generator) * float(self.world_size)
-        return total + (self.weight * factor.to(self.weight.dtype)).sum()
+        return total + (self.weight * factor.to(self.weight)).sum()
 
 
 class Block(nn.Module):
@@ -66,7 +67,7 @@ class WholeNumbers(nn.Module):
             self.get_submodule("blocks.2").requires_grad_(False)
 
     def forward(self, seed: int) -> Tensor:
-        total = torch.zeros((), dtype=torch.float32)
+        total = torch.zeros((), dtype=torch.float32, device=rank_device())
         for index, block in enumerate(self.blocks):
             total = block(total, seed * 7 + index)
         return self.head(total, seed * 7 + 6)
@@ -122,7 +123,7 @@ def mesh_of(world_size: int, replicas: int) -> Any:
     if replicas == 1:
         return None
     shape = (replicas, world_size // replicas)
-    return init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard"))
+    return init_device_mesh(rank_device().type, shape, mesh_dim_names=("replicate", "shard"))
 
 
 def compare(
@@ -143,7 +144,7 @@ def compare(
     With replicas, stock averages over them by FSDP2's own all-reduce, and ours likewise, or ``by_extension``.
     """
     torch.manual_seed(7)
-    original = WholeNumbers(world_size, **(model_options or {}))
+    original = WholeNumbers(world_size, **(model_options or {})).to(rank_device())
     mesh = mesh_of(world_size, replicas)
     twins: list[Trainee] = []
     extension: Extension | None = None
