@@ -125,7 +125,7 @@ def little_text() -> tuple[Tensor, ...]:
 TASKS = {
     "vgg11": Task(Images, digits, batch=4, steps=50, lr=0.01, momentum=0.9, warmup=0.3, num_seeds=5),
     "lstm": Task(Recurrent, little_text, batch=8, steps=300, lr=20.0, momentum=None, warmup=0.3),
-    "gpt2": Task(Transformer, text, batch=16, steps=400, lr=0.5, momentum=None, warmup=0.5, max_norm=1.0),
+    "gpt2": Task(Transformer, text, batch=16, steps=300, lr=0.5, momentum=None, warmup=0.5, max_norm=1.0),
 }
 
 
