@@ -102,7 +102,7 @@ class Int8Blocks:
             piece, scale, code = residual[where].add_(values[where]), scales[blocks], codes[blocks]
             self._encode(piece, scale, code)
             piece.sub_(self._decode(scale, code, piece.numel()))
-            if scale.device.type != "cpu" or not scale.isfinite().all():  # an accelerator's answer would have to come
+            if scale.device.type != "cpu" or not scale.isfinite().all():  # to ask an accelerator is to wait for it
                 piece.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     def _encode(self, piece: Tensor, scale: Tensor, code: Tensor) -> None:

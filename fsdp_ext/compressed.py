@@ -77,7 +77,7 @@ def add_up(
         residual: (numel,), float32, of this rank's own chunk; becomes zero.
     """
     total = own if own.dtype == torch.float32 else own.float()
-    # It is zero but for what a checkpoint has brought; asking an accelerator would wait for it.
+    # It is zero but for what a checkpoint has brought; to ask an accelerator is to wait for it.
     if residual is not None and (residual.device.type != "cpu" or residual.any()):
         total += residual
         residual.zero_()
