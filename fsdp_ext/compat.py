@@ -6,13 +6,14 @@ Everything is only read. Nothing depends on it for being right: without an answe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 
@@ -37,6 +38,13 @@ class GroupFacts:
     offloads: bool
     forces_sums: bool
     factor: float | None
+
+
+def num_ranks_around(mesh: DeviceMesh) -> int:
+    """Ranks of the mesh that this one is a part of."""
+    get = getattr(mesh, "_get_root_mesh", None)
+    root: DeviceMesh = mesh if get is None else get()
+    return root.size()
 
 
 def state_of(module: FSDPModule) -> object | None:
@@ -87,15 +95,26 @@ def num_shards(module: FSDPModule) -> int | None:
     return getattr(groups[0].mesh_info, "shard_mesh_size", None) if groups else None
 
 
-def versions_of(module: FSDPModule) -> int | None:
-    """How often its shards were changed so far, by anything but ``.data``."""
+def mark_of(module: FSDPModule) -> tuple[object, ...] | None:
+    """Another one when its shards were changed: how often, and some of their numbers.
+
+    PyTorch does not count what is done by ``.data``, foreach operations and fused optimizers.
+    """
     facts = facts_of(module)
     if facts is None:
         return None
     # What is done to a DTensor does not count for the tensor that it holds.
-    return sum(
-        parameter._version + getattr(parameter, "_local_tensor", parameter)._version for parameter in facts.parameters
-    )
+    shards = [getattr(parameter, "_local_tensor", parameter) for parameter in facts.parameters]
+    count = sum(tensor._version for tensor in (*facts.parameters, *shards) if not tensor.is_inference())
+    some = {0, len(shards) // 2, len(shards) - 1} if shards else set()
+    return count, *(number for index in sorted(some) for number in _ends_of(shards[index]))
+
+
+def _ends_of(tensor: Tensor) -> Iterator[str]:
+    """Its first and last number, as text, in which those that are none are equal."""
+    if tensor.numel() and tensor.device.type == "cpu":
+        for place in (0, -1):
+            yield repr(tensor[(place,) * tensor.ndim].item())
 
 
 def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
@@ -117,6 +136,12 @@ def prefetches_by_itself(module: FSDPModule) -> bool:
     return bool(
         getattr(state, "_states_to_forward_prefetch", ()) or getattr(state, "_states_to_backward_prefetch", ())
     )
+
+
+def runs_forward(module: FSDPModule) -> bool:
+    """Whether it is in its forward, or about to be."""
+    states = (getattr(group, "_training_state", None) for group in _param_groups(module) or ())
+    return any(getattr(state, "name", "") == "FORWARD" for state in states)
 
 
 def backward_list_is(module: FSDPModule, others: Sequence[FSDPModule]) -> bool:

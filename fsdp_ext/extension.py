@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,7 @@ def extend(
 
     Returns:
         What counts bytes and waits; the same again if the model is extended with these settings already. With others
-        these replace them, and what gradients have lost so far is still added.
+        these replace them, and what gradients have lost so far is still added, of those of which something is kept.
 
     Raises:
         ValueError: on every rank, before anything is changed, when this cannot work, or when ranks differ. A model that
@@ -286,29 +286,38 @@ def _agree(
         raise ValueError(problem or "torch.distributed is not initialised" + see("set-up-is-refused"))
     entries = checks.fingerprint(model, config) if problem is None else {}
     entries["extended already"] = extended
+    entries["replicas"] = replicas.size() if isinstance(replicas, dist.ProcessGroup) else None
     failure = None
-    groups = list(_groups_of(model))
+    meshes = _meshes_of(model)
+    groups = list(_groups_of(meshes))
     if isinstance(replicas, dist.ProcessGroup):
-        entries["replicas"] = dist.get_world_size(replicas)
         groups += [replicas, *groups]  # what replicas find out, all shards are to hear of
     for group in groups:
-        place = {"place among the shards": dist.get_rank(groups[0])} if group is replicas and not problem else {}
+        place = {}
+        if group is replicas and not problem:
+            place = {"place among the shards": meshes[0].get_local_rank()}
         try:
             agree(entries | place, problem, group, "the set-up of fsdp_ext.extend")
         except ValueError as error:  # ranks of the mesh's other dimensions are to hear of it, too
+            if group is dist.group.WORLD:
+                raise  # everybody has
             failure = failure or error
             problem = problem or str(error)
     if failure is not None:
         raise failure
 
 
-def _groups_of(model: object) -> Iterator[dist.ProcessGroup]:
-    """Of all ranks, if a mesh of the model has them all; else of its meshes every dimension."""
-    meshes = []
+def _meshes_of(model: object) -> list[DeviceMesh]:
+    meshes: list[DeviceMesh] = []
     for parameter in model.parameters() if isinstance(model, nn.Module) else ():
         if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
             meshes.append(parameter.device_mesh)
-    if not meshes or any(mesh.size() == dist.get_world_size() for mesh in meshes):
+    return meshes
+
+
+def _groups_of(meshes: Sequence[DeviceMesh]) -> Iterator[dist.ProcessGroup]:
+    """Of all ranks, if a mesh has them all, or is a part of one that has; else of every dimension of the meshes."""
+    if not meshes or any(compat.num_ranks_around(mesh) == dist.get_world_size() for mesh in meshes):
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
         return

@@ -76,7 +76,7 @@ class _Gathering(dist.Work):
         self._work = work
         self._module = module
         self._name = name
-        self._version = compat.versions_of(module) if extension.prefetcher.in_forward else None  # of what is gathered
+        self._mark = compat.mark_of(module) if extension.prefetcher.in_forward else None  # of what is gathered
 
     def wait(self, timeout: Any = None) -> bool:
         extension, stall = self._extension, self._extension.gather_stall
@@ -84,7 +84,7 @@ class _Gathering(dist.Work):
         before_s = stall.seconds
         with stall.measure(extension.recorder, self._work.label), extension.failures_to_ignore():
             self._work.wait()
-        if extension.prefetcher.in_forward and not in_backward():
+        if extension.prefetcher.in_forward and self._mark is not None and compat.runs_forward(self._module):
             self._refuse_what_is_old()
         if in_backward():
             extension.backward_waits[self._name] += stall.seconds - before_s
@@ -94,10 +94,10 @@ class _Gathering(dist.Work):
         return self._work.done
 
     def _refuse_what_is_old(self) -> None:
-        """By hooks of the model's forward, which run when the first parameters are on their way."""
-        if self._version is not None and self._version != compat.versions_of(self._module):
+        """By hooks of the model's forward, say, which run when the first parameters are on their way."""
+        if self._mark != compat.mark_of(self._module):
             raise RuntimeError(
                 f"parameters of {self._name or ROOT} were changed inside of the model's forward, when their values of "
-                f"before were being gathered for it: change them before the forward, instead of in a hook of it, or "
+                f"before were being gathered for it: change them before the forward, not in it or in a hook of it, or "
                 f"set ExtConfig(prefetch=0){see('parameters-change-in-forward')}"
             )

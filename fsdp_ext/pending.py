@@ -57,12 +57,22 @@ class Delivery(NamedTuple):
         changed = (gradient for gradient in gradients if isinstance(gradient, DTensor) and gradient._version)
         return any(_memory(_local(gradient)) == _memory(self.output) for gradient in changed)
 
-    def forget(self) -> None:
-        """Nothing comes: parameters have the gradients of before again, or none."""
-        for each in self.earlier:
-            each.give_back(self.output, add=False)
-        for parameter in self.parameters:
-            if parameter.grad is not None and _memory(_local(parameter.grad)) == _memory(self.output):
+    def end_late(self, failed: bool) -> None:
+        """After a backward that did not come to its end, for every gradient that nobody has written to since.
+
+        It is still NaN then; others are zeros, say. One that has ``failed`` leaves the gradients of before, or none.
+        """
+        earlier = {id(each.parameter): each for each in self.earlier}
+        for parameter in (*self.parameters, *(each.parameter for each in self.earlier)):
+            come = None if parameter.grad is None else _local(parameter.grad)
+            if come is None or _memory(come) != _memory(self.output) or not come.isnan().all():
+                continue
+            if not failed:
+                place = self.source.storage_offset() + come.storage_offset() - self.output.storage_offset()
+                come.copy_(self.source.as_strided(come.shape, come.stride(), place))
+            if id(parameter) in earlier:
+                earlier[id(parameter)].give_back(self.output, add=not failed)
+            elif failed:
                 parameter.grad = None
 
 
@@ -128,16 +138,13 @@ class PendingReductions:
         """
         self._expected_by = None
         while self._waiting:
-            delivery, version = self._waiting.popleft()
-            is_old = delivery.was_changed_since(version)  # set to zeros, say
+            delivery, _ = self._waiting.popleft()
             try:
-                delivery.work.wait()  # in any case: its memory is in use
+                delivery.work.wait()
             except LaneError:
-                if not is_old:
-                    delivery.forget()
+                delivery.end_late(failed=True)
             else:
-                if not is_old:
-                    delivery.complete()
+                delivery.end_late(failed=False)
         self._nbytes = 0
 
     @torch.no_grad()
@@ -145,8 +152,12 @@ class PendingReductions:
         delivery, version = self._waiting.popleft()
         self._nbytes -= delivery.nbytes
         if not delivery.work.done:
-            with self._stall.measure(self._recorder, delivery.work.label):
-                delivery.work.wait()
+            try:
+                with self._stall.measure(self._recorder, delivery.work.label):
+                    delivery.work.wait()
+            except LaneError:
+                delivery.end_late(failed=True)
+                raise
         if delivery.was_changed_since(version):
             raise RuntimeError(
                 f"a gradient of {delivery.work.label} was changed inside of the backward, before it had come: change "

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm.compat import in_backward
+from ddp_hooks.comm.compat import in_backward, inside_another_backward, queue_engine_callback
 from fsdp_ext import compat
 
 _FEW = 2
@@ -17,8 +17,8 @@ _FEW = 2
 class Prefetcher:
     """Learns the order of modules from the first forward's gathers, then lets FSDP2 gather ahead in that order.
 
-    Forwards gather ahead only while the root's runs, which knows afterwards what nobody has used. A module that is
-    called by itself gathers its own parameters, and none that might be old when their module runs.
+    Forwards gather ahead only while the root's runs. When it ends, and when a backward ends, what was gathered and not
+    used is dropped: before parameters can change, and at a moment that all ranks share.
 
     Args:
         root: whose forward begins a step.
@@ -35,20 +35,23 @@ class Prefetcher:
         self._listed_backward: dict[FSDPModule, list[FSDPModule]] = {}  # lists for backwards that are ours
         self.in_forward = False
         """Whether the root's forward is running."""
-        # Gathered, and not waited for so far; in this order, which is the same on all ranks.
+        # Gathered in the root's forward or in a backward, and not waited for so far; in the order of all ranks.
         self._ahead: dict[FSDPModule, None] = {}
+        self._backward: int | None = None  # the one at whose end these are dropped
         self._handles = [
             root.register_forward_pre_hook(torch.compiler.disable(self._begin_forward), prepend=True),
             root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True),
         ]
-        if depth != 0:
-            alone = torch.compiler.disable(self._begin_forward_of_one)
-            others = [module for module in root.modules() if isinstance(module, FSDPModule) and module is not root]
-            self._handles += [module.register_forward_pre_hook(alone, prepend=True) for module in others]
 
     def note(self, module: FSDPModule) -> None:
         """Parameters of ``module`` are being gathered."""
-        self._ahead[module] = None
+        backward = torch._C._current_graph_task_id() if in_backward() else None
+        if backward is not None and backward != self._backward and not inside_another_backward():
+            self._backward = backward
+            # After FSDP2's own end of the backward, which drops what is left of one root's gathers.
+            queue_engine_callback(lambda: queue_engine_callback(self._drop_what_nobody_used))
+        if self.in_forward or backward is not None:
+            self._ahead[module] = None
         if self._num_forwards == 1 and module not in self._order:
             self._order.append(module)
 
@@ -58,6 +61,7 @@ class Prefetcher:
 
     def remove(self) -> None:
         """Leave the modules as they were before."""
+        self.in_forward = False
         for handle in self._handles:
             handle.remove()
         self._take_lists_away()
@@ -70,7 +74,8 @@ class Prefetcher:
     def _begin_forward(self, *ignored: Any) -> None:
         if in_backward():  # a checkpoint's
             return
-        self._drop_what_nobody_used()
+        self.in_forward = False  # also if an interrupt has ended the last one
+        self._drop_what_nobody_used()  # a backward that failed may have left something
         self.in_forward = True
         if self._order or not self._num_forwards:  # else all parameters were whole, and there was nothing to learn
             self._num_forwards += 1
@@ -90,13 +95,8 @@ class Prefetcher:
     def _end_forward(self, *ignored: Any) -> None:
         self.in_forward = False
         self._take_lists_away()
-        if not torch.is_grad_enabled():  # else a backward may use what this forward has not
-            self._drop_what_nobody_used()
-
-    def _begin_forward_of_one(self, *ignored: Any) -> None:
-        """A module is called by itself: parameters may have changed since something was gathered ahead."""
-        if self._ahead and not self.in_forward and not in_backward():
-            self._drop_what_nobody_used()
+        if not in_backward():
+            self._drop_what_nobody_used()  # a backward that uses it nevertheless gathers it again
 
     def _drop_what_nobody_used(self) -> None:
         """Gathered ahead for modules that then did not run: FSDP2 would take it for their parameters of later, too."""

@@ -117,7 +117,8 @@ class Residuals:
     def load_state_dict(self, state: Mapping[str, DTensor]) -> None:
         """The reverse of :meth:`state_dict`; nothing is left of what was kept before."""
         self._flat, self._columns = None, ()
-        self._loaded = {name: shard.to_local().detach().clone() for name, shard in state.items()}
+        shards = {name: shard.to_local().detach() for name, shard in state.items()}
+        self._loaded = {name: shard.clone() for name, shard in shards.items() if not shard.is_meta}
 
     def _unit_of(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int, dtype: torch.dtype) -> float:
         """Sums over the shards' and the replicas' ranks, divided by it and by the replicas, are gradients.

@@ -80,8 +80,9 @@ class Tuned:
 def wrapped(model: nn.Module, names: tuple[str, ...]) -> list[FSDPModule]:
     """The modules of these names, which must be wrapped by FSDP2."""
     modules: list[FSDPModule] = []
+    everything = dict(model.named_modules())
     for name in names:
-        module = model.get_submodule(name)
+        module = everything.get(name)
         if not isinstance(module, FSDPModule):
             raise ValueError(
                 f"{name or 'the root module'} is not wrapped by FSDP2 here: build the model with the block_mb that was "

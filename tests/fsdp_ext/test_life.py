@@ -384,6 +384,17 @@ def test_refused_replicas(workers: WorkerPools, case: str, expected: str) -> Non
         assert expected.replace("[0, 1]", str(pair)) in message, message
 
 
+def replicas_on_some_ranks(rank: int, world_size: int) -> str:
+    mesh: Any = mesh_of(world_size, 2)
+    model = shard(WholeNumbers(world_size), mesh["shard"])
+    return message_of(lambda: extend(model, CONFIG, None if rank == 0 else mesh["replicate"]))
+
+
+def test_all_ranks_have_replicas_or_none(workers: WorkerPools) -> None:
+    messages = workers(4).run(replicas_on_some_ranks)
+    assert "replicas is None on ranks [0], 2 on ranks [1, 2, 3]" in messages[0] and len(set(messages)) == 1, messages
+
+
 def refuse_on_a_mesh(rank: int, world_size: int, case: str) -> str:
     model = shard(WholeNumbers(world_size), mesh_of(world_size, 2))
     config: Any = CONFIG

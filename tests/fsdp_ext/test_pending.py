@@ -123,6 +123,20 @@ def test_what_a_backward_that_fails_has_reduced(kind: type[Reduction]) -> None:
         assert parameter.grad is not None and parameter.grad.tolist() == [1, 1, 1, 1]
 
 
+def test_a_reduction_that_fails_when_the_backward_ends() -> None:
+    waiting, lost = pending(), Lost(1)
+    parameter, earlier = torch.nn.Parameter(torch.zeros(4)), torch.full((4,), 3.0)
+
+    def defer() -> None:
+        waiting.defer(lost.delivery._replace(earlier=(Earlier(parameter, earlier),)))
+        parameter.grad = lost.output.view(4)
+
+    with pytest.raises(LaneError, match="on purpose"):
+        backward(defer)
+    waiting.abandon()
+    assert parameter.grad is not None and parameter.grad.tolist() == [3, 3, 3, 3]
+
+
 @pytest.mark.parametrize(
     ("kind", "zeroed", "expected"),
     [

@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from fsdp_ext import compat, extend, gather, restore
 from tests.fsdp_ext import twins
 from tests.fsdp_ext.test_life import message_of
 from tests.fsdp_ext.test_pending import Reduction, backward, pending
-from tests.fsdp_ext.twins import CONFIG, Block, Trainee, WholeNumbers, local, momentum_sgd, shard
+from tests.fsdp_ext.twins import CONFIG, Block, Trainee, Whole, WholeNumbers, local, momentum_sgd, shard
 from tests.workers import WorkerPools
 
 needs_reset = pytest.mark.skipif(
@@ -162,12 +162,115 @@ def idle_forward_then_blocks(rank: int, world_size: int) -> bool:
     return same(*on_both(lambda: shard(WholeNumbers(world_size)), run))
 
 
-@pytest.mark.parametrize("run", [two_towers, skipped_blocks, idle_forward_then_blocks], ids=lambda run: run.__name__)
+def without_modules_forwards(rank: int, world_size: int, by_method: bool) -> bool:
+    """Parameters that are asked for without the module's forward, after a backward has gathered ahead in vain."""
+
+    def build() -> Any:
+        model: Any = SomeBlocks(world_size)
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=True)
+            block.encode = block.forward
+            register_fsdp_forward_method(block, "encode")
+        return model
+
+    def run(model: Any) -> list[Tensor]:
+        optimizer, seen = momentum_sgd(model), []
+        for step in range(5):
+            optimizer.zero_grad()
+            for which in (tuple(range(8)), (0, 1, 2, 6, 7)):
+                model(1000 * step + rank, which).backward()
+            optimizer.step()
+            with torch.no_grad():
+                for block in model.blocks:
+                    if by_method:
+                        seen.append(block.encode(torch.zeros(()), 5))
+                    else:
+                        block.unshard()
+                        seen += [parameter.detach().clone() for parameter in block.parameters()]
+                        block.reshard()
+        return seen + shards(model)
+
+    return same(*on_both(build, run))
+
+
+def by_method(rank: int, world_size: int) -> bool:
+    return without_modules_forwards(rank, world_size, True)
+
+
+def unsharded_by_hand(rank: int, world_size: int) -> bool:
+    return without_modules_forwards(rank, world_size, False)
+
+
+def on_one_rank(rank: int, world_size: int) -> bool:
+    """Between a forward that has skipped blocks and its backward one rank uses a block that is whole."""
+
+    def build() -> nn.Module:
+        model = SomeBlocks(world_size)
+        for block in model.blocks:
+            fully_shard(block, reshard_after_forward=False)
+        model.head = Whole((17, 3), world_size)  # without any parameters of the root stock FSDP2 hangs here, too
+        fully_shard(model, reshard_after_forward=False)
+        return model
+
+    def run(model: Any) -> list[Tensor]:
+        optimizer, seen = momentum_sgd(model), []
+        for step in range(5):
+            optimizer.zero_grad()
+            loss = model(1000 * step + rank, (0, 1, 2, 6, 7) if step > 1 else tuple(range(8)))
+            if rank == 0:
+                with torch.no_grad():
+                    seen.append(model.blocks[0](torch.zeros(()), 5))
+            loss.backward()
+            seen.append(loss.detach().clone())
+            optimizer.step()
+        return seen + shards(model)
+
+    return same(*on_both(build, run))
+
+
+def held_by_the_user(rank: int, world_size: int) -> bool:
+    """What a loop gathers by itself stays until it is waited for, whatever runs meanwhile."""
+
+    def run(model: Any) -> list[Tensor]:
+        for step in range(3):
+            model(step).backward()
+        with torch.no_grad():
+            handle = model.blocks[1].unshard(async_op=True)
+            model.blocks[0](torch.zeros(()), 5)
+            handle.wait()
+            seen = [parameter.detach().clone() for parameter in model.blocks[1].parameters()]
+            model.blocks[1].reshard()
+        return seen
+
+    return same(*on_both(lambda: shard(WholeNumbers(world_size)), run))
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        two_towers,
+        skipped_blocks,
+        idle_forward_then_blocks,
+        by_method,
+        unsharded_by_hand,
+        on_one_rank,
+        held_by_the_user,
+    ],
+    ids=lambda run: run.__name__,
+)
 def test_nothing_old_is_used(workers: WorkerPools, run: Any) -> None:
     assert workers(2).run(run) == [True, True]
 
 
-def changed_by_a_hook(rank: int, world_size: int) -> tuple[str, bool]:
+WAYS: dict[str, Callable[[list[Any]], object]] = {
+    "shards": lambda parameters: [local(parameter).clamp_(-3, 3) for parameter in parameters],
+    "parameters": lambda parameters: [parameter.clamp_(-3, 3) for parameter in parameters],
+    "foreach": lambda parameters: torch._foreach_mul_(parameters, 0.5),
+    "data": lambda parameters: [parameter.data.mul_(0.5) for parameter in parameters],
+}
+
+
+def changed_by_a_hook(rank: int, world_size: int, way: str) -> tuple[str, bool]:
     """A hook of the model's forward that writes to parameters of blocks; and without gathering ahead."""
     messages, agree = [], []
     for config in (CONFIG, replace(CONFIG, prefetch=0)):
@@ -180,8 +283,7 @@ def changed_by_a_hook(rank: int, world_size: int) -> tuple[str, bool]:
 
             def clamp(module: nn.Module, _: Any) -> None:
                 with torch.no_grad():
-                    for parameter in module.get_submodule("blocks").parameters():
-                        local(parameter).clamp_(-3, 3)
+                    WAYS[way](list(module.get_submodule("blocks").parameters()))
 
             model.register_forward_pre_hook(clamp)
             optimizer = momentum_sgd(model)
@@ -199,8 +301,9 @@ def changed_by_a_hook(rank: int, world_size: int) -> tuple[str, bool]:
     return " ".join(messages), agree[1]
 
 
-def test_parameters_that_a_hook_changes_are_refused(workers: WorkerPools) -> None:
-    outcomes = workers(2).run(changed_by_a_hook)
+@pytest.mark.parametrize("way", WAYS)
+def test_parameters_that_a_hook_changes_are_refused(workers: WorkerPools, way: str) -> None:
+    outcomes = workers(2).run(changed_by_a_hook, way)
     assert outcomes[0] == outcomes[1]
     message, agree = outcomes[0]
     assert message.count("parameters of blocks.0 were changed inside of the model's forward") == 1
@@ -267,6 +370,17 @@ def test_inference_mode(workers: WorkerPools, codec: Any, kept: bool) -> None:
         assert codec == "int8" or not [name for name in outcome.differing if not name.startswith("seen")]
 
 
+def only_inferring(rank: int, world_size: int) -> bool:
+    """A model that is made in inference mode."""
+    with torch.inference_mode():
+        ours, theirs = on_both(lambda: shard(WholeNumbers(world_size)), lambda model: [model(3) for _ in range(3)])
+        return same(ours, theirs)
+
+
+def test_models_for_inference(workers: WorkerPools) -> None:
+    assert workers(2).run(only_inferring) == [True, True]
+
+
 def gathers_in_int8(rank: int, world_size: int) -> set[int]:
     """Among how many ranks, when the first gather is one among few."""
     model = shard(WholeNumbers(world_size), None, reshard_after_forward=2)
@@ -305,15 +419,16 @@ class Failing(torch.autograd.Function):
         raise Stopped
 
 
-def failing_micro_batch(rank: int, world_size: int, zero: bool | None) -> bool:
+def failing_micro_batch(rank: int, world_size: int, zero: bool | None, foreach: bool) -> bool:
     """The first backward of a step fails, the second one does not; gradients may be set to None or zeros between."""
 
     def run(model: Any) -> list[Tensor]:
-        optimizer = momentum_sgd(model)
-        for step in range(5):
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5, foreach=foreach)
+        for step in range(6):
             optimizer.zero_grad()
             if step % 2:
-                model(1000 * step + 55 + rank).backward()
+                if step > 2:
+                    model(1000 * step + 55 + rank).backward()
                 handle = model.blocks[2].register_forward_hook(lambda module, given, total: Failing.apply(total))
                 with pytest.raises(Stopped):
                     model(1000 * step + 77 + rank).backward()
@@ -330,8 +445,69 @@ def failing_micro_batch(rank: int, world_size: int, zero: bool | None) -> bool:
 
 @needs_reset
 @pytest.mark.parametrize("zero", [None, False, True], ids=["added_to", "to_none", "to_zeros"])
-def test_backwards_that_fail(workers: WorkerPools, zero: bool | None) -> None:
-    assert workers(2).run(failing_micro_batch, zero) == [True, True]
+@pytest.mark.parametrize("foreach", [False, True])
+def test_backwards_that_fail(workers: WorkerPools, zero: bool | None, foreach: bool) -> None:
+    assert workers(2).run(failing_micro_batch, zero, foreach) == [True, True]
+
+
+def zeroed_in_part(rank: int, world_size: int) -> bool:
+    """Two optimizers share a module, and one of them sets its gradients to zeros after a backward that failed."""
+
+    def run(model: Any) -> list[Tensor]:
+        parameters = list(model.parameters())
+        optimizers = [torch.optim.SGD(parameters[part::2], lr=0.125) for part in (0, 1)]
+        for step in range(3):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            handle = model.blocks[0].register_forward_hook(lambda module, given, total: Failing.apply(total))
+            with pytest.raises(Stopped):
+                model(1000 * step + 77 + rank).backward()
+            handle.remove()
+            model.reset_iter_state()
+            optimizers[0].zero_grad(set_to_none=False)
+            model(1000 * step + rank).backward()
+            for optimizer in optimizers:
+                optimizer.step()
+        return shards(model)
+
+    return same(*on_both(lambda: shard(WholeNumbers(world_size)), run))
+
+
+@needs_reset
+def test_backwards_that_fail_with_two_optimizers(workers: WorkerPools) -> None:
+    assert workers(2).run(zeroed_in_part) == [True, True]
+
+
+def interrupted(rank: int, world_size: int) -> bool:
+    """Ctrl-C in a forward, in a notebook, say; then a step."""
+
+    def run(model: Any) -> list[Tensor]:
+        optimizer, seen = momentum_sgd(model), []
+        for step in range(4):
+            optimizer.zero_grad()
+            model(step).backward()
+            optimizer.step()
+        model(5).backward()
+        handle = model.blocks[2].register_forward_pre_hook(interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            model(6)
+        handle.remove()
+        optimizer.step()
+        model.reset_iter_state()
+        for seed in (7, 8):
+            seen.append(model(seed).detach().clone())
+        return seen
+
+    return same(*on_both(lambda: shard(WholeNumbers(world_size)), run))
+
+
+def interrupt(*_: Any) -> None:
+    raise KeyboardInterrupt
+
+
+@needs_reset
+def test_interrupts(workers: WorkerPools) -> None:
+    assert workers(2).run(interrupted) == [True, True]
 
 
 def after_a_timeout(rank: int, world_size: int) -> tuple[str, int, float]:
