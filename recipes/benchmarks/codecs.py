@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 
 from fsdp_ext.codecs import CodecName, codec_of
-from recipes.benchmarks.dear_table2 import command, environment, now
+from recipes.benchmarks.alternating import show, time_in_turns, write_page
+from recipes.benchmarks.dear_table2 import command
 
 _CODECS: tuple[CodecName, ...] = ("bf16", "int8")
 COLUMNS = ("what", "ms", "min–max", "GB/s", "pays below, Gbit/s")
@@ -42,19 +39,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     rows = rows_of(measure(numel, options.block, options.rounds, device), numel, options.block)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "one core"
     title = f"{numel / 1e6:g} M float32 on {where}"
-    table = Table(title=title)
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    show(title, COLUMNS, rows)
     if options.markdown:
-        lines = [f"| {' | '.join(COLUMNS)} |", "| :-- | --: | --: | --: | --: |"]
-        lines += [f"| {' | '.join(row)} |" for row in rows]
-        versions = ", ".join(f"{name} {value}" for name, value in environment().items())
-        called = f"```\n{command('codecs', arguments)}\n```"
-        sections = ["# Codecs", INTRODUCTION, f"## {title}", "\n".join(lines), "## Repeating it", called]
-        options.markdown.write_text("\n\n".join([*sections, f"{now()}; {versions}."]) + "\n")
+        called = command("codecs", arguments)
+        write_page(options.markdown, "Codecs", INTRODUCTION, title, COLUMNS, rows, called)
 
 
 INTRODUCTION = """\
@@ -76,17 +64,7 @@ def measure(numel: int, block: int, rounds: int, device: torch.device) -> dict[s
         ways[f"{name}: encoding, error feedback"] = partial(codec.encode_with_residual, values, residual, payload)
         ways[f"{name}: decoding"] = partial(codec.decode, payload, residual)
         ways[f"{name}: adding"] = partial(codec.add, payload, residual)
-    times_s: dict[str, list[float]] = {what: [] for what in ways}
-    for index in track(range(rounds + 1), description="rounds"):  # the first one warms up
-        for what, way in ways.items():
-            residual.zero_()
-            _wait_for(device)
-            start_s = time.perf_counter()
-            way()
-            _wait_for(device)
-            if index:
-                times_s[what].append(time.perf_counter() - start_s)
-    return times_s
+    return time_in_turns(ways, rounds, device, residual.zero_)
 
 
 def rows_of(times_s: dict[str, list[float]], numel: int, block: int) -> list[tuple[str, ...]]:
@@ -102,11 +80,6 @@ def rows_of(times_s: dict[str, list[float]], numel: int, block: int) -> list[tup
         spread = f"{1e3 * min(times):.2f}–{1e3 * max(times):.2f}"
         rows.append((name, f"{1e3 * median_s:.2f}", spread, f"{4e-9 * numel / median_s:.1f}", pays))
     return rows
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":

@@ -12,20 +12,17 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import track
-from rich.table import Table
 from torch import Tensor
 
 from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.selection import BlockSelector
-from recipes.benchmarks.dear_table2 import command, environment, now
+from recipes.benchmarks.alternating import show, time_in_turns, write_page
+from recipes.benchmarks.dear_table2 import command
 
 COLUMNS = ("what", "ms", "min–max", "× abs().sum()")
 
@@ -45,18 +42,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numel, device = int(options.numel), torch.device(options.device)
     rows = rows_of(measure(numel, options.density, options.rounds, device))
     title = f"{numel / 1e6:g} M float32, {options.density:g} selected, {device.type}"
-    table = Table(title=title)
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        table.add_row(*row)
-    Console().print(table)
+    show(title, COLUMNS, rows)
     if options.markdown:
-        lines = [f"| {' | '.join(COLUMNS)} |", "| :-- | --: | --: | --: |", *(f"| {' | '.join(row)} |" for row in rows)]
-        versions = ", ".join(f"{name} {value}" for name, value in environment().items())
-        called = f"```\n{command('selection', arguments)}\n```"
-        sections = ["# Selections", INTRODUCTION, f"## {title}", "\n".join(lines), "## Repeating it", called]
-        options.markdown.write_text("\n\n".join([*sections, f"{now()}; {versions}."]) + "\n")
+        called = command("selection", arguments)
+        write_page(options.markdown, "Selections", INTRODUCTION, title, COLUMNS, rows, called)
 
 
 INTRODUCTION = """\
@@ -85,17 +74,7 @@ def measure(numel: int, density: float, rounds: int, device: torch.device) -> di
     if device.type == "cpu":
         array: Tensor = magnitudes
         ways["np.argpartition"] = lambda: np.argpartition(array.numpy(), numel - k)
-    times_s: dict[str, list[float]] = {name: [] for name in ways}
-    for index in track(range(rounds + 1), description="rounds"):  # the first one warms up
-        for name, way in ways.items():
-            residual.zero_()
-            _wait_for(device)
-            start_s = time.perf_counter()
-            way()
-            _wait_for(device)
-            if index:
-                times_s[name].append(time.perf_counter() - start_s)
-    return times_s
+    return time_in_turns(ways, rounds, device, residual.zero_)
 
 
 def rows_of(times_s: dict[str, list[float]]) -> list[tuple[str, ...]]:
@@ -110,11 +89,6 @@ def rows_of(times_s: dict[str, list[float]]) -> list[tuple[str, ...]]:
         )
         for name, times in times_s.items()
     ]
-
-
-def _wait_for(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 if __name__ == "__main__":
