@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext import ExtConfig
 from tests.fsdp_ext import twins
-from tests.fsdp_ext.twins import CONFIG, Block, Trainee
+from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Block, Trainee
 from tests.workers import WorkerPools
 
 LOOPS = [
@@ -86,7 +86,7 @@ def test_settings(
     options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> None:
-    stats = check(workers(world_size).run(twins.compare, loop, 6, CONFIG, options, model_options))
+    stats = check(workers(world_size).run(twins.compare, loop, NUM_STEPS, CONFIG, options, model_options))
     waits = options.get("mp_policy") is FP16_SUMS  # divided in two parts, one of them afterwards
     assert (stats.deferred == 0) == waits
     # Gradients of an unknown part of the parameters are added to what the first of two backwards has left.
@@ -99,7 +99,7 @@ def test_gradients_that_are_there_while_others_are_not(
     workers: WorkerPools, loop: Callable[[Trainee, int], None]
 ) -> None:
     """Parameters that every other step uses: some gradients are added to, and which they are FSDP2 does not tell."""
-    stats = check(workers(2).run(twins.compare, loop, 6, CONFIG, {}, {"idle": True}))
+    stats = check(workers(2).run(twins.compare, loop, NUM_STEPS, CONFIG, {}, {"idle": True}))
     assert 0 < stats.deferred < stats.reduce_scatters
 
 
@@ -112,7 +112,7 @@ def test_gradients_that_are_there_while_others_are_not(
 def test_four_ranks(
     workers: WorkerPools, loop: Callable[[Trainee, int], None], options: dict[str, Any], replicas: int
 ) -> None:
-    stats = check(workers(4).run(twins.compare, loop, 6, CONFIG, options, {}, replicas))
+    stats = check(workers(4).run(twins.compare, loop, NUM_STEPS, CONFIG, options, {}, replicas))
     assert (stats.deferred == 0) == (replicas == 2), "an all-reduce over replicas follows"
 
 
@@ -121,7 +121,7 @@ def test_four_ranks(
 def test_replicas_by_the_extension(
     workers: WorkerPools, loop: Callable[[Trainee, int], None], options: dict[str, Any]
 ) -> None:
-    stats = check(workers(4).run(twins.compare, loop, 6, CONFIG, options, {}, 2, None, None, True))
+    stats = check(workers(4).run(twins.compare, loop, NUM_STEPS, CONFIG, options, {}, 2, None, None, True))
     assert stats.deferred == stats.reduce_scatters > 0, "nothing has to wait"
 
 

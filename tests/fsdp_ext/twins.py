@@ -19,7 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from fsdp_ext import ExtConfig, Extension, ExtStats, extend, restore
 from tests.devices import rank_device
 
-NUM_STEPS = 6
+NUM_STEPS = 10
 # Small slices and two lanes, so that even small models are sliced and spread.
 CONFIG = ExtConfig(lanes=2, slice_mb=0.002, timeout_s=20, stall_warning_s=10)
 
