@@ -80,7 +80,7 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
             f"communication object per module. Wrap the parts by themselves with fully_shard(...), so that each "
             f"module has one mesh"
         )
-    if groups and compat.num_shards(module) is None:
+    if compat.is_replicated(module):
         return (
             f"{name} is not sharded, but replicated (replicate_with_fsdp), so that nothing of it is gathered or "
             f"reduce-scattered: wrap it with fully_shard(...), or extend only what is sharded"

@@ -40,13 +40,6 @@ class GroupFacts:
     factor: float | None
 
 
-def num_ranks_around(mesh: DeviceMesh) -> int:
-    """Ranks of the mesh that this one is a part of."""
-    get = getattr(mesh, "_get_root_mesh", None)
-    root: DeviceMesh = mesh if get is None else get()
-    return root.size()
-
-
 def state_of(module: FSDPModule) -> object | None:
     """What modules that were wrapped together share."""
     get = getattr(module, "_get_fsdp_state", None)
@@ -89,10 +82,23 @@ def facts_of(module: FSDPModule) -> GroupFacts | None:
         return None
 
 
+def num_ranks_around(mesh: DeviceMesh) -> int:
+    """Ranks of the mesh that this one is a part of."""
+    get = getattr(mesh, "_get_root_mesh", None)
+    root: DeviceMesh = mesh if get is None else get()
+    return root.size()
+
+
 def num_shards(module: FSDPModule) -> int | None:
-    """Ranks that its parameters are sharded over outside of its forward and backward; None if they are not."""
+    """Ranks that its parameters are sharded over outside of its forward and backward."""
     groups = _param_groups(module)
     return getattr(groups[0].mesh_info, "shard_mesh_size", None) if groups else None
+
+
+def is_replicated(module: FSDPModule) -> bool:
+    """Whether its parameters are whole on every rank (replicate_with_fsdp)."""
+    groups = _param_groups(module)
+    return any(getattr(group.mesh_info, "shard_mesh_dim", 0) is None for group in groups or ())
 
 
 def mark_of(module: FSDPModule) -> tuple[object, ...] | None:

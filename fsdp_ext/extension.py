@@ -32,7 +32,6 @@ from fsdp_ext.transport import Transport
 logger = logging.getLogger("fsdp_ext")
 
 _ATTRIBUTE = "_fsdp_ext_extension"
-_NOTHING_IS_KEPT = "with these settings nothing is kept of them"
 
 
 def extend(
@@ -85,7 +84,7 @@ def extend(
     left_over = earlier.state_dict()
     earlier.close()
     extension = Extension(model, config, replicas)
-    extension.take_over(left_over)
+    extension.carry_over(left_over)
     return extension
 
 
@@ -186,16 +185,22 @@ class Extension:
                 f"what is left of the gradients of {name} is {where}: extend(...) the model with the settings of the "
                 f"run that has saved it (reduce_scatter, density, error_feedback), or go on without its state"
             )
-        self.take_over(state)
+        self.carry_over(state)
 
-    def take_over(self, state: Mapping[str, DTensor]) -> None:
-        """The same, of the parameters of which something is kept, and was."""
+    def carry_over(self, state: Mapping[str, DTensor]) -> None:
+        """What :meth:`load_state_dict` does, from a model that was extended with other settings.
+
+        What these settings keep nothing of is dropped, with a warning.
+        """
         wanted = [(residuals, residuals.state_dict().keys()) for residuals in self._residuals]
         for residuals, names in wanted:
             residuals.load_state_dict({name: state[name] for name in names if name in state})
         dropped = state.keys() - {name for _, names in wanted for name in names}
         if dropped:
-            logger.warning("what was left of the gradients of %s is dropped: %s", min(dropped), _NOTHING_IS_KEPT)
+            logger.warning(
+                "what was left of the gradients of %s is dropped: with these settings nothing is kept of them",
+                min(dropped) if len(dropped) == 1 else f"{min(dropped)} and {len(dropped) - 1} more parameters",
+            )
 
     def scale_leftovers(self, factor: float) -> None:
         """Multiply what gradients have lost so far and is still to be added; 0 forgets it. On all ranks, between steps.

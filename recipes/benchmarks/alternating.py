@@ -13,7 +13,7 @@ from rich.table import Table
 
 from recipes.benchmarks.dear_table2 import environment, now
 
-Rows = Sequence[tuple[str, ...]]
+Rows = Sequence[Sequence[str]]
 
 
 def time_in_turns(

@@ -19,11 +19,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
 from ddp_hooks.tuning.config import SearchName
-from recipes.benchmarks import workloads
+from recipes.benchmarks import alternating, workloads
 from recipes.benchmarks.dear_table2 import command, environment, now, slow_per_model
 from recipes.benchmarks.launch import run_job
 from recipes.benchmarks.tuner_job import TunerJob
@@ -175,12 +172,7 @@ def _replayed(curve: Curve, search: SearchName, start_mb: float | None, near: fl
 def show(measured: dict[str, Any]) -> None:
     """Print the tables."""
     for title, columns, rows in _tables(measured):
-        table = Table(title=title)
-        for index, column in enumerate(columns):
-            table.add_column(column, justify="right" if index else "left")
-        for row in rows:
-            table.add_row(*row)
-        Console().print(table)
+        alternating.show(title, columns, rows)
 
 
 def _tables(measured: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:

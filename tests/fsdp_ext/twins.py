@@ -178,6 +178,38 @@ def compare(
     return Outcome(differing, len(ours.seen), stats, moved)
 
 
+def on_both(
+    build: Callable[[], nn.Module], run: Callable[[nn.Module], list[Tensor]]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """What ``run`` sees of an extended model, and of one that is not."""
+    seen = []
+    for extended in (True, False):
+        torch.manual_seed(7)
+        model = build()
+        if extended:
+            extend(model, CONFIG)
+        seen.append(run(model))
+        if extended:
+            restore(model)
+    return seen[0], seen[1]
+
+
+def same(ours: list[Tensor], theirs: list[Tensor]) -> bool:
+    return len(ours) == len(theirs) > 0 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def shards(model: nn.Module) -> list[Tensor]:
+    return [local(parameter).clone() for parameter in model.parameters()]
+
+
+class Stopped(Exception):
+    """What a loop catches."""
+
+
+def stop(*_: Any) -> None:
+    raise Stopped
+
+
 def full(model: nn.Module, name: str) -> Tensor:
     """The whole parameter; collective."""
     parameter: Any = model.get_parameter(name)
