@@ -212,6 +212,46 @@ def columns_of(module: FSDPModule, world_size: int) -> tuple[Column, ...] | None
     return tuple(columns)
 
 
+def whole_parameters_of(module: FSDPModule) -> tuple[Tensor, ...] | None:
+    """A module's trained parameters as they are while it runs, in the order of :func:`columns_of`.
+
+    None before they were gathered for the first time, and where ranks' parts of a gradient are not simply its rows.
+    """
+    groups = _param_groups(module)
+    if groups is None or len(groups) != 1:
+        return None
+    try:
+        trained = [param for param in groups[0].fsdp_params if param.sharded_param.requires_grad]
+        if any(param.is_dtensor or param.fsdp_placement.dim != 0 for param in trained):
+            return None
+        return tuple(param._unsharded_param for param in trained)
+    except AttributeError:
+        return None
+
+
+def reduces_in_this_backward(module: FSDPModule) -> bool:
+    """Whether its gradients are reduced when it ends, and are all that is reduced then.
+
+    With ``set_requires_gradient_sync(False)`` they are not; after it those of other backwards may be added first.
+    """
+    groups = _param_groups(module) or ()
+    try:
+        params = [param for group in groups for param in group.fsdp_params]
+        added = any(param.unsharded_accumulated_grad is not None for param in params)
+        return not added and all(group.reduce_grads for group in groups)
+    except AttributeError:
+        return False
+
+
+def holds_other_modules(module: FSDPModule) -> bool:
+    """Whether there are FSDP modules inside of it, or of one that was wrapped together with it."""
+    together: list[Any] = [module]
+    for group in _param_groups(module) or ():
+        together += getattr(group, "modules", ())
+    states = {id(state_of(each)) for top in together for each in top.modules() if isinstance(each, FSDPModule)}
+    return len(states) > 1
+
+
 def replicas_of(module: FSDPModule) -> dist.ProcessGroup | None:
     """The ranks that have the same shards as this one (HSDP)."""
     groups = _param_groups(module)

@@ -105,6 +105,7 @@ class Counts:
     gathers: int = 0
     reduce_scatters: int = 0
     deferred: int = 0
+    early: int = 0
 
 
 class Extension:
@@ -145,6 +146,7 @@ class Extension:
             self.counts.gathers,
             self.counts.reduce_scatters,
             self.counts.deferred,
+            self.counts.early,
             traffic.sent_bytes,
             traffic.received_bytes,
             traffic.busy_s,
@@ -262,6 +264,9 @@ class Extension:
     def _give_back(self) -> None:
         while self._replaced:
             module, (gather, scatter) = self._replaced.pop()
+            ours = compat.communication_of(module)
+            if ours is not None and isinstance(ours[1], RingReduceScatter):
+                ours[1].remove()
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +21,7 @@ from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_reduce_scatter, sliced
+from fsdp_ext.early import EarlyReduceScatter
 from fsdp_ext.pending import Delivery, Earlier
 from fsdp_ext.residuals import Residuals
 from fsdp_ext.sparse import sparse_reduce_scatter
@@ -77,15 +80,21 @@ class RingReduceScatter(ReduceScatter):
         The input is overwritten.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
+        counts, pending = self._extension.counts, self._extension.pending
+        counts.reduce_scatters += 1
+        pending.make_way(self)
+        if self._early is not None:
+            with self._measure():
+                if self._early.reduce(input_tensor, output_tensor, rank, op):
+                    counts.early += self._early.has_begun_early
+                    return None
+            self._early.prepare(input_tensor, self._extension.transport_of(group), world_size, op)
         divisor = divisor_of(op, input_tensor, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
         work = self._submit(self._extension.transport_of(group), partition, rank, op, divisor)
         if self._extension.replicas is not None:
             work = self._average(partition.ranges[rank], self._extension.replicas, work)
         delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes, self)
-        counts, pending = self._extension.counts, self._extension.pending
-        counts.reduce_scatters += 1
-        pending.make_way(self)
         facts = compat.facts_of(self._module)
         added_to = facts is not None and any(parameter.grad is not None for parameter in facts.parameters)
         columns = compat.columns_in(self._module, world_size, input_tensor.numel()) if added_to else ()
@@ -96,9 +105,28 @@ class RingReduceScatter(ReduceScatter):
             pending.defer(delivery._replace(earlier=_take_away(columns or ()), parameters=parameters))
         else:
             self._tell(reason)
-            with self._extension.scatter_stall.measure(self._extension.recorder, work.label):
+            with self._measure():
                 delivery.complete()
         return None
+
+    def remove(self) -> None:
+        """Leave the module's parameters as they were before."""
+        if self._early is not None:
+            self._early.remove()
+
+    @cached_property
+    def _early(self) -> EarlyReduceScatter | None:
+        """For a module whose every result must be ready at once, by what all ranks have in common; known when it runs.
+        """
+        facts, extension = compat.facts_of(self._module), self._extension
+        waits = facts is not None and (facts.all_reduces or facts.offloads or not extension.config.defer)
+        exact = self._density == 1 and extension.config.scatter_codec == "exact"
+        if not waits or not exact or extension.replicas is not None or compat.holds_other_modules(self._module):
+            return None
+        return EarlyReduceScatter(self._module, self._name, extension.pool)
+
+    def _measure(self) -> contextlib.AbstractContextManager[None]:
+        return self._extension.scatter_stall.measure(self._extension.recorder, self._name)
 
     def _submit(self, transport: Transport, partition: Partition, rank: int, op: Any, divisor: int) -> Work:
         config = self._extension.config

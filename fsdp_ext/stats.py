@@ -12,6 +12,7 @@ class ExtStats:
     Args:
         gathers, reduce_scatters: collectives that were submitted.
         deferred: of the reduce-scatters, those that were not waited for one by one.
+        early: of the others, those that had begun before FSDP2 asked for them.
         sent_bytes, received_bytes: payload of all messages.
         comm_s: seconds in which lanes were at work, added over lanes.
         gather_stall_s: seconds that forwards and backwards waited for parameters.
@@ -21,6 +22,7 @@ class ExtStats:
     gathers: int = 0
     reduce_scatters: int = 0
     deferred: int = 0
+    early: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     comm_s: float = 0.0

@@ -27,9 +27,11 @@ class Transport:
         self.link = LinkProfile(None, 1, 1 << 20)
         if config.lanes is None or config.slice_mb is None:
             self.link = profile_link(self.gathers)
-        settings.slice_bytes = self.link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
+        self.message_bytes = self.link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
+        """The largest of rings."""
+        settings.slice_bytes = self.message_bytes
         # Of encoded tensors, elements per slice: with int8 a message is then about as large as others.
-        self.slice_numel = max(1, settings.slice_bytes // config.block) * config.block
+        self.slice_numel = max(1, self.message_bytes // config.block) * config.block
         self._lanes = (self.gathers, self.scatters)
         for lanes in self._lanes:
             lanes.grow(config.lanes or self.link.num_lanes)

@@ -114,6 +114,7 @@ def test_four_ranks(
 ) -> None:
     stats = check(workers(4).run(twins.compare, loop, NUM_STEPS, CONFIG, options, {}, replicas))
     assert (stats.deferred == 0) == (replicas == 2), "an all-reduce over replicas follows"
+    assert (stats.early > 0) == (replicas == 2)
 
 
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip, twins.discarded])
@@ -297,8 +298,14 @@ def test_adamw(workers: WorkerPools) -> None:
     check(workers(3).run(twins.compare, twins.clip, 5, CONFIG, {}, {}, 1, None, all_adam))
 
 
-def train_gpt2(rank: int, world_size: int, compiled: bool) -> float:
-    """The largest difference between extended and stock after some steps, in float64."""
+def train_gpt2(
+    rank: int,
+    world_size: int,
+    compiled: bool,
+    ext_config: ExtConfig = CONFIG,
+    dtype: torch.dtype = torch.float64,
+) -> float:
+    """The largest difference between extended and stock after some steps."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=3, n_head=2, attn_pdrop=0, resid_pdrop=0)
@@ -306,14 +313,15 @@ def train_gpt2(rank: int, world_size: int, compiled: bool) -> float:
     models = []
     for extended in (True, False):
         torch.manual_seed(1)
-        model = GPT2LMHeadModel(config).double()
+        model: Any = GPT2LMHeadModel(config)
+        model = model.to(dtype)
         for block in model.transformer.h:
             if compiled:
                 block.compile()
             twins.fully_shard(block)
         twins.fully_shard(model)
         if extended:
-            twins.extend(model, CONFIG)
+            extension = twins.extend(model, ext_config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(rank)
         for _ in range(6):
@@ -325,6 +333,7 @@ def train_gpt2(rank: int, world_size: int, compiled: bool) -> float:
         models.append(model)
     pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
     gap = max(float((twins.local(a) - twins.local(b)).abs().max()) for a, b in pairs)
+    assert bool(extension.stats().early) == (not ext_config.defer), "only what is waited for begins early"
     twins.restore(models[0])
     return gap
 

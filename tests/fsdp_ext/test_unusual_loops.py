@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_ext import compat, extend, gather, restore
+from fsdp_ext import ExtConfig, compat, extend, gather, restore
 from tests.fsdp_ext import twins
 from tests.fsdp_ext.test_life import message_of
 from tests.fsdp_ext.test_pending import Reduction, backward, pending
@@ -111,7 +111,9 @@ class Failing(torch.autograd.Function):
         raise Stopped
 
 
-def failing_micro_batch(rank: int, world_size: int, zero: bool | None, foreach: bool) -> bool:
+def failing_micro_batch(
+    rank: int, world_size: int, zero: bool | None, foreach: bool, config: ExtConfig = CONFIG
+) -> bool:
     """The first backward of a step fails, the second one does not; gradients may be set to None or zeros between."""
 
     def run(model: Any) -> list[Tensor]:
@@ -132,7 +134,7 @@ def failing_micro_batch(rank: int, world_size: int, zero: bool | None, foreach: 
             optimizer.step()
         return shards(model)
 
-    return same(*on_both(lambda: shard(WholeNumbers(world_size)), run))
+    return same(*on_both(lambda: shard(WholeNumbers(world_size)), run, config))
 
 
 @needs_reset

@@ -179,7 +179,7 @@ def compare(
 
 
 def on_both(
-    build: Callable[[], nn.Module], run: Callable[[nn.Module], list[Tensor]]
+    build: Callable[[], nn.Module], run: Callable[[nn.Module], list[Tensor]], config: ExtConfig = CONFIG
 ) -> tuple[list[Tensor], list[Tensor]]:
     """What ``run`` sees of an extended model, and of one that is not."""
     seen = []
@@ -187,7 +187,7 @@ def on_both(
         torch.manual_seed(7)
         model = build()
         if extended:
-            extend(model, CONFIG)
+            extend(model, config)
         seen.append(run(model))
         if extended:
             restore(model)
