@@ -2,12 +2,16 @@
 
 Such a call stops the backward until all of a module's gradients have travelled. But most of them have been there for a
 while, as FSDP2 calls when the last of them is. So they go in parts, each as soon as its gradients have come.
+
+Parts have lanes of their own, so that what else is reduced meanwhile may come between them differently on every rank.
+There, ranks say what they are about to send: an order of modules that they do not share is an error, on all of them.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,16 +21,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm import Partition, Work
-from ddp_hooks.comm.compat import inside_another_backward
+from ddp_hooks.comm import LaneError, Lanes, Partition, Work
 from fsdp_ext import compat
 from fsdp_ext.memory import Pool
-from fsdp_ext.transport import Transport, equal_bounds
+from fsdp_ext.transport import equal_bounds
 
 logger = logging.getLogger("fsdp_ext")
 
-_NUM_SAMPLES = 16  # of every rank's range of a part
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes, in which NaN equals itself
+_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
+_SUMMED = 1024  # numbers of which a checksum is kept
+_CHANGED, _OTHERS_TRAINED = 0, 1  # columns that tell all ranks why the whole is to be reduced again
+_NUM_MARKS = 2
 
 
 @dataclass(frozen=True)
@@ -37,34 +42,26 @@ class _Part:
     stop: int
     places: range  # of the parameters, among those that are trained
 
+    @property
+    def columns(self) -> slice:
+        return slice(self.start, self.stop)
 
-@dataclass
+
+@dataclass(frozen=True)
 class _Sent:
     """A part that is under way."""
 
     memory: Tensor  # (world_size, columns), reduced in place
     work: Work
-    gradients: tuple[tuple[Tensor, int], ...] = ()  # that were sent, and their versions
-    sample: Tensor | None = None  # of what was sent
-
-    def differs_from(self, rows: Tensor) -> bool:
-        """Whether gradients were changed after they were sent: by what PyTorch counts, or as far as samples show.
-
-        They are let go of.
-        """
-        gradients, self.gradients = self.gradients, ()
-        if any(gradient._version != version for gradient, version in gradients):
-            return True
-        return self.sample is not None and not torch.equal(self.sample, _sample(rows))
+    checksums: Tensor | None = None  # of what was sent before all gradients had come
 
 
 @dataclass
 class _Plan:
-    """What one reduce-scatter has told about all later ones."""
+    """What one reduce-scatter has told about all later ones; the same on all ranks."""
 
     parts: tuple[_Part, ...]  # in the order in which they are sent
-    parameters: tuple[Tensor, ...]  # whole
-    transport: Transport
+    parameters: tuple[Tensor, ...]  # that are trained, whole
     world_size: int
     dtype: torch.dtype  # that gradients are added in
     handles: list[Any] = field(default_factory=list)
@@ -74,27 +71,49 @@ class _Plan:
         """Of one rank's range."""
         return self.parts[0].stop  # the last parameters come first
 
+    def is_of(self, module: FSDPModule) -> bool:
+        """Whether it still trains these parameters."""
+        trained = compat.whole_parameters_of(module)
+        return trained is not None and list(map(id, trained)) == list(map(id, self.parameters))
+
 
 class EarlyReduceScatter:
     """One module's reduce-scatters in parts: the same parts, in the same order, on all ranks, whenever they begin.
 
-    The first one goes as a whole, and tells what it consists of. Of later ones every part but the last is sent when its
-    gradients have come, or else when FSDP2 asks for the whole. The last one is sent then, and carries a mark of ranks
-    on which a gradient was changed after it was sent: all ranks then reduce the whole, and send nothing early any more.
+    The first one goes as a whole, and tells what it consists of. In each later one every rank sends every part once:
+    all but the last when their gradients have come, or else when FSDP2 asks for the whole. The last one is sent then,
+    and carries marks of ranks where this was in vain: where a hook has changed a gradient after it was sent, gradients
+    are missing, or other parameters are trained now. All ranks then reduce the whole.
 
     Args:
-        module: without other FSDP modules inside of it, so that nothing else is reduced while its gradients come.
+        module: without other FSDP modules inside of it.
         name: for messages.
+        lanes: which verify what they are given.
+        least_numel: of one rank's range of a part.
         pool: memory for what is sent.
+        num_forwards: how many forwards of the model there were, which tells what a failed backward has sent from what
+            the next one sends.
     """
 
-    def __init__(self, module: FSDPModule, name: str, pool: Pool) -> None:
+    def __init__(
+        self,
+        module: FSDPModule,
+        name: str,
+        lanes: Lanes,
+        least_numel: int,
+        pool: Pool,
+        num_forwards: Callable[[], int],
+    ) -> None:
         self._module = module
         self._name = name
+        self._lanes = lanes
+        self._least_numel = least_numel
         self._pool = pool
+        self._num_forwards = num_forwards
         self._plan: _Plan | None = None
         self._has_given_up = False
         self._backward: int | None = None  # that gradients have come in
+        self._is_reduced = False  # in this backward
         self._come: set[int] = set()
         self._sent: list[_Sent] = []
         self.has_begun_early = False
@@ -107,29 +126,30 @@ class EarlyReduceScatter:
         Returns:
             Whether it is; else the whole is to be reduced, which is the same on all ranks.
         """
-        plan = self._plan
-        if plan is None:
+        if self._plan is None:
             return False
-        if (op, packed.dtype, output.numel()) != (dist.ReduceOp.AVG, plan.dtype, plan.numel):
-            self._give_up("not all of its gradients came, or not for a mean")
-            return False
-        rows = packed.view(plan.world_size, -1)
-        early = zip(plan.parts, self._sent, strict=False)
+        self._enter(torch._C._current_graph_task_id())
         self.has_begun_early = bool(self._sent)
-        differing = [sent.differs_from(rows[:, part.start : part.stop]) for part, sent in early]
-        changed = any(differing)
-        for part in plan.parts[len(self._sent) :]:
-            self._send_late(rows[:, part.start : part.stop], plan, changed if part is plan.parts[-1] else None)
-        for part, sent in zip(plan.parts, self._sent, strict=True):
-            sent.work.wait()
-            output[part.start : part.stop] = sent.memory[rank, : part.stop - part.start]
-        changed = bool(self._sent[-1].memory[rank, -1])
-        self._forget()
-        if changed:
-            self._give_up("a hook has changed gradients that had come")
-        return not changed
+        try:
+            reasons = self._finish(packed, output, rank, op, self._plan)
+        except LaneError as error:
+            raise LaneError(
+                f"{error} [a reduce-scatter that began as gradients came; if ranks run {self._name} and other modules "
+                f"in different orders, or backwards that failed are to be gone on after, set ExtConfig(early=False)]"
+            ) from error
+        finally:
+            self._sent.clear()
+            self._come.clear()
+            self._is_reduced = True
+        if reasons[_CHANGED]:
+            self._has_given_up = True
+            logger.info("%s: its reduce-scatters do not begin early any more: gradients are missing, or a hook has "
+                        "changed some that had come", self._name)  # fmt: skip
+        if reasons.any():
+            self.remove()
+        return not reasons.any()
 
-    def prepare(self, packed: Tensor, transport: Transport, world_size: int, op: Any) -> None:
+    def prepare(self, packed: Tensor, world_size: int, op: Any) -> None:
         """Let the next one begin early, if it can, from what FSDP2 reduces now, as a whole."""
         if self._has_given_up or self._plan is not None or op != dist.ReduceOp.AVG:
             return
@@ -137,80 +157,92 @@ class EarlyReduceScatter:
         parameters = compat.whole_parameters_of(self._module)
         if columns is None or parameters is None:
             return
-        parts = _parts_of(columns, transport.message_bytes // packed.element_size())
+        parts = _parts_of(columns, self._least_numel)
         if len(parts) == 1:
-            self._has_given_up = True  # all of it comes at once
-            return
-        self._plan = _Plan(parts, parameters, transport, world_size, packed.dtype)
+            return  # all of it comes at once
+        self._plan = _Plan(parts, parameters, world_size, packed.dtype)
+        this = weakref.ref(self)  # which the collector does not see from a tensor's hook
         for place, parameter in enumerate(parameters):
-            handle = parameter.register_post_accumulate_grad_hook(partial(self._note, place))
+            handle = parameter.register_post_accumulate_grad_hook(partial(_note, this, place))
             self._plan.handles.append(handle)
 
     def remove(self) -> None:
         """Leave the module's parameters as they were before."""
-        self._forget()
+        self._sent.clear()
         for handle in self._plan.handles if self._plan is not None else ():
             handle.remove()
         self._plan = None
 
-    def _give_up(self, reason: str) -> None:
-        logger.info("%s: reduce-scatters do not begin early any more: %s", self._name, reason)
-        self._has_given_up = True
-        self.remove()
-
     @torch.no_grad()
-    def _note(self, place: int, parameter: Tensor) -> None:
-        """A gradient has come, of this or an earlier backward as well."""
-        backward = torch._C._current_graph_task_id()
-        if self._backward != backward:
-            if inside_another_backward():
-                return
-            self._forget()  # one that has failed may have left something
-            self._backward = backward
+    def note(self, place: int) -> None:
+        """A gradient has come, of this backward or of earlier ones as well."""
+        self._enter(torch._C._current_graph_task_id())
         self._come.add(place)
         plan = self._plan
-        while plan is not None and len(self._sent) < len(plan.parts) - 1:
+        while plan is not None and not self._is_reduced and len(self._sent) < len(plan.parts) - 1:
             part = plan.parts[len(self._sent)]
-            if not self._come.issuperset(part.places) or not compat.reduces_in_this_backward(self._module):
+            gradients = [plan.parameters[place].grad for place in part.places]
+            ready = self._come.issuperset(part.places) and plan.is_of(self._module)
+            if not ready or not compat.reduces_in_this_backward(self._module):
                 return
-            self._send_early(part, plan)
+            memory = self._memory(plan, part.stop - part.start)
+            if not _pack(gradients, memory):
+                return
+            self._send(memory, _checksums(memory))
 
-    def _send_early(self, part: _Part, plan: _Plan) -> None:
-        found = [plan.parameters[place].grad for place in part.places]
-        gradients = [gradient for gradient in found if gradient is not None]  # all have come
-        memory = self._memory(plan, part.stop - part.start)
-        torch._chunk_cat(gradients, dim=0, num_chunks=plan.world_size, out=memory)  # as FSDP2 does
-        versions = tuple((gradient, gradient._version) for gradient in gradients)
-        sample = _sample(memory)
-        self._sent.append(_Sent(memory, self._begin(memory, plan), versions, sample))
+    def _enter(self, backward: int) -> None:
+        if self._backward != backward:  # an earlier one that has failed may have left something
+            self._backward, self._is_reduced = backward, False
+            self._come.clear()
+            self._sent.clear()
 
-    def _send_late(self, rows: Tensor, plan: _Plan, mark: bool | None) -> None:
-        """``mark``: for one more column; None: there is none."""
-        width = rows.shape[1]
-        memory = self._memory(plan, width if mark is None else width + 1)
-        memory[:, :width] = rows
-        if mark is not None:
-            memory[:, width] = float(mark)
-        self._sent.append(_Sent(memory, self._begin(memory, plan)))
+    def _finish(self, packed: Tensor, output: Tensor, rank: int, op: Any, plan: _Plan) -> Tensor:
+        """Send what is left, wait, and return the marks of all ranks."""
+        marks = torch.zeros(_NUM_MARKS, dtype=plan.dtype)
+        rows = None
+        if not plan.is_of(self._module):
+            marks[_OTHERS_TRAINED] = 1
+        elif (op, packed.dtype, output.numel()) != (dist.ReduceOp.AVG, plan.dtype, plan.numel):
+            marks[_CHANGED] = 1
+        else:
+            rows = packed.view(plan.world_size, -1)
+            for part, sent in zip(plan.parts, self._sent, strict=False):
+                if sent.checksums is not None and not torch.equal(sent.checksums, _checksums(rows[:, part.columns])):
+                    marks[_CHANGED] = 1
+        for part in plan.parts[len(self._sent) :]:
+            width, is_last = part.stop - part.start, part is plan.parts[-1]
+            memory = self._memory(plan, width + _NUM_MARKS * is_last)
+            memory[:, :width] = 0 if rows is None else rows[:, part.columns]
+            if is_last:
+                memory[:, width:] = marks
+            self._send(memory)
+        for part, sent in zip(plan.parts, self._sent, strict=True):
+            sent.work.wait()
+            if rows is not None:
+                output[part.columns] = sent.memory[rank, : part.stop - part.start]
+        return self._sent[-1].memory[rank, -_NUM_MARKS:]
 
     def _memory(self, plan: _Plan, width: int) -> Tensor:
         return self._pool.empty(plan.world_size * width, plan.dtype).view(plan.world_size, width)
 
-    def _begin(self, memory: Tensor, plan: _Plan) -> Work:
-        partition = Partition(memory.view(-1), equal_bounds(memory.numel(), plan.world_size))
-        return plan.transport.scatters.spread_reduce_scatter(partition, self._name, plan.world_size)
+    def _send(self, memory: Tensor, checksums: Tensor | None = None) -> None:
+        world_size = len(memory)
+        partition = Partition(memory.view(-1), equal_bounds(memory.numel(), world_size))
+        label = f"{self._name}, part {len(self._sent)} after {self._num_forwards()} forwards"
+        work = self._lanes.spread_reduce_scatter(partition, label, world_size)
+        self._sent.append(_Sent(memory, work, checksums))
 
-    def _forget(self) -> None:
-        """What has come and was sent."""
-        self._backward = None
-        self._come.clear()
-        self._sent.clear()
+
+def _note(this: weakref.ref[EarlyReduceScatter], place: int, parameter: Tensor) -> None:
+    early = this()
+    if early is not None:
+        early.note(place)
 
 
 def _parts_of(columns: Sequence[compat.Column], least_numel: int) -> tuple[_Part, ...]:
-    """From the last column to the first, as backwards come; each of at least so many elements of one rank, if it can.
+    """From the last column to the first, as backwards come; each of at least so many elements, but for the last one.
 
-    The last part is small: it is what nothing hides.
+    That one is what nothing hides; it has the first parameter, and what little else is left.
     """
     parts = []
     last = len(columns)
@@ -221,7 +253,21 @@ def _parts_of(columns: Sequence[compat.Column], least_numel: int) -> tuple[_Part
     return tuple(parts)
 
 
-def _sample(rows: Tensor) -> Tensor:
-    """Some numbers of every row, as integers."""
-    step = max(1, rows.shape[1] // _NUM_SAMPLES)
-    return rows[:, ::step].contiguous().view(_INTEGERS[rows.element_size()])
+def _pack(gradients: Sequence[Tensor | None], memory: Tensor) -> bool:
+    """Every rank's rows of all gradients to its row of ``memory``, as FSDP2 does; False if they are not as planned."""
+    found = [gradient for gradient in gradients if gradient is not None and gradient.layout == torch.strided]
+    world_size = len(memory)
+    numel = sum(-(-gradient.shape[0] // world_size) * gradient[0].numel() for gradient in found)
+    if len(found) < len(gradients) or numel != memory.shape[1]:
+        return False
+    torch._chunk_cat(found, dim=0, num_chunks=world_size, out=memory)
+    return True
+
+
+def _checksums(rows: Tensor) -> Tensor:
+    """Of every few numbers of every row, by their bits, the sum."""
+    bits = rows.view(_INTEGERS[rows.element_size()])
+    whole = bits.shape[1] // _SUMMED
+    sums = bits[:, : whole * _SUMMED].unflatten(1, (whole, _SUMMED)).sum(-1, dtype=torch.int64)
+    rest = bits[:, whole * _SUMMED :].sum(-1, keepdim=True, dtype=torch.int64)
+    return torch.cat([sums, rest], 1)

@@ -127,6 +127,7 @@ class Extension:
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._residuals: list[Residuals] = []
         self._replaced: list[tuple[FSDPModule, tuple[Any, Any]]] = []
+        self._scatters: list[RingReduceScatter] = []
         self._is_closing = False
         self.names = {module: name for name, module in model.named_modules()}
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
@@ -251,7 +252,8 @@ class Extension:
         residuals = Residuals(module, self.names, replicas) if config.keeps_residuals_of(name) else None
         if checks.is_on_cpu(module):
             module.set_custom_all_gather(RingAllGather(self, module, name))
-            module.set_custom_reduce_scatter(RingReduceScatter(self, module, name, residuals))
+            self._scatters.append(RingReduceScatter(self, module, name, residuals))
+            module.set_custom_reduce_scatter(self._scatters[-1])
         elif config.is_exact:
             return
         else:
@@ -262,11 +264,10 @@ class Extension:
             self._residuals.append(residuals)
 
     def _give_back(self) -> None:
+        while self._scatters:
+            self._scatters.pop().remove()
         while self._replaced:
             module, (gather, scatter) = self._replaced.pop()
-            ours = compat.communication_of(module)
-            if ours is not None and isinstance(ours[1], RingReduceScatter):
-                ours[1].remove()
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
 

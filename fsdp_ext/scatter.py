@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -48,6 +47,8 @@ class RingReduceScatter(ReduceScatter):
         self._residuals = residuals
         self._last: Work | None = None  # that has changed residuals by selecting
         self._told: set[str] = set()
+        self._runs_first_time = True
+        self._early: EarlyReduceScatter | None = None
         self._input_numel = 0  # of the input that an output is to be allocated for
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -83,15 +84,17 @@ class RingReduceScatter(ReduceScatter):
         counts, pending = self._extension.counts, self._extension.pending
         counts.reduce_scatters += 1
         pending.make_way(self)
-        if self._early is not None:
+        transport = self._extension.transport_of(group)
+        early = self._early_on(transport)
+        if early is not None:
             with self._measure():
-                if self._early.reduce(input_tensor, output_tensor, rank, op):
-                    counts.early += self._early.has_begun_early
+                if early.reduce(input_tensor, output_tensor, rank, op):
+                    counts.early += early.has_begun_early
                     return None
-            self._early.prepare(input_tensor, self._extension.transport_of(group), world_size, op)
+            early.prepare(input_tensor, world_size, op)
         divisor = divisor_of(op, input_tensor, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
-        work = self._submit(self._extension.transport_of(group), partition, rank, op, divisor)
+        work = self._submit(transport, partition, rank, op, divisor)
         if self._extension.replicas is not None:
             work = self._average(partition.ranges[rank], self._extension.replicas, work)
         delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes, self)
@@ -114,16 +117,21 @@ class RingReduceScatter(ReduceScatter):
         if self._early is not None:
             self._early.remove()
 
-    @cached_property
-    def _early(self) -> EarlyReduceScatter | None:
-        """For a module whose every result must be ready at once, by what all ranks have in common; known when it runs.
-        """
-        facts, extension = compat.facts_of(self._module), self._extension
-        waits = facts is not None and (facts.all_reduces or facts.offloads or not extension.config.defer)
-        exact = self._density == 1 and extension.config.scatter_codec == "exact"
-        if not waits or not exact or extension.replicas is not None or compat.holds_other_modules(self._module):
-            return None
-        return EarlyReduceScatter(self._module, self._name, extension.pool)
+    def _early_on(self, transport: Transport) -> EarlyReduceScatter | None:
+        """For a module whose every result must be ready at once, by what all ranks have in common."""
+        if self._runs_first_time:  # only now FSDP2 knows what it does
+            self._runs_first_time = False
+            extension, facts = self._extension, compat.facts_of(self._module)
+            waits = facts is not None and (facts.all_reduces or facts.offloads or not extension.config.defer)
+            exact = self._density == 1 and extension.config.scatter_codec == "exact"
+            alone = extension.replicas is None and not compat.holds_other_modules(self._module)
+            if extension.config.early and waits and exact and alone and transport.world_size > 1:
+                least_numel = transport.message_bytes // torch.float32.itemsize
+                num_forwards = extension.prefetcher.num_forwards
+                self._early = EarlyReduceScatter(
+                    self._module, self._name, transport.early, least_numel, extension.pool, num_forwards
+                )
+        return self._early
 
     def _measure(self) -> contextlib.AbstractContextManager[None]:
         return self._extension.scatter_stall.measure(self._extension.recorder, self._name)

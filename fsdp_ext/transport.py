@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import cached_property
+
 import torch
 import torch.distributed as dist
 
@@ -22,6 +25,8 @@ class Transport:
     def __init__(self, group: dist.ProcessGroup, config: ExtConfig, device: torch.device, recorder: Recorder) -> None:
         settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
         self.group = group
+        self.world_size = dist.get_world_size(group)
+        self._recorder, self._device, self._settings = recorder, device, settings
         self.gathers = Lanes(group, 1, device, settings, recorder)
         self.scatters = Lanes(group, 1, device, settings, recorder)
         self.link = LinkProfile(None, 1, 1 << 20)
@@ -32,14 +37,22 @@ class Transport:
         settings.slice_bytes = self.message_bytes
         # Of encoded tensors, elements per slice: with int8 a message is then about as large as others.
         self.slice_numel = max(1, self.message_bytes // config.block) * config.block
-        self._lanes = (self.gathers, self.scatters)
+        self._lanes = [self.gathers, self.scatters]
         for lanes in self._lanes:
             lanes.grow(config.lanes or self.link.num_lanes)
+
+    @cached_property
+    def early(self) -> Lanes:
+        """For what begins on every rank when it can, and so is verified; made, collectively, when it is needed first.
+        """
+        lanes = Lanes(self.group, 1, self._device, replace(self._settings, verify=True), self._recorder)
+        self._lanes.append(lanes)
+        return lanes
 
     @property
     def traffic(self) -> Traffic:
         """The totals of all lanes."""
-        return self.gathers.traffic + self.scatters.traffic
+        return sum((lanes.traffic for lanes in self._lanes), Traffic())
 
     @property
     def is_stuck(self) -> bool:
