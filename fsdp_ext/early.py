@@ -4,7 +4,8 @@ Such a call stops the backward until all of a module's gradients have travelled.
 while, as FSDP2 calls when the last of them is. So they go in parts, each as soon as its gradients have come.
 
 Parts have lanes of their own, so that what else is reduced meanwhile may come between them differently on every rank.
-There, ranks say what they are about to send: an order of modules that they do not share is an error, on all of them.
+Their messages are told from each other by what they belong to: an order of modules that ranks do not share is an error
+on all of them, and never a mixture.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from fsdp_ext.transport import equal_bounds
 logger = logging.getLogger("fsdp_ext")
 
 _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
-_SUMMED = 1024  # numbers of which a checksum is kept
+_SUMMED = 1023  # numbers of which a checksum is kept: odd, so that it shows if the signs of all change
 _CHANGED, _OTHERS_TRAINED = 0, 1  # columns that tell all ranks why the whole is to be reduced again
 _NUM_MARKS = 2
 
@@ -88,7 +89,7 @@ class EarlyReduceScatter:
     Args:
         module: without other FSDP modules inside of it.
         name: for messages.
-        lanes: which verify what they are given.
+        lanes: that tag messages by labels.
         least_numel: of one rank's range of a part.
         pool: memory for what is sent.
         num_forwards: how many forwards of the model there were, which tells what a failed backward has sent from what
@@ -265,9 +266,10 @@ def _pack(gradients: Sequence[Tensor | None], memory: Tensor) -> bool:
 
 
 def _checksums(rows: Tensor) -> Tensor:
-    """Of every few numbers of every row, by their bits, the sum."""
+    """Of every few numbers of every row, by their bits, the sum; in integers of their size, as others take far longer.
+    """
     bits = rows.view(_INTEGERS[rows.element_size()])
     whole = bits.shape[1] // _SUMMED
-    sums = bits[:, : whole * _SUMMED].unflatten(1, (whole, _SUMMED)).sum(-1, dtype=torch.int64)
+    sums = bits[:, : whole * _SUMMED].unflatten(1, (whole, _SUMMED)).sum(-1, dtype=bits.dtype)
     rest = bits[:, whole * _SUMMED :].sum(-1, keepdim=True, dtype=torch.int64)
-    return torch.cat([sums, rest], 1)
+    return torch.cat([sums.long(), rest], 1)

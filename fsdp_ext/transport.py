@@ -43,9 +43,9 @@ class Transport:
 
     @cached_property
     def early(self) -> Lanes:
-        """For what begins on every rank when it can, and so is verified; made, collectively, when it is needed first.
-        """
-        lanes = Lanes(self.group, 1, self._device, replace(self._settings, verify=True), self._recorder)
+        """For what begins on every rank when it can; made, collectively, when it is needed first."""
+        settings = replace(self._settings, tag_by_label=True)
+        lanes = Lanes(self.group, len(self.scatters), self._device, settings, self._recorder)
         self._lanes.append(lanes)
         return lanes
 

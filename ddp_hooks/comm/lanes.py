@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 import weakref
+import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
@@ -62,12 +63,15 @@ class LaneSettings:
         timeout_s: after this long without progress a wait fails.
         stall_warning_s: after this long a wait is logged, with what it waits for.
         verify: ranks compare every collective before it moves, on CPUs; see :mod:`ddp_hooks.comm.verifying`.
+        tag_by_label: on CPUs messages are told from each other by the label of what they belong to, not by their order:
+            what ranks submit in different orders waits until ``timeout_s``, instead of mixing.
     """
 
     slice_bytes: int = 1 << 20
     timeout_s: float = 600.0
     stall_warning_s: float = 60.0
     verify: bool = field(default_factory=is_verifying)
+    tag_by_label: bool = False
 
 
 class Lane(Protocol):
@@ -277,6 +281,8 @@ class ThreadLane:
         slices = iter(submission.slices)
         window: deque[_Running] = deque()
         self._doing = submission.work.label
+        if self._settings.tag_by_label:
+            self._num_slices = zlib.crc32(submission.work.label.encode()) << 10  # as many slices do not meet the next
         for slot in range(WINDOW):
             self._begin_next(slices, window, submission, slot)
         while window:
