@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm import LaneError, Lanes, Partition, Work
+from ddp_hooks.comm import LaneError, Lanes, Partition, Work, see
 from fsdp_ext import compat
 from fsdp_ext.memory import Pool
 from fsdp_ext.transport import equal_bounds
@@ -33,6 +33,21 @@ _INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
 _SUMMED = 1023  # numbers of which a checksum is kept: odd, so that it shows if the signs of all change
 _CHANGED, _OTHERS_TRAINED = 0, 1  # columns that tell all ranks why the whole is to be reduced again
 _NUM_MARKS = 2
+
+
+class Turns:
+    """In which order modules' gradients come; one for all modules of a model."""
+
+    def __init__(self) -> None:
+        self._last: object = None
+        self._count = 0
+
+    def take(self, module: object) -> int:
+        """Number of the turn that ``module`` has now: another one than before if others had one since."""
+        if self._last is not module:
+            self._last = module
+            self._count += 1
+        return self._count
 
 
 @dataclass(frozen=True)
@@ -65,6 +80,7 @@ class _Plan:
     parameters: tuple[Tensor, ...]  # that are trained, whole
     world_size: int
     dtype: torch.dtype  # that gradients are added in
+    is_tried: bool = False  # whether one backward has shown that no other module's gradients come in between
     handles: list[Any] = field(default_factory=list)
 
     @property
@@ -82,9 +98,11 @@ class EarlyReduceScatter:
     """One module's reduce-scatters in parts: the same parts, in the same order, on all ranks, whenever they begin.
 
     The first one goes as a whole, and tells what it consists of. In each later one every rank sends every part once:
-    all but the last when their gradients have come, or else when FSDP2 asks for the whole. The last one is sent then,
-    and carries marks of ranks where this was in vain: where a hook has changed a gradient after it was sent, gradients
-    are missing, or other parameters are trained now. All ranks then reduce the whole.
+    all but the last when their gradients have come, or else when FSDP2 asks for the whole, as also in the second
+    backward. The last one is sent then, and carries marks of ranks where this was in vain: where a hook has changed a
+    gradient after it was sent, gradients are missing, other modules' come in between (of what was wrapped together,
+    say, which ranks could begin in different orders), or other parameters are trained now. All ranks then reduce the
+    whole.
 
     Args:
         module: without other FSDP modules inside of it.
@@ -92,6 +110,7 @@ class EarlyReduceScatter:
         lanes: that tag messages by labels.
         least_numel: of one rank's range of a part.
         pool: memory for what is sent.
+        turns: of all modules with the same lanes.
         num_forwards: how many forwards of the model there were, which tells what a failed backward has sent from what
             the next one sends.
     """
@@ -103,6 +122,7 @@ class EarlyReduceScatter:
         lanes: Lanes,
         least_numel: int,
         pool: Pool,
+        turns: Turns,
         num_forwards: Callable[[], int],
     ) -> None:
         self._module = module
@@ -110,11 +130,13 @@ class EarlyReduceScatter:
         self._lanes = lanes
         self._least_numel = least_numel
         self._pool = pool
+        self._turns = turns
         self._num_forwards = num_forwards
         self._plan: _Plan | None = None
         self._has_given_up = False
         self._backward: int | None = None  # that gradients have come in
         self._is_reduced = False  # in this backward
+        self._first_turn: int | None = None  # in it
         self._come: set[int] = set()
         self._sent: list[_Sent] = []
         self.has_begun_early = False
@@ -135,8 +157,9 @@ class EarlyReduceScatter:
             reasons = self._finish(packed, output, rank, op, self._plan)
         except LaneError as error:
             raise LaneError(
-                f"{error} [a reduce-scatter that began as gradients came; if ranks run {self._name} and other modules "
-                f"in different orders, or backwards that failed are to be gone on after, set ExtConfig(early=False)]"
+                f"{error} (of {self._name}, a reduce-scatter that began as gradients came: if ranks run modules in "
+                f"different orders, or go on after a backward that has failed, set "
+                f"ExtConfig(early=False)){see('a-wait-timed-out', quoted=error)}"
             ) from error
         finally:
             self._sent.clear()
@@ -144,10 +167,15 @@ class EarlyReduceScatter:
             self._is_reduced = True
         if reasons[_CHANGED]:
             self._has_given_up = True
-            logger.info("%s: its reduce-scatters do not begin early any more: gradients are missing, or a hook has "
-                        "changed some that had come", self._name)  # fmt: skip
+            logger.info(
+                "%s: its reduce-scatters do not begin early any more: gradients are missing, those of other modules "
+                "come in between, or a hook has changed some that had come",
+                self._name,
+            )
         if reasons.any():
             self.remove()
+        elif self._plan is not None:
+            self._plan.is_tried = True
         return not reasons.any()
 
     def prepare(self, packed: Tensor, world_size: int, op: Any) -> None:
@@ -179,8 +207,12 @@ class EarlyReduceScatter:
         """A gradient has come, of this backward or of earlier ones as well."""
         self._enter(torch._C._current_graph_task_id())
         self._come.add(place)
+        turn = self._turns.take(self)
+        self._first_turn = turn if self._first_turn is None else self._first_turn
         plan = self._plan
-        while plan is not None and not self._is_reduced and len(self._sent) < len(plan.parts) - 1:
+        if plan is None or not plan.is_tried or self._is_reduced:
+            return
+        while len(self._sent) < len(plan.parts) - 1:
             part = plan.parts[len(self._sent)]
             gradients = [plan.parameters[place].grad for place in part.places]
             ready = self._come.issuperset(part.places) and plan.is_of(self._module)
@@ -193,7 +225,7 @@ class EarlyReduceScatter:
 
     def _enter(self, backward: int) -> None:
         if self._backward != backward:  # an earlier one that has failed may have left something
-            self._backward, self._is_reduced = backward, False
+            self._backward, self._is_reduced, self._first_turn = backward, False, None
             self._come.clear()
             self._sent.clear()
 
@@ -201,9 +233,10 @@ class EarlyReduceScatter:
         """Send what is left, wait, and return the marks of all ranks."""
         marks = torch.zeros(_NUM_MARKS, dtype=plan.dtype)
         rows = None
+        as_planned = (op, packed.dtype, output.numel()) == (dist.ReduceOp.AVG, plan.dtype, plan.numel)
         if not plan.is_of(self._module):
             marks[_OTHERS_TRAINED] = 1
-        elif (op, packed.dtype, output.numel()) != (dist.ReduceOp.AVG, plan.dtype, plan.numel):
+        elif not as_planned or self._first_turn not in (None, self._turns.take(self)):
             marks[_CHANGED] = 1
         else:
             rows = packed.view(plan.world_size, -1)

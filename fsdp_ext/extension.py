@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from ddp_hooks.comm import LaneError, Recorder, Span, Stall, Traffic, agree, at_exit, see
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
+from fsdp_ext.early import Turns
 from fsdp_ext.gather import RingAllGather
 from fsdp_ext.memory import Pool
 from fsdp_ext.native import NativeAllGather, NativeReduceScatter
@@ -47,7 +48,9 @@ def extend(
     A reduce-scatter ends with the backward, where nothing reads its result earlier: without FSDP2's own replicas
     (HSDP), ``set_all_reduce_hook``, ``set_force_sum_reduction_for_comms``, sums in float16, offloading or
     ``register_post_accumulate_grad_hook``, and where gradients were None before or all parameters of the module get
-    one. Elsewhere the backward waits for each. A gradient that another hook reads before then is NaN.
+    one. Elsewhere the backward waits for each; with replicas of FSDP2's own, offloading, or ``defer=False`` only for
+    what is left of it when the module's last gradient has come (``ExtConfig.early``). A gradient that another hook
+    reads before its reduce-scatter has ended is NaN.
 
     Args:
         model: a module with FSDP2's inside of it. Its FSDP modules get communication objects of ours
@@ -124,6 +127,7 @@ class Extension:
         self.pending = PendingReductions(limit_bytes, self.scatter_stall, self.recorder)
         self.pool = Pool()
         """Memory on CPUs for whole parameters and gradients."""
+        self.turns = Turns()
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._residuals: list[Residuals] = []
         self._replaced: list[tuple[FSDPModule, tuple[Any, Any]]] = []

@@ -127,9 +127,14 @@ class RingReduceScatter(ReduceScatter):
             alone = extension.replicas is None and not compat.holds_other_modules(self._module)
             if extension.config.early and waits and exact and alone and transport.world_size > 1:
                 least_numel = transport.message_bytes // torch.float32.itemsize
-                num_forwards = extension.prefetcher.num_forwards
                 self._early = EarlyReduceScatter(
-                    self._module, self._name, transport.early, least_numel, extension.pool, num_forwards
+                    self._module,
+                    self._name,
+                    transport.early,
+                    least_numel,
+                    extension.pool,
+                    extension.turns,
+                    extension.prefetcher.num_forwards,
                 )
         return self._early
 

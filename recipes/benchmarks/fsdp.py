@@ -59,7 +59,7 @@ a shaped link. All variants of a table alternate in one run.
 * `{STOCK}`: FSDP2 as it is. On CPUs it waits for every collective, and gloo's reduce-scatter moves an all-reduce.
 * `fsdp2`: the same, with every gather asked for at the start of a step (`unshard(async_op=True)`).
 * `fsdp2-ext`: extended, with these settings of `ExtConfig`; see {{doc}}`../fsdp`. With `defer=False` the backward \
-waits for every reduce-scatter.
+waits for every reduce-scatter, of which parts have begun as gradients came.
 * `set_to_none=False`: gradients are there already, and are added to. `replicas=2`: two replicas of two shards (HSDP), \
 where every reduce-scatter has to be waited for, as an all-reduce by FSDP2 itself follows, but for \
 `by_extension=True`, where the extension averages over replicas.

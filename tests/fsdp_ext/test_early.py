@@ -53,7 +53,7 @@ def test_more_ranks(workers: WorkerPools, world_size: int, loop: Callable[[Train
     assert stats.early
 
 
-@pytest.mark.parametrize("loop", [twins.plain, twins.accumulate, twins.two_backwards])
+@pytest.mark.parametrize("loop", [twins.plain, twins.accumulate])
 @pytest.mark.parametrize(
     ("options", "model_options", "early"),
     [
@@ -155,7 +155,7 @@ def test_gradients_that_were_changed_on_one_rank_are_sent_again(
     workers: WorkerPools, change: Callable[[nn.Parameter], None]
 ) -> None:
     stats = check(workers(2).run(train_with_changes, change))
-    assert stats.early == 2 + 5, "one block until then, and another one after its first"
+    assert stats.early == 1 + 4, "one block until then, and another one after its second"
 
 
 # -- the same as the whole --------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def as_the_whole(rank: int, world_size: int) -> tuple[bool, int]:
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_parts_add_in_the_order_of_the_whole(workers: WorkerPools, world_size: int) -> None:
-    assert workers(world_size).run(as_the_whole) == [(True, 2 * 3)] * world_size
+    assert workers(world_size).run(as_the_whole) == [(True, 2 * 2)] * world_size
 
 
 # -- models and failures ----------------------------------------------------------------------------------------------
@@ -235,7 +235,7 @@ def train_checkpointed(rank: int, world_size: int, reentrant: bool) -> tuple[flo
     return max(float((ours - theirs).abs().max()) for ours, theirs in zip(*models, strict=True)), num_early
 
 
-@pytest.mark.parametrize(("reentrant", "num_early"), [(False, 3 * 3), (True, 0)])
+@pytest.mark.parametrize(("reentrant", "num_early"), [(False, 3 * 2), (True, 0)])
 def test_checkpoints(workers: WorkerPools, reentrant: bool, num_early: int) -> None:
     for gap, early in workers(2).run(train_checkpointed, reentrant):
         assert gap == 0 and early == num_early, "two numbers have one sum"
