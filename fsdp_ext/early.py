@@ -4,33 +4,35 @@ Such a call stops the backward until all of a module's gradients have travelled.
 while, as FSDP2 calls when the last of them is. So they go in parts, each as soon as its gradients have come.
 
 Parts have lanes of their own, so that what else is reduced meanwhile may come between them differently on every rank.
-Their messages are told from each other by what they belong to: an order of modules that ranks do not share is an error
-on all of them, and never a mixture.
+Their messages are told from each other by what they belong to: ranks that send parts of modules in different orders
+wait for each other until a time-out, which names them.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import LaneError, Lanes, Partition, Work, see
+from ddp_hooks.comm.compat import inside_another_backward
 from fsdp_ext import compat
 from fsdp_ext.memory import Pool
 from fsdp_ext.transport import equal_bounds
 
 logger = logging.getLogger("fsdp_ext")
 
-_INTEGERS = {2: torch.int16, 4: torch.int32, 8: torch.int64}  # of as many bytes
-_SUMMED = 1023  # numbers of which a checksum is kept: odd, so that it shows if the signs of all change
+_INTEGERS = {2: torch.int16, 4: torch.int32}  # of as many bytes
 _CHANGED, _OTHERS_TRAINED = 0, 1  # columns that tell all ranks why the whole is to be reduced again
 _NUM_MARKS = 2
 
@@ -69,7 +71,7 @@ class _Sent:
 
     memory: Tensor  # (world_size, columns), reduced in place
     work: Work
-    checksums: Tensor | None = None  # of what was sent before all gradients had come
+    gradients: Tensor | None = None  # the same, as they were when they were sent early
 
 
 @dataclass
@@ -98,21 +100,19 @@ class EarlyReduceScatter:
     """One module's reduce-scatters in parts: the same parts, in the same order, on all ranks, whenever they begin.
 
     The first one goes as a whole, and tells what it consists of. In each later one every rank sends every part once:
-    all but the last when their gradients have come, or else when FSDP2 asks for the whole, as also in the second
-    backward. The last one is sent then, and carries marks of ranks where this was in vain: where a hook has changed a
-    gradient after it was sent, gradients are missing, other modules' come in between (of what was wrapped together,
-    say, which ranks could begin in different orders), or other parameters are trained now. All ranks then reduce the
-    whole.
+    all but the last when their gradients have come, or else when FSDP2 asks for the whole. (The second one is a trial,
+    in which nothing goes earlier.) The last part is sent then, and carries marks of ranks where this was in vain: where
+    a hook has changed a gradient after it was sent, gradients are missing, other modules' come in between (of what was
+    wrapped together, say, which ranks could begin in different orders), or other parameters are trained now. All ranks
+    then reduce the whole.
 
     Args:
         module: without other FSDP modules inside of it.
         name: for messages.
         lanes: that tag messages by labels.
-        least_numel: of one rank's range of a part.
+        least_bytes: of one rank's range of a part.
         pool: memory for what is sent.
-        turns: of all modules with the same lanes.
-        num_forwards: how many forwards of the model there were, which tells what a failed backward has sent from what
-            the next one sends.
+        turns: of all modules.
     """
 
     def __init__(
@@ -120,20 +120,19 @@ class EarlyReduceScatter:
         module: FSDPModule,
         name: str,
         lanes: Lanes,
-        least_numel: int,
+        least_bytes: int,
         pool: Pool,
         turns: Turns,
-        num_forwards: Callable[[], int],
     ) -> None:
         self._module = module
         self._name = name
         self._lanes = lanes
-        self._least_numel = least_numel
+        self._least_bytes = least_bytes
         self._pool = pool
         self._turns = turns
-        self._num_forwards = num_forwards
         self._plan: _Plan | None = None
         self._has_given_up = False
+        self._num_reduced = 0  # the same on all ranks
         self._backward: int | None = None  # that gradients have come in
         self._is_reduced = False  # in this backward
         self._first_turn: int | None = None  # in it
@@ -149,22 +148,27 @@ class EarlyReduceScatter:
         Returns:
             Whether it is; else the whole is to be reduced, which is the same on all ranks.
         """
-        if self._plan is None:
+        plan = self._plan
+        if plan is None:
             return False
-        self._enter(torch._C._current_graph_task_id())
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward and not inside_another_backward():
+            self._enter(backward)
         self.has_begun_early = bool(self._sent)
+        first_turn = self._first_turn
         try:
-            reasons = self._finish(packed, output, rank, op, self._plan)
+            reasons = self._finish(packed, output, rank, op, plan)
         except LaneError as error:
-            raise LaneError(
-                f"{error} (of {self._name}, a reduce-scatter that began as gradients came: if ranks run modules in "
-                f"different orders, or go on after a backward that has failed, set "
+            raise type(error)(
+                f"{error} (of {self._name}, a reduce-scatter that began as gradients came: if no rank has died, but "
+                f"they run modules in different orders, or went on after a backward that has failed, set "
                 f"ExtConfig(early=False)){see('a-wait-timed-out', quoted=error)}"
             ) from error
         finally:
             self._sent.clear()
             self._come.clear()
-            self._is_reduced = True
+            self._is_reduced, self._first_turn = True, None
+            self._num_reduced += 1
         if reasons[_CHANGED]:
             self._has_given_up = True
             logger.info(
@@ -174,9 +178,9 @@ class EarlyReduceScatter:
             )
         if reasons.any():
             self.remove()
-        elif self._plan is not None:
-            self._plan.is_tried = True
-        return not reasons.any()
+            return False
+        plan.is_tried = plan.is_tried or first_turn is not None
+        return True
 
     def prepare(self, packed: Tensor, world_size: int, op: Any) -> None:
         """Let the next one begin early, if it can, from what FSDP2 reduces now, as a whole."""
@@ -186,7 +190,7 @@ class EarlyReduceScatter:
         parameters = compat.whole_parameters_of(self._module)
         if columns is None or parameters is None:
             return
-        parts = _parts_of(columns, self._least_numel)
+        parts = _parts_of(columns, self._least_bytes // packed.element_size())
         if len(parts) == 1:
             return  # all of it comes at once
         self._plan = _Plan(parts, parameters, world_size, packed.dtype)
@@ -205,7 +209,11 @@ class EarlyReduceScatter:
     @torch.no_grad()
     def note(self, place: int) -> None:
         """A gradient has come, of this backward or of earlier ones as well."""
-        self._enter(torch._C._current_graph_task_id())
+        backward = torch._C._current_graph_task_id()
+        if backward != self._backward:
+            if inside_another_backward():
+                return  # a checkpoint's; the whole may be asked for in the one around it
+            self._enter(backward)
         self._come.add(place)
         turn = self._turns.take(self)
         self._first_turn = turn if self._first_turn is None else self._first_turn
@@ -214,20 +222,20 @@ class EarlyReduceScatter:
             return
         while len(self._sent) < len(plan.parts) - 1:
             part = plan.parts[len(self._sent)]
-            gradients = [plan.parameters[place].grad for place in part.places]
             ready = self._come.issuperset(part.places) and plan.is_of(self._module)
             if not ready or not compat.reduces_in_this_backward(self._module):
                 return
             memory = self._memory(plan, part.stop - part.start)
-            if not _pack(gradients, memory):
+            if not _pack([plan.parameters[place].grad for place in part.places], memory):
                 return
-            self._send(memory, _checksums(memory))
+            gradients = self._memory(plan, part.stop - part.start)
+            self._send(memory, gradients.copy_(memory))
 
     def _enter(self, backward: int) -> None:
-        if self._backward != backward:  # an earlier one that has failed may have left something
-            self._backward, self._is_reduced, self._first_turn = backward, False, None
-            self._come.clear()
-            self._sent.clear()
+        """Begin anew: a backward that has failed may have left something."""
+        self._backward, self._is_reduced, self._first_turn = backward, False, None
+        self._come.clear()
+        self._sent.clear()
 
     def _finish(self, packed: Tensor, output: Tensor, rank: int, op: Any, plan: _Plan) -> Tensor:
         """Send what is left, wait, and return the marks of all ranks."""
@@ -241,7 +249,7 @@ class EarlyReduceScatter:
         else:
             rows = packed.view(plan.world_size, -1)
             for part, sent in zip(plan.parts, self._sent, strict=False):
-                if sent.checksums is not None and not torch.equal(sent.checksums, _checksums(rows[:, part.columns])):
+                if sent.gradients is not None and not _have_same_bits(sent.gradients, rows[:, part.columns]):
                     marks[_CHANGED] = 1
         for part in plan.parts[len(self._sent) :]:
             width, is_last = part.stop - part.start, part is plan.parts[-1]
@@ -259,12 +267,12 @@ class EarlyReduceScatter:
     def _memory(self, plan: _Plan, width: int) -> Tensor:
         return self._pool.empty(plan.world_size * width, plan.dtype).view(plan.world_size, width)
 
-    def _send(self, memory: Tensor, checksums: Tensor | None = None) -> None:
+    def _send(self, memory: Tensor, gradients: Tensor | None = None) -> None:
         world_size = len(memory)
         partition = Partition(memory.view(-1), equal_bounds(memory.numel(), world_size))
-        label = f"{self._name}, part {len(self._sent)} after {self._num_forwards()} forwards"
+        label = f"{self._name}, part {len(self._sent)} of reduce-scatter {self._num_reduced}"
         work = self._lanes.spread_reduce_scatter(partition, label, world_size)
-        self._sent.append(_Sent(memory, work, checksums))
+        self._sent.append(_Sent(memory, work, gradients))
 
 
 def _note(this: weakref.ref[EarlyReduceScatter], place: int, parameter: Tensor) -> None:
@@ -291,18 +299,14 @@ def _pack(gradients: Sequence[Tensor | None], memory: Tensor) -> bool:
     """Every rank's rows of all gradients to its row of ``memory``, as FSDP2 does; False if they are not as planned."""
     found = [gradient for gradient in gradients if gradient is not None and gradient.layout == torch.strided]
     world_size = len(memory)
-    numel = sum(-(-gradient.shape[0] // world_size) * gradient[0].numel() for gradient in found)
+    numel = sum(-(-gradient.shape[0] // world_size) * math.prod(gradient.shape[1:]) for gradient in found)
     if len(found) < len(gradients) or numel != memory.shape[1]:
         return False
     torch._chunk_cat(found, dim=0, num_chunks=world_size, out=memory)
     return True
 
 
-def _checksums(rows: Tensor) -> Tensor:
-    """Of every few numbers of every row, by their bits, the sum; in integers of their size, as others take far longer.
-    """
-    bits = rows.view(_INTEGERS[rows.element_size()])
-    whole = bits.shape[1] // _SUMMED
-    sums = bits[:, : whole * _SUMMED].unflatten(1, (whole, _SUMMED)).sum(-1, dtype=bits.dtype)
-    rest = bits[:, whole * _SUMMED :].sum(-1, keepdim=True, dtype=torch.int64)
-    return torch.cat([sums.long(), rest], 1)
+def _have_same_bits(these: Tensor, those: Tensor) -> bool:
+    """Also of NaN. NumPy takes a third of the time that torch.equal does."""
+    integers = _INTEGERS[these.element_size()]
+    return np.array_equal(these.view(integers).numpy(), those.view(integers).numpy())

@@ -29,8 +29,7 @@ class Prefetcher:
         self._depth = depth
         self._root = root
         self._order: list[FSDPModule] = []  # in which their parameters were gathered first
-        self._num_forwards = 0  # that told or know the order
-        self._num_begun = 0
+        self._num_forwards = 0
         self._leading: dict[FSDPModule, list[FSDPModule]] = {}  # what to gather ahead when one runs forward
         self._listed_forward: list[FSDPModule] = []  # modules that have these lists now
         self._listed_backward: dict[FSDPModule, list[FSDPModule]] = {}  # lists for backwards that are ours
@@ -43,10 +42,6 @@ class Prefetcher:
             root.register_forward_pre_hook(torch.compiler.disable(self._begin_forward), prepend=True),
             root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True),
         ]
-
-    def num_forwards(self) -> int:
-        """Of the root, that have begun so far: the same on all ranks."""
-        return self._num_begun
 
     def note(self, module: FSDPModule) -> None:
         """Parameters of ``module`` are being gathered."""
@@ -79,7 +74,6 @@ class Prefetcher:
     def _begin_forward(self, *ignored: Any) -> None:
         if in_backward():  # a checkpoint's
             return
-        self._num_begun += 1
         self.in_forward = False  # also if an interrupt has ended the last one
         self._drop_what_nobody_used()  # a backward that failed may have left something
         self.in_forward = True

@@ -78,7 +78,7 @@ class RingReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Reduce ``input_tensor``, (P * numel,), over all ranks; this rank's part goes to ``output_tensor``, (numel,).
 
-        The input is overwritten.
+        The input may be overwritten.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         counts, pending = self._extension.counts, self._extension.pending
@@ -126,15 +126,13 @@ class RingReduceScatter(ReduceScatter):
             exact = self._density == 1 and extension.config.scatter_codec == "exact"
             alone = extension.replicas is None and not compat.holds_other_modules(self._module)
             if extension.config.early and waits and exact and alone and transport.world_size > 1:
-                least_numel = transport.message_bytes // torch.float32.itemsize
                 self._early = EarlyReduceScatter(
                     self._module,
                     self._name,
                     transport.early,
-                    least_numel,
+                    transport.message_bytes,
                     extension.pool,
                     extension.turns,
-                    extension.prefetcher.num_forwards,
                 )
         return self._early
 

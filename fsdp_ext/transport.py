@@ -13,7 +13,7 @@ from fsdp_ext.config import ExtConfig
 
 
 class Transport:
-    """Two sets of lanes over one group of ranks, on a CPU backend.
+    """Sets of lanes over one group of ranks, on a CPU backend.
 
     Args:
         group: the ranks. Creating a transport is collective over them: one short measurement, and new groups.

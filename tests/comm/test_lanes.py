@@ -269,6 +269,34 @@ def raises_on_one_rank(rank: int, world_size: int) -> None:
     dist.barrier()
 
 
+def in_another_order(rank: int, world_size: int, another: bool) -> list[str]:
+    """Two collectives of one size on one lane, whose messages are told from each other by their labels."""
+    settings = LaneSettings(slice_bytes=256, timeout_s=2, stall_warning_s=1, tag_by_label=True)
+    assert dist.group.WORLD is not None
+    lanes = Lanes(dist.group.WORLD, 1, CPU, settings, Recorder(enabled=False))
+    works = {}
+    for label in ("first", "second")[:: -1 if another and rank else 1]:
+        flat = torch.full((64 * world_size,), 1.0 if label == "first" else 10.0)
+        works[label] = lanes.reduce_scatter([Partition(flat, aligned_bounds(flat.numel(), world_size, 4))], label), flat
+    outcomes = []
+    for label, (work, flat) in sorted(works.items()):
+        try:
+            work.wait()
+            outcomes.append(f"{label}: {flat.view(world_size, -1)[rank].unique().tolist()}")
+        except LaneError as error:
+            outcomes.append(type(error).__name__)
+    lanes.abandon(LaneError("the test is over"))
+    return outcomes
+
+
+def test_labels_tell_collectives_from_each_other(workers: WorkerPools) -> None:
+    assert workers(2).run(in_another_order, False) == [["first: [2.0]", "second: [20.0]"]] * 2
+    pool = workers(2)
+    outcomes = [outcome for rank in pool.run(in_another_order, True) for outcome in rank]
+    assert "LaneTimeout" in outcomes and set(outcomes) <= {"LaneTimeout", "LaneError"}, "the first closes connections"
+    pool.end()
+
+
 def test_the_harness_reports_a_failing_rank(workers: WorkerPools) -> None:
     pool = workers(2)
     with pytest.raises(WorkerFailed, match="on purpose"):

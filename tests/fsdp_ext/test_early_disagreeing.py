@@ -33,9 +33,9 @@ NUM_STEPS = 5
 class Chain(nn.Module):
     """Layers of a block, of which a rank may skip the last, fail behind one, or run all in a checkpoint's backward."""
 
-    def __init__(self, num_layers: int = 3, numel: int = 64) -> None:
+    def __init__(self, num_layers: int = 3) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(numel, numel) for _ in range(num_layers))
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(num_layers))
         self.skips = self.reentrant = False
         self.fails_behind: int | None = None
 
@@ -62,12 +62,10 @@ def chains(unused: bool = False) -> nn.Module:
 
 
 Step = Callable[[Any, int], None]
-"""What is done before a step to the model."""
+"""What is done to the model before a step."""
 
 
-def gap(
-    build: Callable[[], nn.Module], before: Step, config: ExtConfig = WAITING, numel: int = 64
-) -> tuple[float, int]:
+def gap(build: Callable[[], nn.Module], before: Step, config: ExtConfig = WAITING) -> tuple[float, int]:
     """The largest difference of gradients from stock FSDP2, and how many reduce-scatters began early.
 
     On two ranks: two numbers have one sum.
@@ -82,7 +80,7 @@ def gap(
         for step in range(NUM_STEPS):
             model.zero_grad()
             before(model, step)
-            model(batch_of(step, numel)).square().mean().backward()
+            model(batch_of(step)).square().mean().backward()
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     seen[-1].append(twins.local(parameter.grad).clone())
@@ -93,9 +91,9 @@ def gap(
     return max(float((a - b).abs().max()) for a, b in zip(*seen, strict=True) if a.numel()), num_early
 
 
-def batch_of(step: int, numel: int = 64) -> Tensor:
+def batch_of(step: int) -> Tensor:
     generator = torch.Generator().manual_seed(10 * step + dist.get_rank())
-    return torch.randn(5, numel, generator=generator).requires_grad_()
+    return torch.randn(5, 64, generator=generator).requires_grad_()
 
 
 # -- ranks that run other modules, or in another order -----------------------------------------------------------------
@@ -158,6 +156,20 @@ def test_parts_that_only_some_ranks_have_sent(workers: WorkerPools, how: str) ->
     assert difference == other == 0 and early
 
 
+def skipping_in_checkpoints(rank: int, world_size: int) -> tuple[float, int]:
+    """Gradients come in backwards inside of the backward, on rank 1 not all of them."""
+
+    def before(model: Any, step: int) -> None:
+        for chain in model:
+            chain.reentrant, chain.skips = True, step > 1 and rank == 1
+
+    return gap(lambda: chains(unused=True), before)
+
+
+def test_parts_of_checkpoints(workers: WorkerPools) -> None:
+    assert workers(2).run(skipping_in_checkpoints) == [(0, 0)] * 2
+
+
 # -- other parameters, other gradients ---------------------------------------------------------------------------------
 
 
@@ -210,8 +222,12 @@ def all_signs(layer: Any) -> None:
     layer.weight.grad.data.neg_()
 
 
-def a_bias(layer: Any) -> None:
-    layer.bias.grad.numpy()[:] *= 0.5
+def signs_of_a_bias(layer: Any) -> None:
+    layer.bias.grad.numpy()[:] *= -1
+
+
+def order_of_a_bias(layer: Any) -> None:
+    layer.bias.grad.data = layer.bias.grad.flip(0)
 
 
 def dropped(layer: Any) -> None:
@@ -238,7 +254,9 @@ def changed_by_a_hook(rank: int, world_size: int, change: Callable[[Any], None],
     return gap(build, before)
 
 
-@pytest.mark.parametrize("change", [a_row_by_data, a_row_of_another, all_signs, a_bias, dropped])
+@pytest.mark.parametrize(
+    "change", [a_row_by_data, a_row_of_another, all_signs, signs_of_a_bias, order_of_a_bias, dropped]
+)
 @pytest.mark.parametrize("everywhere", [False, True])
 def test_hooks_that_change_gradients(workers: WorkerPools, change: Callable[[Any], None], everywhere: bool) -> None:
     for difference, early in workers(2).run(changed_by_a_hook, change, everywhere):
@@ -283,10 +301,13 @@ def test_a_backward_that_fails_at_different_places_of_one_module(workers: Worker
 def interrupted(rank: int, world_size: int) -> tuple[float, int]:
     """While the parts of a block are waited for that runs in a backward inside of the backward."""
 
+    num_interrupted = 0
+
     def before(model: Any, step: int) -> None:
+        nonlocal num_interrupted
         for chain in model:
             chain.reentrant = True
-        if step == 3:
+        if step == 3 and hasattr(model, "_fsdp_ext_extension"):
             wait: Any = Joined.wait
 
             def stop(work: Joined) -> None:
@@ -298,18 +319,19 @@ def interrupted(rank: int, world_size: int) -> tuple[float, int]:
             try:
                 model(batch_of(step + 100)).square().mean().backward()
             except KeyboardInterrupt:
-                pass
+                num_interrupted += 1
             finally:
                 Joined.wait = wait  # type: ignore[method-assign]
             model.reset_iter_state()
             model.zero_grad()
 
-    return gap(chains, before)
+    difference, _ = gap(chains, before)
+    return difference, num_interrupted
 
 
 @needs_reset
 def test_an_interrupt_while_parts_are_waited_for(workers: WorkerPools) -> None:
-    assert [difference for difference, _ in workers(2).run(interrupted)] == [0, 0]
+    assert workers(2).run(interrupted) == [(0, 1)] * 2
 
 
 def forgotten(rank: int, world_size: int) -> tuple[int, bool]:
