@@ -38,7 +38,7 @@ class ExtConfig:
             their results earlier; see :func:`~fsdp_ext.extend`. False waits for each.
         early: where the backward waits for a module's reduce-scatter (FSDP2's own replicas, offloading, or
             ``defer=False``), begin it in parts, as gradients come: exact ones, on CPUs, of modules without other FSDP
-            modules inside. Costs a copy of the gradients of the module that runs.
+            modules inside. Costs two copies of the gradients of the module that runs.
         pending_mb: gradients in MiB whose reduce-scatters may be under way at a time, before the backward waits for the
             oldest. They are kept whole until then, as DDP keeps its buckets. None: no limit.
         prefetch: modules whose parameters are gathered ahead of the one that runs, on CPUs, each as soon as one before

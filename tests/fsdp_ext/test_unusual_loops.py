@@ -39,6 +39,9 @@ from tests.workers import WorkerPools
 needs_reset = pytest.mark.skipif(
     not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot go on after an exception"
 )
+needs_unused = pytest.mark.skipif(
+    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch reduces no zeros for unused ones"
+)
 
 
 # -- other modes ------------------------------------------------------------------------------------------------------
