@@ -128,6 +128,7 @@ class Extension:
         self.pool = Pool()
         """Memory on CPUs for whole parameters and gradients."""
         self.turns = Turns()
+        """In which order gradients come of modules whose reduce-scatters begin early."""
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._residuals: list[Residuals] = []
         self._replaced: list[tuple[FSDPModule, tuple[Any, Any]]] = []

@@ -87,7 +87,7 @@ class RingReduceScatter(ReduceScatter):
         transport = self._extension.transport_of(group)
         early = self._early_on(transport)
         if early is not None:
-            with self._measure():
+            with self._measure(f"reduce-scatter of {self._name}"):
                 if early.reduce(input_tensor, output_tensor, rank, op):
                     counts.early += early.has_begun_early
                     return None
@@ -108,7 +108,7 @@ class RingReduceScatter(ReduceScatter):
             pending.defer(delivery._replace(earlier=_take_away(columns or ()), parameters=parameters))
         else:
             self._tell(reason)
-            with self._measure():
+            with self._measure(work.label):
                 delivery.complete()
         return None
 
@@ -136,8 +136,8 @@ class RingReduceScatter(ReduceScatter):
                 )
         return self._early
 
-    def _measure(self) -> contextlib.AbstractContextManager[None]:
-        return self._extension.scatter_stall.measure(self._extension.recorder, self._name)
+    def _measure(self, label: str) -> contextlib.AbstractContextManager[None]:
+        return self._extension.scatter_stall.measure(self._extension.recorder, label)
 
     def _submit(self, transport: Transport, partition: Partition, rank: int, op: Any, divisor: int) -> Work:
         config = self._extension.config

@@ -103,6 +103,6 @@ def test_two_ranks(workers: WorkerPools, tmp_path: Path, phase: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize(("world_size", "victim"), [(3, 0), (3, 2)])
-def test_three_ranks(workers: WorkerPools, tmp_path: Path, world_size: int, victim: int, phase: str) -> None:
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 0), (3, 1), (3, 2)])
+def test_every_rank(workers: WorkerPools, tmp_path: Path, world_size: int, victim: int, phase: str) -> None:
     resuming.kill_and_resume(workers, train, tmp_path, world_size, victim, phase)

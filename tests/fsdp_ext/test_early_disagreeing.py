@@ -23,6 +23,7 @@ from ddp_hooks.comm.work import Joined
 from fsdp_ext import ExtConfig, extend, restore
 from tests.fsdp_ext import twins
 from tests.fsdp_ext.test_early import WAITING
+from tests.fsdp_ext.test_life import train_until_somebody_dies
 from tests.fsdp_ext.test_unusual_loops import Failing, needs_reset, needs_unused
 from tests.fsdp_ext.twins import Stopped
 from tests.workers import WorkerPools
@@ -301,6 +302,19 @@ def test_a_backward_that_fails_at_different_places_of_one_module(workers: Worker
     """Rank 0 has sent two parts, rank 1 one: what is under way belongs to no gradients of rank 1."""
     for message in workers(2).run(failing, (0, 1), 3.0):
         assert isinstance(message, str) and "early=False" in message and "part" in message, message
+
+
+@pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1)])
+def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int) -> None:
+    """It dies before the backward of a block of which the others send parts."""
+    pool = workers(world_size)
+    given = victim, "before a block's backward", dataclasses.replace(WAITING, slice_mb=0.001)
+    outcomes = pool.outcomes(train_until_somebody_dies, *given, timeout_s=40)
+    pool.end()
+    for rank, outcome in enumerate(outcomes):
+        if rank != victim:
+            assert outcome[0] == "ok" and f"rank {victim} died" in outcome[1], outcome
+            assert "blocks.1, part 0" in outcome[1], outcome
 
 
 def interrupted(rank: int, world_size: int) -> tuple[float, int]:

@@ -439,8 +439,14 @@ def test_needs_a_process_group() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def train_until_somebody_dies(rank: int, world_size: int, victim: int, phase: str) -> str:
-    model, optimizer, _ = trained(rank, world_size, 2)
+def _die(gradient: torch.Tensor) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def train_until_somebody_dies(
+    rank: int, world_size: int, victim: int, phase: str, config: ExtConfig = CONFIG
+) -> str:
+    model, optimizer, _ = trained(rank, world_size, 2, config)
     try:
         for step in range(1000):
             dying = rank == victim and step == 4
@@ -448,9 +454,12 @@ def train_until_somebody_dies(rank: int, world_size: int, victim: int, phase: st
             if dying and phase == "in forward":
                 block: Any = model.get_submodule("blocks.2")
                 block.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+            if dying and phase == "before a block's backward":
+                block = model.get_submodule("blocks.1")
+                block.register_forward_hook(lambda *given: given[-1].register_hook(_die) and None)
             loss = model(1000 * step + rank)
             if dying and phase == "in backward":
-                loss.register_hook(lambda _: os.kill(os.getpid(), signal.SIGKILL))
+                loss.register_hook(_die)
             loss.backward()
             if dying and phase == "before step":
                 os.kill(os.getpid(), signal.SIGKILL)
