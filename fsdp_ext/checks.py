@@ -6,13 +6,10 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import see
 from fsdp_ext import compat
 from fsdp_ext.config import ExtConfig
 
@@ -115,53 +112,6 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
                 f"do not extend this model"
             )
     return None
-
-
-def problem_of_replicas(model: nn.Module, replicas: object) -> str | None:
-    """Why gradients cannot be averaged over ``replicas``, or None; of a model that can be extended."""
-    if replicas is None:
-        return None
-    if not isinstance(replicas, dist.ProcessGroup):
-        return _no_replicas(replicas)
-    ranks = dist.get_process_group_ranks(replicas)
-    for name, module in fsdp_modules(model):
-        assert isinstance(module, nn.Module)
-        if not is_on_cpu(module):
-            return (
-                f"{name or ROOT} is on an accelerator, where FSDP2's own all-reduce over replicas does not block: give "
-                f'fully_shard a mesh of both dimensions, ("replicate", "shard"), and leave replicas out'
-            )
-        meshes = {each.device_mesh for each in module.parameters() if isinstance(each, DTensor)}
-        for mesh in meshes:
-            shards = mesh.mesh.flatten().tolist()
-            if mesh.ndim != 1 or len(shards) == 1 or set(shards) & set(ranks) != {dist.get_rank()}:
-                return (
-                    f"replicas are ranks {ranks}, and {name or ROOT} is sharded over ranks {shards} in {mesh.ndim} "
-                    f'dimension(s): give fully_shard mesh["shard"] of a mesh ("replicate", "shard") with two shards or '
-                    f'more, and extend its mesh["replicate"]'
-                )
-    return None
-
-
-def _no_replicas(given: object) -> str:
-    dimensions = f" of {given.ndim} dimensions" if isinstance(given, DeviceMesh) else ""
-    return (
-        f"replicas must be a mesh of one dimension or a group of ranks, got {type(given).__name__}{dimensions}: give "
-        f'mesh["replicate"] of a mesh ("replicate", "shard")'
-    )
-
-
-def num_replicas(replicas: object) -> int:
-    """How many ranks these are; 1 for None.
-
-    Raises:
-        ValueError: they are nothing that :func:`~fsdp_ext.extend` takes.
-    """
-    if replicas is None:
-        return 1
-    if isinstance(replicas, dist.ProcessGroup) or (isinstance(replicas, DeviceMesh) and replicas.ndim == 1):
-        return replicas.size()
-    raise ValueError(f"{_no_replicas(replicas)}{see('set-up-is-refused')}")
 
 
 def fingerprint(model: nn.Module, config: ExtConfig) -> dict[str, object]:

@@ -24,7 +24,9 @@ class GroupFacts:
     Args:
         parameters: sharded, in the order in which FSDP2 flattens them.
         original_dtype: of the sharded parameters; None if they differ.
-        all_reduces: whether a reduce-scatter is followed by an all-reduce over replicas (HSDP).
+        replicated: whether other ranks have the same shards (HSDP).
+        sums_replicas_at_once: whether, with replicas, an all-reduce of just this result follows a reduce-scatter; else
+            several are added first (set_requires_all_reduce).
         hooked: whether a hook of :meth:`FSDPModule.set_all_reduce_hook` is given the result.
         offloads: whether gradients are copied to the CPU.
         forces_sums: whether means are formed by division afterwards (set_force_sum_reduction_for_comms).
@@ -33,7 +35,8 @@ class GroupFacts:
 
     parameters: tuple[Tensor, ...]
     original_dtype: torch.dtype | None
-    all_reduces: bool
+    replicated: bool
+    sums_replicas_at_once: bool
     hooked: bool
     offloads: bool
     forces_sums: bool
@@ -72,7 +75,8 @@ def facts_of(module: FSDPModule) -> GroupFacts | None:
         return GroupFacts(
             parameters=tuple(param.sharded_param for param in group.fsdp_params),
             original_dtype=group._orig_dtype,
-            all_reduces=hasattr(group.mesh_info, "replicate_process_group"),
+            replicated=hasattr(group.mesh_info, "replicate_process_group"),
+            sums_replicas_at_once=group.all_reduce_grads and group._partial_reduce_output is None,
             hooked=group._all_reduce_hook is not None,
             offloads=any(param.offload_to_cpu for param in group.fsdp_params),
             forces_sums=group.force_sum_reduction_for_comms,
@@ -188,13 +192,13 @@ class Column:
     stop: int
 
 
-def columns_in(module: FSDPModule, world_size: int, numel: int) -> tuple[Column, ...] | None:
-    """Of a module's trained parameters; None if so many elements are not the gradients of all of them."""
-    columns = columns_of(module, world_size)
-    return columns if columns and columns[-1].stop * world_size == numel else None
+def columns_in(module: FSDPModule, numel: int) -> tuple[Column, ...] | None:
+    """Of a module's trained parameters; None if so many elements are not a rank's part of all of their gradients."""
+    columns = columns_of(module)
+    return columns if columns and columns[-1].stop == numel else None
 
 
-def columns_of(module: FSDPModule, world_size: int) -> tuple[Column, ...] | None:
+def columns_of(module: FSDPModule) -> tuple[Column, ...] | None:
     """Of a module's trained parameters, if all of them have gradients (foreach_reduce_scatter_copy_in)."""
     groups = _param_groups(module)
     if groups is None or len(groups) != 1:

@@ -36,9 +36,9 @@ class ExtConfig:
             float32 copy of the whole gradients on every rank.
         defer: on CPUs let reduce-scatters end with the backward instead of one after the other, where nothing reads
             their results earlier; see :func:`~fsdp_ext.extend`. False waits for each.
-        early: where the backward waits for a module's reduce-scatter (FSDP2's own replicas, offloading, or
-            ``defer=False``), begin it in parts, as gradients come: exact ones, on CPUs, of modules without other FSDP
-            modules inside. Costs two copies of the gradients of the module that runs.
+        early: where the backward waits for a module's reduce-scatter (offloading, or ``defer=False``), begin it in
+            parts, as gradients come: exact ones, on CPUs, of modules without other FSDP modules inside. Costs two
+            copies of the gradients of the module that runs.
         pending_mb: gradients in MiB whose reduce-scatters may be under way at a time, before the backward waits for the
             oldest. They are kept whole until then, as DDP keeps its buckets. None: no limit.
         prefetch: modules whose parameters are gathered ahead of the one that runs, on CPUs, each as soon as one before

@@ -186,7 +186,7 @@ class EarlyReduceScatter:
         """Let the next one begin early, if it can, from what FSDP2 reduces now, as a whole."""
         if self._has_given_up or self._plan is not None or op != dist.ReduceOp.AVG:
             return
-        columns = compat.columns_in(self._module, world_size, packed.numel())
+        columns = compat.columns_in(self._module, packed.numel() // world_size)
         parameters = compat.whole_parameters_of(self._module)
         if columns is None or parameters is None:
             return

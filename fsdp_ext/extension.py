@@ -35,9 +35,7 @@ logger = logging.getLogger("fsdp_ext")
 _ATTRIBUTE = "_fsdp_ext_extension"
 
 
-def extend(
-    model: nn.Module, config: ExtConfig | None = None, replicas: DeviceMesh | dist.ProcessGroup | None = None
-) -> Extension:
+def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     """Let FSDP2 communicate through lanes: after ``fully_shard``, before or after the optimizer is made.
 
     On CPUs parameters are gathered and gradients reduced by rings over point-to-point messages, beside the
@@ -45,22 +43,19 @@ def extend(
     computed stays the same, up to the order in which a ring adds. On accelerators FSDP2's own collectives are as good,
     and stay.
 
-    A reduce-scatter ends with the backward, where nothing reads its result earlier: without FSDP2's own replicas
-    (HSDP), ``set_all_reduce_hook``, ``set_force_sum_reduction_for_comms``, sums in float16, offloading or
-    ``register_post_accumulate_grad_hook``, and where gradients were None before or all parameters of the module get
-    one. Elsewhere the backward waits for each; with replicas of FSDP2's own, offloading, or ``defer=False`` only for
-    what is left of it when the module's last gradient has come (``ExtConfig.early``). A gradient that another hook
-    reads before its reduce-scatter has ended is NaN.
+    A reduce-scatter, and with replicas (HSDP) the all-reduce that follows it, ends with the backward, where nothing
+    reads its result earlier: without ``set_all_reduce_hook``, ``set_force_sum_reduction_for_comms``,
+    ``set_requires_all_reduce(False)``, sums in float16, offloading or ``register_post_accumulate_grad_hook``, and where
+    gradients were None before or all parameters of the module get one. Elsewhere the backward waits for each; with
+    offloading or ``defer=False`` only for what is left of it when the module's last gradient has come
+    (``ExtConfig.early``). A gradient that another hook reads before its reduce-scatter has ended is NaN. Over replicas
+    gradients are averaged in the type that they are summed in, and exactly, whatever ``reduce_scatter`` says.
 
     Args:
         model: a module with FSDP2's inside of it. Its FSDP modules get communication objects of ours
             (``set_custom_all_gather``, ``set_custom_reduce_scatter``) and lists of modules to prefetch; parameters,
             gradients and checkpoints are as before.
         config: the settings.
-        replicas: HSDP that does not wait, on CPUs: the ranks that have the same shards as this one, a mesh of one
-            dimension or a group, where ``fully_shard`` was given the mesh of the shards alone. Gradients are averaged
-            over them after their reduce-scatter, in the type that it sums in, and exactly, whatever
-            ``reduce_scatter`` says. As with FSDP2's own replicas, these must start from the same parameters.
 
     Returns:
         What counts bytes and waits; the same again if the model is extended with these settings already. With others
@@ -73,29 +68,22 @@ def extend(
     Collective: all ranks of the model's meshes do it. :func:`restore` undoes it.
     """
     config = config if config is not None else ExtConfig()
-    if isinstance(replicas, DeviceMesh) and replicas.ndim == 1:
-        replicas = replicas.get_group()
     earlier = _extension_of(model)
-    same = earlier is not None and (earlier.config, earlier.replicas) == (config, replicas)
-    state = "no" if earlier is None else "with these settings" if same else "with others"
-    _agree(model, config, replicas, state)
-    assert not isinstance(replicas, DeviceMesh)
+    same = earlier is not None and earlier.config == config
+    _agree(model, config, "no" if earlier is None else "with these settings" if same else "with others")
     if earlier is None:
-        return Extension(model, config, replicas)
+        return Extension(model, config)
     if same:
         return earlier
     left_over = earlier.state_dict()
     earlier.close()
-    extension = Extension(model, config, replicas)
+    extension = Extension(model, config)
     extension.carry_over(left_over)
     return extension
 
 
 def restore(model: nn.Module) -> None:
-    """Undo :func:`extend`, between steps; nothing if the model is not extended. Collective.
-
-    Nothing averages over ``replicas`` any more then.
-    """
+    """Undo :func:`extend`, between steps; nothing if the model is not extended. Collective."""
     extension = _extension_of(model)
     if extension is not None:
         extension.close()
@@ -114,10 +102,9 @@ class Counts:
 class Extension:
     """What serves one model: made by :func:`extend`."""
 
-    def __init__(self, model: nn.Module, config: ExtConfig, replicas: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, model: nn.Module, config: ExtConfig) -> None:
         self._model = model
         self.config = config
-        self.replicas = replicas
         self.counts = Counts()
         self.recorder = Recorder(config.trace)
         self.backward_waits: dict[str, float] = defaultdict(float)
@@ -129,6 +116,8 @@ class Extension:
         """Memory on CPUs for whole parameters and gradients."""
         self.turns = Turns()
         """In which order gradients come of modules whose reduce-scatters begin early."""
+        self.averages_replicas = False
+        """Whether FSDP2 was seen to leave its all-reduce to us; the same on all ranks."""
         self._transports: dict[tuple[int, ...], Transport] = {}
         self._residuals: list[Residuals] = []
         self._replaced: list[tuple[FSDPModule, tuple[Any, Any]]] = []
@@ -253,7 +242,7 @@ class Extension:
         if before is None:
             return  # it has no parameters of its own
         config = self.config
-        replicas = self.replicas or compat.replicas_of(module)
+        replicas = compat.replicas_of(module)
         residuals = Residuals(module, self.names, replicas) if config.keeps_residuals_of(name) else None
         if checks.is_on_cpu(module):
             module.set_custom_all_gather(RingAllGather(self, module, name))
@@ -290,30 +279,20 @@ def _extension_of(model: object) -> Extension | None:
     return found if isinstance(found, Extension) else None
 
 
-def _agree(
-    model: nn.Module, config: ExtConfig, replicas: DeviceMesh | dist.ProcessGroup | None, extended: str
-) -> None:
+def _agree(model: nn.Module, config: ExtConfig, extended: str) -> None:
     """All ranks with these parameters compare what they are about to do, or raise the same error.
 
     ``extended``: whether the model, as a whole, is already: "no", "with these settings", or "with others".
     """
-    problem = checks.find_problem(model, config, extended != "no") or checks.problem_of_replicas(model, replicas)
+    problem = checks.find_problem(model, config, extended != "no")
     if not dist.is_initialized():
         raise ValueError(problem or "torch.distributed is not initialised" + see("set-up-is-refused"))
     entries = checks.fingerprint(model, config) if problem is None else {}
     entries["extended already"] = extended
-    entries["replicas"] = replicas.size() if isinstance(replicas, dist.ProcessGroup) else None
     failure = None
-    meshes = _meshes_of(model)
-    groups = list(_groups_of(meshes))
-    if isinstance(replicas, dist.ProcessGroup):
-        groups += [replicas, *groups]  # what replicas find out, all shards are to hear of
-    for group in groups:
-        place = {}
-        if group is replicas and not problem:
-            place = {"place among the shards": meshes[0].get_local_rank()}
+    for group in _groups_of(_meshes_of(model)):
         try:
-            agree(entries | place, problem, group, "the set-up of fsdp_ext.extend")
+            agree(entries, problem, group, "the set-up of fsdp_ext.extend")
         except ValueError as error:  # ranks of the mesh's other dimensions are to hear of it, too
             if group is dist.group.WORLD:
                 raise  # everybody has

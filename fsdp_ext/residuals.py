@@ -56,7 +56,7 @@ class Residuals:
         for the next step that has all of them.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        columns = compat.columns_in(self._module, world_size, gradients.numel())
+        columns = compat.columns_in(self._module, gradients.numel() // world_size)
         if columns is None:
             self._tell_of_incomplete_gradients()
             return None
@@ -99,9 +99,8 @@ class Residuals:
 
     def state_dict(self) -> dict[str, DTensor]:
         """Of every trained parameter, by name, after :meth:`settle`."""
-        world_size = 1 if self._group is None else dist.get_world_size(self._group)
         state = {}
-        for column in compat.columns_of(self._module, world_size) or ():
+        for column in compat.columns_of(self._module) or ():
             name, parameter = self._name(column), column.parameter
             assert isinstance(parameter, DTensor)
             state[name] = DTensor.from_local(
@@ -130,10 +129,9 @@ class Residuals:
         factor = None if facts is None else facts.factor
         if op != dist.ReduceOp.AVG and op != dist.ReduceOp.SUM:  # PREMUL_SUM: it divides before
             return 1 / num_replicas
-        knows_replicas = facts is not None and facts.all_reduces
         total = factor or world_size * num_replicas
         if op == dist.ReduceOp.SUM and dtype not in (torch.float32, torch.bfloat16):
-            total /= _predivision(factor or (total if knows_replicas else world_size))
+            total /= _predivision(total)
         return total / num_replicas
 
     def _shard(self, name: str, like: Tensor) -> Tensor:

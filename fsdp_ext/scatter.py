@@ -22,6 +22,7 @@ from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_reduce_scatter, sliced
 from fsdp_ext.early import EarlyReduceScatter
 from fsdp_ext.pending import Delivery, Earlier
+from fsdp_ext.replicas import memory_of, output_of
 from fsdp_ext.residuals import Residuals
 from fsdp_ext.sparse import sparse_reduce_scatter
 from fsdp_ext.transport import Transport, equal_bounds
@@ -50,6 +51,7 @@ class RingReduceScatter(ReduceScatter):
         self._runs_first_time = True
         self._early: EarlyReduceScatter | None = None
         self._input_numel = 0  # of the input that an output is to be allocated for
+        self._opened: Delivery | None = None  # what FSDP2 is about to all-reduce
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the whole gradients, then for this rank's part of their mean.
@@ -60,13 +62,15 @@ class RingReduceScatter(ReduceScatter):
         (numel,) = map(int, size)
         is_output = 0 < numel < self._input_numel and self._input_numel % numel == 0
         self._input_numel = 0 if is_output else numel
-        if is_output and dtype == torch.bfloat16 and self._extension.config.defer:
-            facts = compat.facts_of(self._module)
-            if facts is not None and not (facts.all_reduces or facts.hooked or facts.forces_sums):
-                dtype = facts.original_dtype or dtype
         if not is_output:
             return self._extension.pool.empty(numel, dtype)
-        return torch.empty(numel, dtype=dtype, device=device)
+        facts = compat.facts_of(self._module)
+        if facts is not None and dtype == torch.bfloat16 and self._extension.config.defer:
+            is_last = not facts.replicated or self._all_reduces_for(facts)
+            if is_last and not facts.hooked and not facts.forces_sums:
+                dtype = facts.original_dtype or dtype
+        memory = torch.empty(numel, dtype=dtype, device=device)
+        return output_of(memory, self) if facts is not None and facts.replicated else memory
 
     def __call__(
         self,
@@ -81,36 +85,71 @@ class RingReduceScatter(ReduceScatter):
         The input may be overwritten.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
-        counts, pending = self._extension.counts, self._extension.pending
-        counts.reduce_scatters += 1
-        pending.make_way(self)
-        transport = self._extension.transport_of(group)
+        self._extension.counts.reduce_scatters += 1
+        self._extension.pending.make_way(self)
+        transport, output = self._extension.transport_of(group), memory_of(output_tensor)
         early = self._early_on(transport)
         if early is not None:
             with self._measure(f"reduce-scatter of {self._name}"):
-                if early.reduce(input_tensor, output_tensor, rank, op):
-                    counts.early += early.has_begun_early
+                if early.reduce(input_tensor, output, rank, op):
+                    self._extension.counts.early += early.has_begun_early
                     return None
             early.prepare(input_tensor, world_size, op)
         divisor = divisor_of(op, input_tensor, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
         work = self._submit(transport, partition, rank, op, divisor)
-        if self._extension.replicas is not None:
-            work = self._average(partition.ranges[rank], self._extension.replicas, work)
-        delivery = Delivery(work, partition.ranges[rank], output_tensor, partition.nbytes, self)
+        delivery = Delivery(work, partition.ranges[rank], output, partition.nbytes, self)
         facts = compat.facts_of(self._module)
+        if facts is not None and self._all_reduces_for(facts):
+            self._opened = delivery
+        else:
+            self._end(delivery, op, facts)
+        return None
+
+    def all_reduce(self, output: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Of what was reduced over the shards, ``output``, (numel,): over replicas, in the place of FSDP2 (HSDP).
+
+        Both halves of a ring, on a lane that waits for the reduce-scatter.
+        """
+        self._extension.averages_replicas = True
+        opened, self._opened = self._opened, None
+        own, world_size = output if opened is None else opened.source, dist.get_world_size(group)
+        partition = Partition(own, aligned_bounds(own.numel(), world_size, own.element_size()))
+        lane = self._extension.transport_of(group).scatters.next_lane()
+        if opened is not None:
+            lane.run(without_messages(lambda: None), self._name, after=(opened.work,))
+        lane.reduce_scatter([partition], self._name, divisor_of(op, own, world_size))
+        work = lane.all_gather([partition], self._name)
+        if opened is not None:
+            self._end(opened._replace(work=work), op, compat.facts_of(self._module))
+            return
+        with self._measure(work.label):
+            work.wait()
+
+    def finish(self) -> None:
+        """Fill what FSDP2 was expected to all-reduce, and uses otherwise."""
+        if self._opened is not None:
+            opened, self._opened = self._opened, None
+            opened.complete()
+
+    def _all_reduces_for(self, facts: compat.GroupFacts) -> bool:
+        """Whether FSDP2's next call is :meth:`all_reduce`; only once it was seen to be."""
+        return facts.replicated and facts.sums_replicas_at_once and self._extension.averages_replicas
+
+    def _end(self, delivery: Delivery, op: Any, facts: compat.GroupFacts | None) -> None:
+        """Deliver with the backward's end, if that is right, or now."""
         added_to = facts is not None and any(parameter.grad is not None for parameter in facts.parameters)
-        columns = compat.columns_in(self._module, world_size, input_tensor.numel()) if added_to else ()
-        reason = self.reason_to_wait(facts, output_tensor.dtype, op, is_complete=columns is not None)
+        columns = compat.columns_in(self._module, delivery.output.numel()) if added_to else ()
+        reason = self.reason_to_wait(facts, delivery.output.dtype, op, is_complete=columns is not None)
         if reason is None:
-            counts.deferred += 1
+            self._extension.counts.deferred += 1
             parameters = () if facts is None else facts.parameters
-            pending.defer(delivery._replace(earlier=_take_away(columns or ()), parameters=parameters))
+            earlier = _take_away(columns or ())
+            self._extension.pending.defer(delivery._replace(earlier=earlier, parameters=parameters))
         else:
             self._tell(reason)
-            with self._measure(work.label):
+            with self._measure(delivery.work.label):
                 delivery.complete()
-        return None
 
     def remove(self) -> None:
         """Leave the module's parameters as they were before."""
@@ -122,9 +161,9 @@ class RingReduceScatter(ReduceScatter):
         if self._runs_first_time:  # only now FSDP2 knows what it does
             self._runs_first_time = False
             extension, facts = self._extension, compat.facts_of(self._module)
-            waits = facts is not None and (facts.all_reduces or facts.offloads or not extension.config.defer)
+            waits = facts is not None and (facts.offloads or not extension.config.defer)
             exact = self._density == 1 and extension.config.scatter_codec == "exact"
-            alone = extension.replicas is None and not compat.holds_other_modules(self._module)
+            alone = not compat.holds_other_modules(self._module)
             if extension.config.early and waits and exact and alone and transport.world_size > 1:
                 self._early = EarlyReduceScatter(
                     self._module,
@@ -173,23 +212,6 @@ class RingReduceScatter(ReduceScatter):
         self._last = transport.scatters.run(algorithm, self._name, () if self._last is None else (self._last,))
         return self._last
 
-    def _average(self, own: Tensor, replicas: dist.ProcessGroup, reduced: Work) -> Work:
-        """HSDP's all-reduce of this rank's part, when it is ``reduced``: both halves of a ring, on another lane."""
-        world_size = dist.get_world_size(replicas)
-        facts = compat.facts_of(self._module)
-        divisor = 1 if facts is not None and facts.factor is not None else world_size
-        first = own.dtype == torch.float16  # FSDP2 has left room for sums over the shards only
-        partition = Partition(own, aligned_bounds(own.numel(), world_size, own.element_size()))
-        lane = self._extension.transport_of(replicas).scatters.next_lane()
-
-        def prepare() -> None:
-            if first:
-                own.div_(divisor)
-
-        lane.run(without_messages(prepare), self._name, after=(reduced,))
-        lane.reduce_scatter([partition], self._name, 1 if first else divisor)
-        return lane.all_gather([partition], self._name)
-
     def reason_to_wait(
         self,
         facts: compat.GroupFacts | None,
@@ -199,8 +221,8 @@ class RingReduceScatter(ReduceScatter):
     ) -> str | None:
         """Why the result must be ready when the call returns, or None: it is read after the backward only.
 
-        FSDP2 divides it, reduces it over replicas, converts it, copies it, or gives it to a hook, all inside of the
-        backward (foreach_reduce). It also adds it to a gradient that is there already, unless we do so later; for that
+        FSDP2 divides it, adds it to others, converts it, copies it, or gives it to a hook, all inside of the backward
+        (foreach_reduce). It also adds it to a gradient that is there already, unless we do so later; for that
         it must be known to which parameters it belongs: to all that are trained, if it ``is_complete``.
         """
         if not self._extension.config.defer:
@@ -209,8 +231,10 @@ class RingReduceScatter(ReduceScatter):
             return "it runs outside of a backward"
         if facts is None:
             return f"torch {torch.__version__} does not tell what follows it"
-        if facts.all_reduces:
-            return "an all-reduce over replicas follows (HSDP)"
+        if facts.replicated and not facts.sums_replicas_at_once:
+            return "FSDP2 adds up several results before it all-reduces them over replicas"
+        if facts.replicated and not self._extension.averages_replicas:
+            return "FSDP2 was not seen yet to leave its all-reduce over replicas to us"
         if facts.hooked:
             return "a hook of set_all_reduce_hook follows"
         if facts.offloads:

@@ -13,13 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import filelock
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm import see
-from fsdp_ext import checks
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.extension import Extension, extend
 
@@ -39,40 +35,28 @@ class Tuned:
         config: of the extension; None: stock FSDP2 was faster than anything.
         kept: names of modules to keep whole after forward.
         step_s: seconds per step with these settings.
-        stock_s: of stock FSDP2, measured in turns with them; None with replicas, which it does not average over.
+        stock_s: of stock FSDP2, measured in turns with them.
         num_trials: that were measured; 0: all of this was known from an earlier run.
-        num_replicas: that gradients are averaged over.
     """
 
     block_mb: float
     config: ExtConfig | None
     kept: tuple[str, ...]
     step_s: float
-    stock_s: float | None
+    stock_s: float
     num_trials: int
-    num_replicas: int = 1
 
-    def apply(
-        self, model: nn.Module, replicas: DeviceMesh | dist.ProcessGroup | None = None
-    ) -> Extension | None:
+    def apply(self, model: nn.Module) -> Extension | None:
         """Extend a model that was built with :attr:`block_mb`, unless stock FSDP2 was faster. Collective.
 
         Args:
             model: changed in place.
-            replicas: those that :func:`~fsdp_ext.tune` was given.
 
         Raises:
-            ValueError: these are other replicas, or too few modules are wrapped.
+            ValueError: too few modules are wrapped.
         """
-        num_replicas = checks.num_replicas(replicas)
-        if num_replicas != self.num_replicas:
-            raise ValueError(
-                f"this was found for gradients that are averaged over {self.num_replicas} replicas, and here are "
-                f"{num_replicas}: give apply(model, replicas=...) what tune(..., replicas=...) was given"
-                f"{see('set-up-is-refused')}"
-            )
         kept = wrapped(model, self.kept)
-        extension = extend(model, self.config, replicas) if self.config is not None else None
+        extension = extend(model, self.config) if self.config is not None else None
         keep(kept)
         return extension
 
@@ -161,9 +145,8 @@ def _unpacked(packed: Mapping[str, Any]) -> Tuned:
         ExtConfig(**config) if config is not None else None,
         tuple(packed["kept"]),
         float(packed["step_s"]),
-        None if packed["stock_s"] is None else float(packed["stock_s"]),
+        float(packed["stock_s"]),
         0,
-        int(packed.get("num_replicas", 1)),
     )
 
 

@@ -3,8 +3,7 @@
 1. The default is measured, which also measures the link. What an earlier run has found for the same ends the search.
 2. A Gaussian process proposes the next settings, as in :mod:`ddp_hooks.tuning`, until nothing promises more.
 3. With a budget, modules for which backwards wait are kept whole after forward, if that is faster.
-4. The best is measured in turns with stock FSDP2, and stays only if it is faster. (Not with replicas that the extension
-   averages over: stock FSDP2 does not, and is no choice.)
+4. The best is measured in turns with stock FSDP2, and stays only if it is faster.
 
 All ranks hear the first one's decisions, so they never part.
 """
@@ -24,7 +23,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.tuning.clock import StepClock
@@ -49,7 +47,6 @@ def tune(
     config: ExtConfig | None = None,
     tuner: TuneConfig | None = None,
     *,
-    replicas: DeviceMesh | dist.ProcessGroup | None = None,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Tuned:
     """Find a granularity of wrapping and settings of the extension for a model, before training.
@@ -67,13 +64,12 @@ def tune(
         step: one step of training of this model, forward and backward at least, on a batch as in training.
         config: settings of the extension that are not searched for.
         tuner: what is searched for, and how long.
-        replicas: as :func:`~fsdp_ext.extend` takes them, and then :meth:`Tuned.apply`.
         progress: wraps the numbers of the trials, as ``tqdm`` does.
 
     Raises:
         ValueError: on every rank, if the model cannot be extended.
     """
-    return _Search(build, step, config or ExtConfig(), tuner or TuneConfig(), replicas).run(progress)
+    return _Search(build, step, config or ExtConfig(), tuner or TuneConfig()).run(progress)
 
 
 class _Setting(NamedTuple):
@@ -91,10 +87,7 @@ class _Search:
         step: Callable[[nn.Module], object],
         config: ExtConfig,
         tuner: TuneConfig,
-        replicas: DeviceMesh | dist.ProcessGroup | None,
     ) -> None:
-        self._replicas = replicas
-        self._num_replicas = checks.num_replicas(replicas)
         self._build = build
         self._step = step
         self._config = config
@@ -144,7 +137,7 @@ class _Search:
     def _time(self, model: nn.Module, setting: _Setting) -> float:
         tuner = self._tuner
         keep(wrapped(model, setting.kept))
-        extension = extend(model, setting.config, self._replicas) if setting.config is not None else None
+        extension = extend(model, setting.config) if setting.config is not None else None
         clock = StepClock(_device_of(model))
         for _ in range(tuner.dropped_steps):
             self._step(model)
@@ -165,7 +158,7 @@ class _Search:
             self._key = self._key_of(model)
         self._keepable = []
         for name, module in checks.fsdp_modules(model):
-            columns = compat.columns_of(module, 1)
+            columns = compat.columns_of(module)
             if columns and not compat.keeps_parameters(module):
                 nbytes = sum((column.stop - column.start) * column.parameter.element_size() for column in columns)
                 wait_s = max(_everyones(extension.backward_waits.get(name, 0.0) - waited.get(name, 0.0)))
@@ -228,9 +221,6 @@ class _Search:
         return other if other_s < best_s else best
 
     def _against_stock(self, best: _Setting) -> Tuned:
-        if self._num_replicas > 1:
-            best_s = self._measure(best)
-            return Tuned(best.block_mb, best.config, best.kept, best_s, None, self._num_trials, self._num_replicas)
         stock = _Setting(self._tuner.default_block_mb, None)
         best_s, stock_s = self._in_turns(best, stock)
         if best_s < stock_s:
@@ -255,14 +245,15 @@ class _Search:
 
     def _key_of(self, model: nn.Module) -> str:
         shapes = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
+        meshes = sorted({tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, DTensor)})
         # What is found goes by modules that share a group, which is for ``build`` to decide.
         groups = [
-            (name, [column.stop for column in compat.columns_of(module, 1) or ()])
+            (name, [column.stop for column in compat.columns_of(module) or ()])
             for name, module in checks.fsdp_modules(model)
         ]
         searched = replace(self._tuner, profile=None)
         device = _device_of(model).type
-        ranks = (dist.get_world_size(), self._num_replicas)
+        ranks = (dist.get_world_size(), meshes)
         everything = (shapes, groups, ranks, device, torch.__version__, self._config, searched)
         return hashlib.sha256(repr(everything).encode()).hexdigest()[:24]
 

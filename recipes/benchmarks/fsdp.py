@@ -39,7 +39,7 @@ VARIANTS = (
     f"{RING},set_to_none=False",
     f"{STOCK},replicas=2",
     f"{RING},replicas=2",
-    f"{RING},replicas=2,by_extension=True",
+    f"{RING},replicas=2,defer=False",
     f"{RING},all_gather=bf16,reduce_scatter=bf16",
     f"{RING},all_gather=int8,reduce_scatter=int8",
     f"{RING},all_gather=int8,reduce_scatter=sparse",
@@ -61,8 +61,7 @@ a shaped link. All variants of a table alternate in one run.
 * `fsdp2-ext`: extended, with these settings of `ExtConfig`; see {{doc}}`../fsdp`. With `defer=False` the backward \
 waits for every reduce-scatter, of which parts have begun as gradients came.
 * `set_to_none=False`: gradients are there already, and are added to. `replicas=2`: two replicas of two shards (HSDP), \
-where every reduce-scatter has to be waited for, as an all-reduce by FSDP2 itself follows, but for \
-`by_extension=True`, where the extension averages over replicas.
+where an all-reduce follows every reduce-scatter.
 * `fsdp2-tuned`: with what `fsdp_ext.tune` has found in at most 8 trials of 4 steps, before.
 * `ddp-…`, `dear`: plain DDP, and DDP with DeAR."""
 

@@ -29,13 +29,10 @@ def build_fsdp2(spec: VariantSpec, workload: Workload, slow: float, make_optimiz
     """
     if spec.kind == "fsdp2-tuned":
         return _tuned(spec, workload, slow, make_optimizer)
-    mesh = _mesh(spec.sharding)
-    by_extension = spec.sharding.by_extension
-    model = _sharded(workload, slow, spec.sharding, mesh["shard"] if by_extension else mesh)
+    model = _sharded(workload, slow, spec.sharding, _mesh(spec.sharding))
     optimizer = _optimizer(model, make_optimizer, spec.sharding)
     if spec.kind == "fsdp2-ext":
-        replicas = mesh["replicate"] if by_extension else None
-        return _extended(model, optimizer, extend(model, ExtConfig(**spec.settings), replicas))
+        return _extended(model, optimizer, extend(model, ExtConfig(**spec.settings)))
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]  # the root first
 
     def launch_gathers() -> None:

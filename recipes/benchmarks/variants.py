@@ -63,14 +63,12 @@ class Sharding:
         set_to_none: whether `zero_grad()` drops gradients; False leaves zeros to be added to, as the second of two
             backwards would.
         replicas: ranks that have the same shards (HSDP).
-        by_extension: whether the extension averages over replicas, and not FSDP2 itself.
     """
 
     block_mb: float = FSDP_BLOCK_MB
     first_mb: float = 1.0
     set_to_none: bool = True
     replicas: int = 1
-    by_extension: bool = False
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp._fully_shard import _fsdp_common
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
@@ -212,9 +212,8 @@ def test_checkpoints_with_other_numbers_of_ranks(
 
 def save_replicas(rank: int, world_size: int, folder: str) -> list[float]:
     torch.manual_seed(7)
-    mesh: Any = mesh_of(world_size, 2)
-    model = shard(WholeNumbers(world_size), mesh["shard"])
-    extend(model, CONFIG, mesh["replicate"])
+    model = shard(WholeNumbers(world_size), mesh_of(world_size, 2))
+    extend(model, CONFIG)
     optimizer = momentum_sgd(model)
     train(model, optimizer, rank, range(3))
     weights, state = get_state_dict(model, optimizer)
@@ -334,67 +333,6 @@ def test_refusals(workers: WorkerPools, case: str, expected: str) -> None:
     assert messages[0].startswith("ValueError: ") and "docs/troubleshooting.md#" in messages[0]
 
 
-def refuse_replicas(rank: int, world_size: int, case: str) -> str:
-    model: Any = WholeNumbers(world_size)
-    mesh: Any = mesh_of(world_size, 2)
-    replicas: Any = mesh["replicate"]
-    if case == "by FSDP2, too":
-        shard(model, mesh)
-    elif case == "all ranks":
-        shard(model)
-    elif case == "the other dimension":
-        shard(model, mesh["shard"])
-        replicas = mesh["shard"]
-    elif case == "a number":
-        shard(model, mesh["shard"])
-        replicas = 2
-    elif case == "two dimensions":
-        shard(model, mesh["shard"])
-        replicas = mesh
-    elif case == "other shards":
-        shard(model, mesh["shard"])
-        pairs = [dist.new_group(ranks) for ranks in ([0, 3], [1, 2])]
-        replicas = pairs[rank in (1, 2)]
-    elif case == "one shard":
-        mesh = init_device_mesh("cpu", (world_size, 1), mesh_dim_names=("replicate", "shard"))
-        shard(model, mesh["shard"])
-        replicas = mesh["replicate"]
-    before = communication(model)
-    message = message_of(lambda: extend(model, CONFIG, replicas))
-    assert communication(model) == before, "nothing is changed"
-    return message
-
-
-@pytest.mark.parametrize(
-    ("case", "expected"),
-    [
-        ("by FSDP2, too", "is sharded over ranks [0, 1, 2, 3] in 2 dimension(s): give fully_shard mesh["),
-        ("all ranks", "is sharded over ranks [0, 1, 2, 3] in 1 dimension(s): give fully_shard mesh["),
-        ("the other dimension", "replicas are ranks [0, 1], and the root module is sharded over ranks [0, 1]"),
-        ("a number", "replicas must be a mesh of one dimension or a group of ranks, got int"),
-        ("two dimensions", 'got DeviceMesh of 2 dimensions: give mesh["replicate"] of a mesh'),
-        ("other shards", "place among the shards is "),
-        ("one shard", "with two shards or more"),
-    ],
-)
-def test_refused_replicas(workers: WorkerPools, case: str, expected: str) -> None:
-    for rank, message in enumerate(workers(4).run(refuse_replicas, case)):
-        pair = [2, 3] if rank > 1 else [0, 1]
-        assert message.startswith("ValueError: ") and "docs/troubleshooting.md#" in message
-        assert expected.replace("[0, 1]", str(pair)) in message, message
-
-
-def replicas_on_some_ranks(rank: int, world_size: int) -> str:
-    mesh: Any = mesh_of(world_size, 2)
-    model = shard(WholeNumbers(world_size), mesh["shard"])
-    return message_of(lambda: extend(model, CONFIG, None if rank == 0 else mesh["replicate"]))
-
-
-def test_all_ranks_have_replicas_or_none(workers: WorkerPools) -> None:
-    messages = workers(4).run(replicas_on_some_ranks)
-    assert "replicas is None on ranks [0], 2 on ranks [1, 2, 3]" in messages[0] and len(set(messages)) == 1, messages
-
-
 def refuse_on_a_mesh(rank: int, world_size: int, case: str) -> str:
     model = shard(WholeNumbers(world_size), mesh_of(world_size, 2))
     config: Any = CONFIG
@@ -512,9 +450,8 @@ def test_restoring_after_a_death(workers: WorkerPools) -> None:
 
 
 def train_replicas_until_somebody_dies(rank: int, world_size: int) -> str:
-    mesh: Any = mesh_of(world_size, 2)
-    model = shard(WholeNumbers(world_size), mesh["shard"])
-    extend(model, replace(CONFIG, timeout_s=6), mesh["replicate"])
+    model = shard(WholeNumbers(world_size), mesh_of(world_size, 2))
+    extend(model, replace(CONFIG, timeout_s=6))
     optimizer = momentum_sgd(model)
     try:
         train(model, optimizer, rank, range(3))

@@ -155,18 +155,16 @@ def gathered(rank: int, world_size: int, loop: Any, config: ExtConfig, how: dict
     torch.manual_seed(7)
     replicas = how.get("replicas", 1)
     models = []
-    by_extension = how.get("by_extension", False)
-    for index in range(2):
+    for _ in range(2):
         torch.manual_seed(7)
         mesh = twins.mesh_of(world_size, replicas)
-        shards = mesh["shard"] if by_extension and index == 0 else mesh
-        models.append(twins.shard(twins.WholeNumbers(world_size, **how.get("model", {})), shards))
+        models.append(twins.shard(twins.WholeNumbers(world_size, **how.get("model", {})), mesh))
     for module in itertools.chain.from_iterable(model.modules() for model in models):
         if isinstance(module, FSDPModule) and ("factor" in how or "forced" in how):
             module.set_force_sum_reduction_for_comms(True)
             if "factor" in how:
                 module.set_gradient_divide_factor(how["factor"])
-    extension = extend(models[0], config, mesh["replicate"] if by_extension else None)
+    extension = extend(models[0], config)
     if how.get("zeros"):
         for model in models:
             assert isinstance(model, FSDPModule)
@@ -215,15 +213,12 @@ def test_nothing_is_lost_in_training(workers: WorkerPools, world_size: int, loop
 
 NOT_ALIKE: list[dict[str, Any]] = [
     {"replicas": 2},
-    {"replicas": 2, "by_extension": True},
     {"model": {"frozen": True}},
     {"model": {"idle": True}},
     {"factor": 2.0},
     {"forced": True},
     {"forced": True, "replicas": 2},
-    {"forced": True, "replicas": 2, "by_extension": True},
     {"factor": 2.0, "replicas": 2},
-    {"factor": 2.0, "replicas": 2, "by_extension": True},
 ]
 
 

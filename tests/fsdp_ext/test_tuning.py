@@ -252,12 +252,12 @@ def test_a_real_model(workers: WorkerPools, tmp_path: Path) -> None:
         assert outcome["found"].num_trials >= 3, "blocks are grouped otherwise"
 
 
-def tuned_with_replicas(rank: int, world_size: int) -> tuple[Tuned, str, bool, list[float]]:
+def tuned_with_replicas(rank: int, world_size: int) -> tuple[Tuned, bool, list[float]]:
     mesh: Any = twins.mesh_of(world_size, 2)
 
     def build(block_mb: float) -> nn.Module:
         torch.manual_seed(3)
-        return grouped(WholeNumbers(world_size), block_mb, mesh=mesh["shard"])
+        return grouped(WholeNumbers(world_size), block_mb, mesh=mesh)
 
     def step(model: nn.Module) -> None:
         model.zero_grad()
@@ -266,26 +266,20 @@ def tuned_with_replicas(rank: int, world_size: int) -> tuple[Tuned, str, bool, l
     tuner = TuneConfig(
         block_mb=(0.001, 0.05), prefetch=(1,), max_trials=2, dropped_steps=2, steps_per_trial=1, profile=None
     )
-    found = tune(build, step, CONFIG, tuner, replicas=mesh["replicate"])
+    found = tune(build, step, CONFIG, tuner)
     model = build(found.block_mb)
-    try:
-        found.apply(model)
-        message = "nothing was raised"
-    except ValueError as error:
-        message = str(error)
-    extension = found.apply(model, mesh["replicate"])
+    extension = found.apply(model)
     step(model)
     gradients = [value.grad.full_tensor() for value in model.parameters()]  # type: ignore[union-attr]
     restore(model)
-    return found, message, extension is not None, [float(each.double().sum()) for each in gradients]
+    return found, extension is not None, [float(each.double().sum()) for each in gradients]
 
 
 def test_replicas_are_averaged_over(workers: WorkerPools) -> None:
     outcomes = workers(4).run(tuned_with_replicas)
-    for found, message, extended, gradients in outcomes:
-        assert found == outcomes[0][0] and found.num_replicas == 2 and found.stock_s is None
-        assert "averaged over 2 replicas, and here are 1: give apply(model, replicas=...)" in message
-        assert extended and gradients == outcomes[0][3]
+    for found, extended, gradients in outcomes:
+        assert found == outcomes[0][0] and extended == (found.config is not None)
+        assert gradients == outcomes[0][2]
 
 
 def kept_elsewhere(rank: int, world_size: int) -> str:
@@ -303,31 +297,20 @@ def test_settings_of_another_granularity_are_refused(workers: WorkerPools) -> No
         assert "head is not wrapped by FSDP2 here: build the model with the block_mb that was found" in message
 
 
-def refused(rank: int, world_size: int) -> tuple[list[str], bool]:
-    """What apply and tune say, and whether a refused model keeps parameters that it did not before."""
+def refused(rank: int, world_size: int) -> tuple[str, bool]:
+    """What apply says, and whether a refused model keeps parameters that it did not before."""
     model = twins.shard(WholeNumbers(world_size))
     found = Tuned(1.0, replace(CONFIG, reduce_scatter="sparse", density={"nope": 0.1}), ("blocks.1",), 1.0, 1.0, 1)
-    numbers: Any = [0, 1]
-    calls: list[Any] = [
-        lambda: found.apply(model, numbers),
-        lambda: tune(lambda _: model, lambda _: None, CONFIG, TuneConfig(profile=None), replicas=numbers),
-        lambda: found.apply(model),
-    ]
-    messages = []
-    for call in calls:
-        with pytest.raises(ValueError) as caught:
-            call()
-        messages.append(str(caught.value))
-    return messages, compat.keeps_parameters(model.get_submodule("blocks.1"))  # type: ignore[arg-type]
+    with pytest.raises(ValueError) as caught:
+        found.apply(model)
+    return str(caught.value), compat.keeps_parameters(model.get_submodule("blocks.1"))  # type: ignore[arg-type]
 
 
 def test_refusals_change_nothing(workers: WorkerPools) -> None:
     outcomes = workers(2).run(refused)
     assert outcomes[0] == outcomes[1]
-    messages, keeps = outcomes[0]
-    expected = "replicas must be a mesh of one dimension or a group of ranks, got list"
-    assert all(expected in message for message in messages[:2])
-    assert "density names 'nope'" in messages[2] and not keeps
+    message, keeps = outcomes[0]
+    assert "density names 'nope'" in message and not keeps
 
 
 def kept_at_run_time(rank: int, world_size: int) -> tuple[int, int]:

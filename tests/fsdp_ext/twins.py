@@ -137,24 +137,19 @@ def compare(
     replicas: int = 1,
     prepare: Callable[[nn.Module], None] | None = None,
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
-    by_extension: bool = False,
 ) -> Outcome:
-    """Run ``loop`` for ``num_steps`` on both twins, and compare losses, what loops have seen, and parameters.
-
-    With replicas, stock averages over them by FSDP2's own all-reduce, and ours likewise, or ``by_extension``.
-    """
+    """Run ``loop`` for ``num_steps`` on both twins, and compare losses, what loops have seen, and parameters."""
     torch.manual_seed(7)
     original = WholeNumbers(world_size, **(model_options or {})).to(rank_device())
     mesh = mesh_of(world_size, replicas)
     twins: list[Trainee] = []
     extension: Extension | None = None
     for extended in (True, False):
-        ours_alone = extended and by_extension
-        model = shard(copy.deepcopy(original), mesh["shard"] if ours_alone else mesh, **(options or {}))
+        model = shard(copy.deepcopy(original), mesh, **(options or {}))
         if prepare is not None:
             prepare(model)
         if extended:
-            extension = extend(model, config, mesh["replicate"] if ours_alone else None)
+            extension = extend(model, config)
         chosen = (optimizer or momentum_sgd)(model)
         twins.append(Trainee(model, chosen, lambda step: 1001 * step + 10 * rank))
     assert extension is not None

@@ -1,0 +1,143 @@
+"""Averaging over replicas (HSDP) in the place of FSDP2, against FSDP2's own all-reduce.
+
+Prevents: results that are used before they have come, and sums over the wrong ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+
+import fsdp_ext.replicas
+from fsdp_ext.replicas import Output, memory_of, output_of
+from tests.fsdp_ext import twins
+from tests.fsdp_ext.test_exact import BF16, FP16_SUMS, all_reduce_hook, check, divide_by_eight
+from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee
+from tests.workers import WorkerPools
+
+
+class Seven:
+    """A reduction that makes sevens, and notes what it is asked for."""
+
+    def __init__(self) -> None:
+        self.output = output_of(torch.zeros(4), self)
+        self.asked: list[str] = []
+
+    def all_reduce(self, output: Tensor, group: Any, op: Any) -> None:
+        assert type(output) is Tensor and output.data_ptr() == memory_of(self.output).data_ptr()
+        self.asked.append(f"{op} over {group}")
+
+    def finish(self) -> None:
+        self.asked.append("finish")
+        memory_of(self.output).fill_(7)
+
+
+def test_an_all_reduce_is_left_to_the_reduction() -> None:
+    seven = Seven()
+    group: Any = "replicas"
+    assert dist.all_reduce(seven.output, op=dist.ReduceOp.AVG, group=group) is None
+    assert seven.asked == ["RedOpType.AVG over replicas"]
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda output: output + 0,
+        lambda output: torch.zeros(4).add_(output),
+        lambda output: torch.add(torch.zeros(4), other=output),
+        lambda output: torch.as_strided(output, (4,), (1,), 0),
+        lambda output: output.clone(),
+    ],
+)
+def test_who_else_uses_it_finds_it_filled(use: Callable[[Output], Tensor]) -> None:
+    seven = Seven()
+    found = use(seven.output)
+    assert type(found) is Tensor and found.tolist() == [7] * 4 and set(seven.asked) == {"finish"}
+
+
+def test_views_share_memory_and_its_version() -> None:
+    """So that a change of a gradient is seen in the memory that it is a part of."""
+    seven = Seven()
+    memory = memory_of(seven.output)
+    version = memory._version
+    torch.as_strided(seven.output, (2,), (1,), 1).add_(1)
+    assert memory._version > version and memory_of(memory) is memory
+
+
+def several_before_the_all_reduce(twin: Trainee, step: int) -> None:
+    """Accumulation in shards, which replicas sum once."""
+    assert isinstance(twin.model, FSDPModule)
+    twin.optimizer.zero_grad()
+    for part in range(3):
+        twin.model.set_requires_all_reduce(part == 2)
+        twin.loss(100 * step + part).backward()
+    twin.see_gradients()
+    twin.optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip, twins.discarded])
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
+def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], options: dict[str, Any]) -> None:
+    stats = check(workers(4).run(twins.compare, loop, NUM_STEPS, CONFIG, options, {}, 2))
+    assert stats.deferred == stats.reduce_scatters - 1, "only the first one has to wait"
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
+def test_several_before_the_all_reduce(workers: WorkerPools, options: dict[str, Any]) -> None:
+    stats = check(workers(4).run(twins.compare, several_before_the_all_reduce, 4, CONFIG, options, {}, 2))
+    assert stats.deferred == 0
+
+
+@pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards])
+@pytest.mark.parametrize("early", [True, False])
+def test_waiting(workers: WorkerPools, loop: Callable[[Trainee, int], None], early: bool) -> None:
+    config = dataclasses.replace(CONFIG, defer=False, early=early)
+    stats = check(workers(4).run(twins.compare, loop, 5, config, {}, {}, 2))
+    assert stats.deferred == 0 and bool(stats.early) == early
+
+
+@pytest.mark.parametrize(
+    ("options", "prepare"),
+    [
+        ({}, divide_by_eight),
+        ({"mp_policy": FP16_SUMS}, None),
+        ({}, all_reduce_hook),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, None),
+    ],
+    ids=["divided-by-eight", "fp16-sums", "hook", "offloaded"],
+)
+def test_what_has_to_wait(workers: WorkerPools, options: dict[str, Any], prepare: Any) -> None:
+    stats = check(workers(4).run(twins.compare, twins.plain, 4, CONFIG, options, {}, 2, prepare))
+    assert stats.deferred == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("world_size", "replicas"), [(6, 3), (6, 2), (8, 4)])
+def test_more_ranks(workers: WorkerPools, world_size: int, replicas: int) -> None:
+    run = workers(world_size).run
+    stats = check(run(twins.compare, twins.two_backwards, 5, CONFIG, {}, {"idle": True}, replicas))
+    assert stats.deferred > 0
+
+
+def compare_where_it_is_not_asked(rank: int, world_size: int) -> Outcome:
+    """As if all_reduce did not ask tensors, or something stood in its place."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fsdp_ext.replicas, "all_reduce", dist.barrier)
+        return twins.compare(rank, world_size, twins.two_backwards, 3, replicas=2)
+
+
+def test_without_being_asked_fsdp2_averages(workers: WorkerPools) -> None:
+    stats = check(workers(4).run(compare_where_it_is_not_asked))
+    assert stats.deferred == 0
+
+
+def test_one_shard_is_left_to_fsdp2(workers: WorkerPools) -> None:
+    stats = check(workers(2).run(twins.compare, twins.plain, 3, CONFIG, {}, {}, 2))
+    assert stats.reduce_scatters == 0
