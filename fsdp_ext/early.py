@@ -35,6 +35,7 @@ logger = logging.getLogger("fsdp_ext")
 _INTEGERS = {2: torch.int16, 4: torch.int32}  # of as many bytes
 _CHANGED, _OTHERS_TRAINED = 0, 1  # columns that tell all ranks why the whole is to be reduced again
 _NUM_MARKS = 2
+_MOST_PLANS = 4  # each costs a reduce-scatter in vain: whoever trains others in every step is not to pay for ever
 
 
 class Turns:
@@ -76,13 +77,13 @@ class _Sent:
 
 @dataclass
 class _Plan:
-    """What one reduce-scatter has told about all later ones; the same on all ranks."""
+    """What one reduce-scatter has told about all later ones; the same on all ranks of the shards."""
 
     parts: tuple[_Part, ...]  # in the order in which they are sent
     parameters: tuple[Tensor, ...]  # that are trained, whole
     world_size: int
     dtype: torch.dtype  # that gradients are added in
-    is_tried: bool = False  # whether one backward has shown that no other module's gradients come in between
+    is_tried: bool = False  # whether a backward has shown here that no other module's gradients come in between
     handles: list[Any] = field(default_factory=list)
 
     @property
@@ -132,7 +133,7 @@ class EarlyReduceScatter:
         self._turns = turns
         self._plan: _Plan | None = None
         self._has_given_up = False
-        self._num_reduced = 0  # the same on all ranks
+        self._num_reduced = self._num_plans = 0  # the same on all ranks of the shards
         self._backward: int | None = None  # that gradients have come in
         self._is_reduced = False  # in this backward
         self._first_turn: int | None = None  # in it
@@ -146,7 +147,7 @@ class EarlyReduceScatter:
         """Make ``output``, (numel,), the mean of this rank's range of ``packed``, (P * numel,), which stays as it is.
 
         Returns:
-            Whether it is; else the whole is to be reduced, which is the same on all ranks.
+            Whether it is; else the whole is to be reduced, which is the same on all ranks of the shards.
         """
         plan = self._plan
         if plan is None:
@@ -177,6 +178,7 @@ class EarlyReduceScatter:
                 self._name,
             )
         if reasons.any():
+            self._has_given_up = self._has_given_up or self._num_plans == _MOST_PLANS
             self.remove()
             return False
         plan.is_tried = plan.is_tried or first_turn is not None
@@ -194,6 +196,7 @@ class EarlyReduceScatter:
         if len(parts) == 1:
             return  # all of it comes at once
         self._plan = _Plan(parts, parameters, world_size, packed.dtype)
+        self._num_plans += 1
         this = weakref.ref(self)  # which the collector does not see from a tensor's hook
         for place, parameter in enumerate(parameters):
             handle = parameter.register_post_accumulate_grad_hook(partial(_note, this, place))

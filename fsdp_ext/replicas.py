@@ -14,13 +14,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import all_reduce
+from torch.overrides import has_torch_function
 
 
 class Reduction(Protocol):
     """What fills the memory of an :class:`Output`."""
 
-    def all_reduce(self, output: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        """Do what ``dist.all_reduce`` does to ``output``, which may be filled later."""
+    def all_reduce(self, output: Tensor, group: dist.ProcessGroup | None, op: Any) -> bool:
+        """Do what ``dist.all_reduce`` does to ``output``, which may be filled later; False: leave it to that."""
 
     def finish(self) -> None:
         """Fill what is not filled yet."""
@@ -40,13 +41,14 @@ class Output(Tensor):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        """Replace ``dist.all_reduce``; whatever else uses it finds it filled. Results are plain tensors."""
+        """Replace ``dist.all_reduce``; what uses it before that finds it filled. Results are plain tensors."""
         kwargs = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
             outputs = [each for each in (*args, *kwargs.values()) if isinstance(each, cls)]
             if func is all_reduce and not kwargs["async_op"]:
-                outputs[0].reduction.all_reduce(outputs[0].memory, kwargs["group"], kwargs["op"])
-                return None
+                (output,) = outputs
+                if output.reduction.all_reduce(output.memory, kwargs["group"], kwargs["op"]):
+                    return None
             for output in outputs:
                 output.reduction.finish()
             return func(*args, **kwargs)
@@ -59,6 +61,14 @@ def output_of(memory: Tensor, reduction: Reduction) -> Output:
     return output
 
 
+def are_asked() -> bool:
+    """Whether functions ask such tensors now; not inside of a backward that another class's tensor has begun, say."""
+    return has_torch_function((_ANY,))
+
+
 def memory_of(tensor: Tensor) -> Tensor:
     """A plain tensor of the same memory."""
     return tensor.memory if isinstance(tensor, Output) else tensor
+
+
+_ANY = torch.empty(0).as_subclass(Output)

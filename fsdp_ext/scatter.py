@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,7 +22,7 @@ from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_reduce_scatter, sliced
 from fsdp_ext.early import EarlyReduceScatter
 from fsdp_ext.pending import Delivery, Earlier
-from fsdp_ext.replicas import memory_of, output_of
+from fsdp_ext.replicas import are_asked, memory_of, output_of
 from fsdp_ext.residuals import Residuals
 from fsdp_ext.sparse import sparse_reduce_scatter
 from fsdp_ext.transport import Transport, equal_bounds
@@ -51,7 +51,8 @@ class RingReduceScatter(ReduceScatter):
         self._runs_first_time = True
         self._early: EarlyReduceScatter | None = None
         self._input_numel = 0  # of the input that an output is to be allocated for
-        self._opened: Delivery | None = None  # what FSDP2 is about to all-reduce
+        self._is_all_reduce_due = False  # by FSDP2, of what was reduced last
+        self._opened: _Opened | None = None
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the whole gradients, then for this rank's part of their mean.
@@ -66,8 +67,8 @@ class RingReduceScatter(ReduceScatter):
             return self._extension.pool.empty(numel, dtype)
         facts = compat.facts_of(self._module)
         if facts is not None and dtype == torch.bfloat16 and self._extension.config.defer:
-            is_last = not facts.replicated or self._all_reduces_for(facts)
-            if is_last and not facts.hooked and not facts.forces_sums:
+            is_read = facts.hooked or facts.forces_sums or facts.offloads
+            if not is_read and (not facts.replicated or self._all_reduces_for(facts)):
                 dtype = facts.original_dtype or dtype
         memory = torch.empty(numel, dtype=dtype, device=device)
         return output_of(memory, self) if facts is not None and facts.replicated else memory
@@ -87,6 +88,7 @@ class RingReduceScatter(ReduceScatter):
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         self._extension.counts.reduce_scatters += 1
         self._extension.pending.make_way(self)
+        self._is_all_reduce_due, self._opened = True, None
         transport, output = self._extension.transport_of(group), memory_of(output_tensor)
         early = self._early_on(transport)
         if early is not None:
@@ -101,46 +103,61 @@ class RingReduceScatter(ReduceScatter):
         delivery = Delivery(work, partition.ranges[rank], output, partition.nbytes, self)
         facts = compat.facts_of(self._module)
         if facts is not None and self._all_reduces_for(facts):
-            self._opened = delivery
+            self._opened = _Opened(delivery, op)
         else:
-            self._end(delivery, op, facts)
+            self._end(delivery, op, facts, is_last=facts is not None and not facts.replicated)
         return None
 
-    def all_reduce(self, output: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+    def all_reduce(self, output: Tensor, group: dist.ProcessGroup | None, op: Any) -> bool:
         """Of what was reduced over the shards, ``output``, (numel,): over replicas, in the place of FSDP2 (HSDP).
 
-        Both halves of a ring, on a lane that waits for the reduce-scatter.
+        Both halves of a ring, on a lane that waits for the reduce-scatter. What is submitted does not depend on how
+        that came about, which replicas do not agree upon: their shards are others.
+
+        Returns:
+            False, if it is not FSDP2 that asks.
         """
-        self._extension.averages_replicas = True
+        if group is None or group is not compat.replicas_of(self._module) or not self._is_all_reduce_due:
+            return False
+        self._is_all_reduce_due, self._extension.averages_replicas = False, True
         opened, self._opened = self._opened, None
-        own, world_size = output if opened is None else opened.source, dist.get_world_size(group)
+        own, after = (output, ()) if opened is None else (opened.delivery.source, (opened.delivery.work,))
+        world_size = dist.get_world_size(group)
         partition = Partition(own, aligned_bounds(own.numel(), world_size, own.element_size()))
         lane = self._extension.transport_of(group).scatters.next_lane()
-        if opened is not None:
-            lane.run(without_messages(lambda: None), self._name, after=(opened.work,))
+        lane.run(without_messages(lambda: None), self._name, after)
         lane.reduce_scatter([partition], self._name, divisor_of(op, own, world_size))
         work = lane.all_gather([partition], self._name)
         if opened is not None:
-            self._end(opened._replace(work=work), op, compat.facts_of(self._module))
-            return
-        with self._measure(work.label):
-            work.wait()
+            self._end(opened.delivery._replace(work=work), opened.op, compat.facts_of(self._module), is_last=True)
+        else:
+            with self._measure(work.label):
+                work.wait()
+        return True
 
     def finish(self) -> None:
         """Fill what FSDP2 was expected to all-reduce, and uses otherwise."""
         if self._opened is not None:
             opened, self._opened = self._opened, None
-            opened.complete()
+            opened.delivery.complete()
 
     def _all_reduces_for(self, facts: compat.GroupFacts) -> bool:
         """Whether FSDP2's next call is :meth:`all_reduce`; only once it was seen to be."""
-        return facts.replicated and facts.sums_replicas_at_once and self._extension.averages_replicas
+        return (
+            facts.replicated
+            and facts.sums_replicas_at_once
+            and self._extension.averages_replicas
+            and are_asked()
+        )
 
-    def _end(self, delivery: Delivery, op: Any, facts: compat.GroupFacts | None) -> None:
-        """Deliver with the backward's end, if that is right, or now."""
+    def _end(self, delivery: Delivery, op: Any, facts: compat.GroupFacts | None, is_last: bool) -> None:
+        """Deliver with the backward's end, if that is right, or now.
+
+        ``op``: of the shards; ``is_last``: nothing is to be added over replicas any more.
+        """
         added_to = facts is not None and any(parameter.grad is not None for parameter in facts.parameters)
         columns = compat.columns_in(self._module, delivery.output.numel()) if added_to else ()
-        reason = self.reason_to_wait(facts, delivery.output.dtype, op, is_complete=columns is not None)
+        reason = self.reason_to_wait(facts, delivery.output.dtype, op, is_last, is_complete=columns is not None)
         if reason is None:
             self._extension.counts.deferred += 1
             parameters = () if facts is None else facts.parameters
@@ -157,7 +174,7 @@ class RingReduceScatter(ReduceScatter):
             self._early.remove()
 
     def _early_on(self, transport: Transport) -> EarlyReduceScatter | None:
-        """For a module whose every result must be ready at once, by what all ranks have in common."""
+        """For a module whose every result must be ready at once, by what all ranks of the shards have in common."""
         if self._runs_first_time:  # only now FSDP2 knows what it does
             self._runs_first_time = False
             extension, facts = self._extension, compat.facts_of(self._module)
@@ -217,6 +234,7 @@ class RingReduceScatter(ReduceScatter):
         facts: compat.GroupFacts | None,
         dtype: torch.dtype,
         op: dist.ReduceOp | dist.ReduceOp.RedOpType,
+        is_last: bool,
         is_complete: bool,
     ) -> str | None:
         """Why the result must be ready when the call returns, or None: it is read after the backward only.
@@ -231,10 +249,10 @@ class RingReduceScatter(ReduceScatter):
             return "it runs outside of a backward"
         if facts is None:
             return f"torch {torch.__version__} does not tell what follows it"
-        if facts.replicated and not facts.sums_replicas_at_once:
+        if not is_last and not facts.sums_replicas_at_once:
             return "FSDP2 adds up several results before it all-reduces them over replicas"
-        if facts.replicated and not self._extension.averages_replicas:
-            return "FSDP2 was not seen yet to leave its all-reduce over replicas to us"
+        if not is_last:
+            return "FSDP2 was not seen yet to leave its all-reduce over replicas to us, or does not here"
         if facts.hooked:
             return "a hook of set_all_reduce_hook follows"
         if facts.offloads:
@@ -256,6 +274,13 @@ class RingReduceScatter(ReduceScatter):
         if reason not in self._told:
             self._told.add(reason)
             logger.debug("%s: reduce-scatters are waited for where %s", self._name, reason)
+
+
+class _Opened(NamedTuple):
+    """What is reduced over the shards, and FSDP2 is about to all-reduce over replicas."""
+
+    delivery: Delivery
+    op: Any  # of the shards
 
 
 def _take_away(columns: Sequence[compat.Column]) -> tuple[Earlier, ...]:

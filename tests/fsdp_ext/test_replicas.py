@@ -6,33 +6,40 @@ Prevents: results that are used before they have come, and sums over the wrong r
 from __future__ import annotations
 
 import dataclasses
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
 import fsdp_ext.replicas
-from fsdp_ext.replicas import Output, memory_of, output_of
+from fsdp_ext import ExtConfig, extend
+from fsdp_ext.early import EarlyReduceScatter
+from fsdp_ext.replicas import Output, are_asked, memory_of, output_of
 from tests.fsdp_ext import twins
-from tests.fsdp_ext.test_exact import BF16, FP16_SUMS, all_reduce_hook, check, divide_by_eight
-from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee
+from tests.fsdp_ext.test_exact import BF16, FP16_SUMS, all_reduce_hook, check, divide_by_eight, each
+from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
 from tests.workers import WorkerPools
 
 
 class Seven:
     """A reduction that makes sevens, and notes what it is asked for."""
 
-    def __init__(self) -> None:
+    def __init__(self, averages: bool = True) -> None:
         self.output = output_of(torch.zeros(4), self)
         self.asked: list[str] = []
+        self.averages = averages
 
-    def all_reduce(self, output: Tensor, group: Any, op: Any) -> None:
+    def all_reduce(self, output: Tensor, group: Any, op: Any) -> bool:
         assert type(output) is Tensor and output.data_ptr() == memory_of(self.output).data_ptr()
         self.asked.append(f"{op} over {group}")
+        return self.averages
 
     def finish(self) -> None:
         self.asked.append("finish")
@@ -44,6 +51,19 @@ def test_an_all_reduce_is_left_to_the_reduction() -> None:
     group: Any = "replicas"
     assert dist.all_reduce(seven.output, op=dist.ReduceOp.AVG, group=group) is None
     assert seven.asked == ["RedOpType.AVG over replicas"]
+
+
+def test_an_all_reduce_that_is_not_the_reductions() -> None:
+    seven = Seven(averages=False)
+    with pytest.raises((ValueError, TypeError)):  # there is no such group
+        dist.all_reduce(seven.output)
+    assert seven.asked == ["RedOpType.SUM over None", "finish"]
+
+
+def test_nobody_asks_inside_of_another_class() -> None:
+    with torch._C.DisableTorchFunctionSubclass():
+        assert not are_asked()
+    assert are_asked()
 
 
 @pytest.mark.parametrize(
@@ -103,19 +123,113 @@ def test_waiting(workers: WorkerPools, loop: Callable[[Trainee, int], None], ear
     assert stats.deferred == 0 and bool(stats.early) == early
 
 
+def factor(model: nn.Module) -> None:
+    """Gradients are summed over replicas then; gloo has no sums of multiples, so this is the number of shards."""
+    for module in each(model):
+        module.set_gradient_divide_factor(2.0)
+
+
+def test_a_factor_does_not_wait(workers: WorkerPools) -> None:
+    stats = check(workers(4).run(twins.compare, twins.plain, 4, CONFIG, {}, {}, 2, factor))
+    assert stats.deferred == stats.reduce_scatters - 1
+
+
+def hook_that_all_reduces(model: nn.Module) -> None:
+    for module in each(model):
+        module.set_all_reduce_hook(_all_reduce)
+
+
+def _all_reduce(reduced: Tensor) -> None:
+    dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
+
+
 @pytest.mark.parametrize(
     ("options", "prepare"),
     [
         ({}, divide_by_eight),
         ({"mp_policy": FP16_SUMS}, None),
         ({}, all_reduce_hook),
+        ({}, hook_that_all_reduces),
         ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, None),
+        ({"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": BF16}, None),
     ],
-    ids=["divided-by-eight", "fp16-sums", "hook", "offloaded"],
+    ids=["divided-by-eight", "fp16-sums", "hook", "hook-that-all-reduces", "offloaded", "offloaded-bf16"],
 )
 def test_what_has_to_wait(workers: WorkerPools, options: dict[str, Any], prepare: Any) -> None:
     stats = check(workers(4).run(twins.compare, twins.plain, 4, CONFIG, options, {}, 2, prepare))
     assert stats.deferred == 0
+
+
+def in_another_class(twin: Trainee, step: int) -> None:
+    """Every other backward is called by a tensor of the user's own class, inside of which nobody asks other classes."""
+    twin.optimizer.zero_grad()
+    loss = twin.loss(step)
+    (loss.as_subclass(Own) if step % 2 else loss).backward()
+    twin.see_gradients()
+    twin.optimizer.step()
+
+
+class Own(Tensor):
+    pass
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
+def test_backwards_inside_of_another_class(workers: WorkerPools, options: dict[str, Any]) -> None:
+    stats = check(workers(4).run(twins.compare, in_another_class, 4, CONFIG, options, {}, 2))
+    assert 0 < stats.deferred < stats.reduce_scatters
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
+def test_one_group_of_shards_begins_early(workers: WorkerPools, options: dict[str, Any]) -> None:
+    """Which replicas do not agree upon."""
+    config = dataclasses.replace(CONFIG, defer=False)
+    outcomes = workers(4).run(compare_where_some_give_up, config, options)
+    assert all(outcome.differing == [] for outcome in outcomes)
+    assert outcomes[0].stats.early < outcomes[3].stats.early
+
+
+def compare_where_some_give_up(rank: int, world_size: int, config: ExtConfig, options: dict[str, Any]) -> Outcome:
+    reduce = EarlyReduceScatter.reduce
+
+    def reduce_or_not(self: EarlyReduceScatter, *given: Any) -> bool:
+        if rank < 2 and self._plan is not None and self._num_reduced == 3:  # as if a hook had changed something
+            self._has_given_up = True
+            self.remove()
+        return reduce(self, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(EarlyReduceScatter, "reduce", reduce_or_not)
+        return twins.compare(rank, world_size, twins.plain, 8, config, options, {}, 2)
+
+
+def of_one_replica(world_size: int, replicas: int) -> Any:
+    return init_device_mesh("cpu", (1, world_size), mesh_dim_names=("replicate", "shard"))
+
+
+def compare_one_replica(rank: int, world_size: int) -> Outcome:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(twins, "mesh_of", of_one_replica)
+        return twins.compare(rank, world_size, twins.two_backwards, 3)
+
+
+def test_one_replica(workers: WorkerPools) -> None:
+    assert check(workers(2).run(compare_one_replica)).deferred > 0
+
+
+def dropped(rank: int, world_size: int) -> bool:
+    """Whether a model that was not restored is let go of."""
+    model = twins.shard(WholeNumbers(world_size), twins.mesh_of(world_size, 2))
+    extend(model, CONFIG)
+    for step in range(3):
+        model(step).backward()
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    return gone() is None
+
+
+def test_a_model_is_let_go_of(workers: WorkerPools) -> None:
+    assert all(workers(4).run(dropped))
 
 
 @pytest.mark.slow
