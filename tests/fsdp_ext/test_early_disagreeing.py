@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import itertools
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -210,6 +211,25 @@ def train_others(rank: int, world_size: int) -> tuple[float, int]:
 def test_other_parameters_of_the_same_size(workers: WorkerPools) -> None:
     """Two steps to see what is trained, each time; the whole is reduced when others are."""
     assert workers(2).run(train_others) == [(0, 1)] * 2
+
+
+def bytes_of_steps_that_train_others(rank: int, world_size: int) -> list[int]:
+    model: Any = tables()
+    extension = extend(model, WAITING)
+    sent = [extension.stats().sent_bytes]
+    for step in range(8):
+        for index in (0, 2):
+            model[0].tables[index].weight.requires_grad_(index == 2 * (step % 2))
+        model.zero_grad()
+        model(batch_of(step)).square().mean().backward()
+        sent.append(extension.stats().sent_bytes)
+    restore(model)
+    return [after - before for before, after in itertools.pairwise(sent)]
+
+
+def test_others_in_every_step_do_not_cost_twice_for_ever(workers: WorkerPools) -> None:
+    for whole, *sent in workers(2).run(bytes_of_steps_that_train_others):
+        assert all(each > 1.2 * whole for each in sent[:4]) and sent[4:] == [whole] * 3
 
 
 def a_row_by_data(layer: Any) -> None:
