@@ -29,7 +29,6 @@ class GroupFacts:
             several are added first (set_requires_all_reduce).
         hooked: whether a hook of :meth:`FSDPModule.set_all_reduce_hook` is given the result.
         offloads: whether gradients are copied to the CPU.
-        forces_sums: whether means are formed by division afterwards (set_force_sum_reduction_for_comms).
         factor: what the user has said that the sum over all ranks is divided by (set_gradient_divide_factor), or None.
     """
 
@@ -39,7 +38,6 @@ class GroupFacts:
     sums_replicas_at_once: bool
     hooked: bool
     offloads: bool
-    forces_sums: bool
     factor: float | None
 
 
@@ -79,7 +77,6 @@ def facts_of(module: FSDPModule) -> GroupFacts | None:
             sums_replicas_at_once=group.all_reduce_grads and group._partial_reduce_output is None,
             hooked=group._all_reduce_hook is not None,
             offloads=any(param.offload_to_cpu for param in group.fsdp_params),
-            forces_sums=group.force_sum_reduction_for_comms,
             factor=group.gradient_divide_factor,
         )
     except AttributeError:

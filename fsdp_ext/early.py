@@ -83,6 +83,7 @@ class _Plan:
     parameters: tuple[Tensor, ...]  # that are trained, whole
     world_size: int
     dtype: torch.dtype  # that gradients are added in
+    op: Any  # the sum or the mean
     is_tried: bool = False  # whether a backward has shown here that no other module's gradients come in between
     handles: list[Any] = field(default_factory=list)
 
@@ -144,7 +145,7 @@ class EarlyReduceScatter:
 
     @torch.no_grad()
     def reduce(self, packed: Tensor, output: Tensor, rank: int, op: Any) -> bool:
-        """Make ``output``, (numel,), the mean of this rank's range of ``packed``, (P * numel,), which stays as it is.
+        """Make ``output``, (numel,), what ``op`` makes of this rank's range of ``packed``, (P * numel,), which stays.
 
         Returns:
             Whether it is; else the whole is to be reduced, which is the same on all ranks of the shards.
@@ -186,8 +187,10 @@ class EarlyReduceScatter:
 
     def prepare(self, packed: Tensor, world_size: int, op: Any) -> None:
         """Let the next one begin early, if it can, from what FSDP2 reduces now, as a whole."""
-        if self._has_given_up or self._plan is not None or op != dist.ReduceOp.AVG:
+        if self._has_given_up or self._plan is not None or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             return
+        if packed.dtype not in (torch.float32, torch.bfloat16):
+            return  # FSDP2 divides these before it sums them
         columns = compat.columns_in(self._module, packed.numel() // world_size)
         parameters = compat.whole_parameters_of(self._module)
         if columns is None or parameters is None:
@@ -195,7 +198,7 @@ class EarlyReduceScatter:
         parts = _parts_of(columns, self._least_bytes // packed.element_size())
         if len(parts) == 1:
             return  # all of it comes at once
-        self._plan = _Plan(parts, parameters, world_size, packed.dtype)
+        self._plan = _Plan(parts, parameters, world_size, packed.dtype, op)
         self._num_plans += 1
         this = weakref.ref(self)  # which the collector does not see from a tensor's hook
         for place, parameter in enumerate(parameters):
@@ -232,7 +235,7 @@ class EarlyReduceScatter:
             if not _pack([plan.parameters[place].grad for place in part.places], memory):
                 return
             gradients = self._memory(plan, part.stop - part.start)
-            self._send(memory, gradients.copy_(memory))
+            self._send(plan, memory, gradients.copy_(memory))
 
     def _enter(self, backward: int) -> None:
         """Begin anew: a backward that has failed may have left something."""
@@ -244,7 +247,7 @@ class EarlyReduceScatter:
         """Send what is left, wait, and return the marks of all ranks."""
         marks = torch.zeros(_NUM_MARKS, dtype=plan.dtype)
         rows = None
-        as_planned = (op, packed.dtype, output.numel()) == (dist.ReduceOp.AVG, plan.dtype, plan.numel)
+        as_planned = (op, packed.dtype, output.numel()) == (plan.op, plan.dtype, plan.numel)
         if not plan.is_of(self._module):
             marks[_OTHERS_TRAINED] = 1
         elif not as_planned or self._first_turn not in (None, self._turns.take(self)):
@@ -260,7 +263,7 @@ class EarlyReduceScatter:
             memory[:, :width] = 0 if rows is None else rows[:, part.columns]
             if is_last:
                 memory[:, width:] = marks
-            self._send(memory)
+            self._send(plan, memory)
         for part, sent in zip(plan.parts, self._sent, strict=True):
             sent.work.wait()
             if rows is not None:
@@ -270,11 +273,11 @@ class EarlyReduceScatter:
     def _memory(self, plan: _Plan, width: int) -> Tensor:
         return self._pool.empty(plan.world_size * width, plan.dtype).view(plan.world_size, width)
 
-    def _send(self, memory: Tensor, gradients: Tensor | None = None) -> None:
-        world_size = len(memory)
-        partition = Partition(memory.view(-1), equal_bounds(memory.numel(), world_size))
+    def _send(self, plan: _Plan, memory: Tensor, gradients: Tensor | None = None) -> None:
+        partition = Partition(memory.view(-1), equal_bounds(memory.numel(), plan.world_size))
         label = f"{self._name}, part {len(self._sent)} of reduce-scatter {self._num_reduced}"
-        work = self._lanes.spread_reduce_scatter(partition, label, world_size)
+        divisor = plan.world_size if plan.op == dist.ReduceOp.AVG else 1
+        work = self._lanes.spread_reduce_scatter(partition, label, divisor)
         self._sent.append(_Sent(memory, work, gradients))
 
 

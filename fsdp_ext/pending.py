@@ -29,7 +29,7 @@ class Earlier(NamedTuple):
 
 
 class Delivery(NamedTuple):
-    """The mean of the gradients is in ``source`` when ``work`` is complete, and wanted in ``output``."""
+    """What is in ``source`` when ``work`` is complete is, divided, the mean of the gradients, wanted in ``output``."""
 
     work: Work
     source: Tensor  # (numel,), this rank's range of the memory that the ring adds in
@@ -38,10 +38,17 @@ class Delivery(NamedTuple):
     owner: object = None  # whose gradients these are
     earlier: tuple[Earlier, ...] = ()
     parameters: tuple[Tensor, ...] = ()  # that may have gradients in the output
+    divisor: float | None = None  # of what is summed, not averaged
+
+    def wait(self) -> None:
+        """Until the mean is in the source; once."""
+        self.work.wait()
+        if self.divisor is not None:
+            self.source.div_(self.divisor)
 
     def complete(self) -> None:
         """Wait, copy, and add."""
-        self.work.wait()
+        self.wait()
         self.output.copy_(self.source)
         for each in self.earlier:
             each.give_back(self.output, add=True)
@@ -140,7 +147,7 @@ class PendingReductions:
         while self._waiting:
             delivery, _ = self._waiting.popleft()
             try:
-                delivery.work.wait()
+                delivery.wait()
             except LaneError:
                 delivery.end_late(failed=True)
             else:

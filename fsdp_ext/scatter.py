@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,8 @@ from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_reduce_scatter, sliced
 from fsdp_ext.early import EarlyReduceScatter
+from fsdp_ext.output import are_asked, memory_of, output_of
 from fsdp_ext.pending import Delivery, Earlier
-from fsdp_ext.replicas import are_asked, memory_of, output_of
 from fsdp_ext.residuals import Residuals
 from fsdp_ext.sparse import sparse_reduce_scatter
 from fsdp_ext.transport import Transport, equal_bounds
@@ -52,13 +52,13 @@ class RingReduceScatter(ReduceScatter):
         self._early: EarlyReduceScatter | None = None
         self._input_numel = 0  # of the input that an output is to be allocated for
         self._is_all_reduce_due = False  # by FSDP2, of what was reduced last
-        self._opened: _Opened | None = None
+        self._opened: Delivery | None = None  # of what FSDP2 has still to do something to
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Memory for the whole gradients, then for this rank's part of their mean.
 
-        FSDP2 converts a mean in bfloat16 to the parameters' type, inside of the backward. Where nothing else is done to
-        it, its memory is of that type from the start: then there is nothing to convert, and it may come later.
+        FSDP2 converts a mean to the parameters' type, inside of the backward. Where the result may come later, its
+        memory is of that type from the start: then there is nothing to convert.
         """
         (numel,) = map(int, size)
         is_output = 0 < numel < self._input_numel and self._input_numel % numel == 0
@@ -66,12 +66,11 @@ class RingReduceScatter(ReduceScatter):
         if not is_output:
             return self._extension.pool.empty(numel, dtype)
         facts = compat.facts_of(self._module)
-        if facts is not None and dtype == torch.bfloat16 and self._extension.config.defer:
-            is_read = facts.hooked or facts.forces_sums or facts.offloads
-            if not is_read and (not facts.replicated or self._all_reduces_for(facts)):
-                dtype = facts.original_dtype or dtype
-        memory = torch.empty(numel, dtype=dtype, device=device)
-        return output_of(memory, self) if facts is not None and facts.replicated else memory
+        if facts is None:
+            return torch.empty(numel, dtype=dtype, device=device)
+        if self._extension.config.defer and not facts.offloads and self._ends_by_itself(facts):
+            dtype = facts.original_dtype or dtype
+        return output_of(torch.empty(numel, dtype=dtype, device=device), self)
 
     def __call__(
         self,
@@ -100,13 +99,16 @@ class RingReduceScatter(ReduceScatter):
         divisor = divisor_of(op, input_tensor, world_size)
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
         work = self._submit(transport, partition, rank, op, divisor)
-        delivery = Delivery(work, partition.ranges[rank], output, partition.nbytes, self)
+        opened = Delivery(work, partition.ranges[rank], output, partition.nbytes, self)
         facts = compat.facts_of(self._module)
-        if facts is not None and self._all_reduces_for(facts):
-            self._opened = _Opened(delivery, op)
-        else:
-            self._end(delivery, op, facts, is_last=facts is not None and not facts.replicated)
+        if facts is not None and self._ends_by_itself(facts):
+            self._opened = opened
+            return None
+        self._tell("a hook of set_all_reduce_hook follows, or an all-reduce by FSDP2 itself, or of several sums")
+        self._complete(opened)
         return None
+
+    # What FSDP2 does next, in this order (foreach_reduce); see fsdp_ext.output.
 
     def all_reduce(self, output: Tensor, group: dist.ProcessGroup | None, op: Any) -> bool:
         """Of what was reduced over the shards, ``output``, (numel,): over replicas, in the place of FSDP2 (HSDP).
@@ -120,8 +122,8 @@ class RingReduceScatter(ReduceScatter):
         if group is None or group is not compat.replicas_of(self._module) or not self._is_all_reduce_due:
             return False
         self._is_all_reduce_due, self._extension.averages_replicas = False, True
-        opened, self._opened = self._opened, None
-        own, after = (output, ()) if opened is None else (opened.delivery.source, (opened.delivery.work,))
+        opened = self._opened
+        own, after = (output, ()) if opened is None else (opened.source, (opened.work,))
         world_size = dist.get_world_size(group)
         partition = Partition(own, aligned_bounds(own.numel(), world_size, own.element_size()))
         lane = self._extension.transport_of(group).scatters.next_lane()
@@ -129,44 +131,51 @@ class RingReduceScatter(ReduceScatter):
         lane.reduce_scatter([partition], self._name, divisor_of(op, own, world_size))
         work = lane.all_gather([partition], self._name)
         if opened is not None:
-            self._end(opened.delivery._replace(work=work), opened.op, compat.facts_of(self._module), is_last=True)
+            self._opened = opened._replace(work=work)
         else:
             with self._measure(work.label):
                 work.wait()
         return True
 
-    def finish(self) -> None:
-        """Fill what FSDP2 was expected to all-reduce, and uses otherwise."""
-        if self._opened is not None:
-            opened, self._opened = self._opened, None
-            opened.delivery.complete()
+    def divide(self, divisor: float) -> bool:
+        """What has been summed, when it comes."""
+        if self._opened is None or self._opened.divisor is not None:
+            return False
+        self._opened = self._opened._replace(divisor=divisor)
+        return True
 
-    def _all_reduces_for(self, facts: compat.GroupFacts) -> bool:
-        """Whether FSDP2's next call is :meth:`all_reduce`; only once it was seen to be."""
-        return (
-            facts.replicated
-            and facts.sums_replicas_at_once
-            and self._extension.averages_replicas
-            and are_asked()
-        )
-
-    def _end(self, delivery: Delivery, op: Any, facts: compat.GroupFacts | None, is_last: bool) -> None:
-        """Deliver with the backward's end, if that is right, or now.
-
-        ``op``: of the shards; ``is_last``: nothing is to be added over replicas any more.
-        """
+    def view(self) -> None:
+        """Deliver with the backward's end, if that is right, or now."""
+        opened, self._opened = self._opened, None
+        if opened is None:
+            return
+        facts = compat.facts_of(self._module)
         added_to = facts is not None and any(parameter.grad is not None for parameter in facts.parameters)
-        columns = compat.columns_in(self._module, delivery.output.numel()) if added_to else ()
-        reason = self.reason_to_wait(facts, delivery.output.dtype, op, is_last, is_complete=columns is not None)
+        columns = compat.columns_in(self._module, opened.output.numel()) if added_to else ()
+        reason = self.reason_to_wait(facts, opened.output.dtype, is_complete=columns is not None)
         if reason is None:
             self._extension.counts.deferred += 1
             parameters = () if facts is None else facts.parameters
             earlier = _take_away(columns or ())
-            self._extension.pending.defer(delivery._replace(earlier=earlier, parameters=parameters))
+            self._extension.pending.defer(opened._replace(earlier=earlier, parameters=parameters))
         else:
             self._tell(reason)
-            with self._measure(delivery.work.label):
-                delivery.complete()
+            self._complete(opened)
+
+    def finish(self) -> None:
+        """Fill what is used otherwise."""
+        if self._opened is not None:
+            opened, self._opened = self._opened, None
+            self._complete(opened)
+
+    def _complete(self, delivery: Delivery) -> None:
+        with self._measure(delivery.work.label):
+            delivery.complete()
+
+    def _ends_by_itself(self, facts: compat.GroupFacts) -> bool:
+        """Whether all that FSDP2 does to the result inside of the backward comes here; for an all-reduce once seen."""
+        replicated = facts.replicated and not (facts.sums_replicas_at_once and self._extension.averages_replicas)
+        return not replicated and not facts.hooked and are_asked()
 
     def remove(self) -> None:
         """Leave the module's parameters as they were before."""
@@ -229,19 +238,12 @@ class RingReduceScatter(ReduceScatter):
         self._last = transport.scatters.run(algorithm, self._name, () if self._last is None else (self._last,))
         return self._last
 
-    def reason_to_wait(
-        self,
-        facts: compat.GroupFacts | None,
-        dtype: torch.dtype,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        is_last: bool,
-        is_complete: bool,
-    ) -> str | None:
-        """Why the result must be ready when the call returns, or None: it is read after the backward only.
+    def reason_to_wait(self, facts: compat.GroupFacts | None, dtype: torch.dtype, is_complete: bool) -> str | None:
+        """Why the result must be ready when gradients are made of it, or None: it is read after the backward only.
 
-        FSDP2 divides it, adds it to others, converts it, copies it, or gives it to a hook, all inside of the backward
-        (foreach_reduce). It also adds it to a gradient that is there already, unless we do so later; for that
-        it must be known to which parameters it belongs: to all that are trained, if it ``is_complete``.
+        FSDP2 may convert or copy it inside of the backward (foreach_reduce). It also adds it to a gradient that is
+        there already, unless we do so later; for that it must be known to which parameters it belongs: to all that are
+        trained, if it ``is_complete``.
         """
         if not self._extension.config.defer:
             return "defer=False"
@@ -249,18 +251,10 @@ class RingReduceScatter(ReduceScatter):
             return "it runs outside of a backward"
         if facts is None:
             return f"torch {torch.__version__} does not tell what follows it"
-        if not is_last and not facts.sums_replicas_at_once:
-            return "FSDP2 adds up several results before it all-reduces them over replicas"
-        if not is_last:
-            return "FSDP2 was not seen yet to leave its all-reduce over replicas to us, or does not here"
-        if facts.hooked:
-            return "a hook of set_all_reduce_hook follows"
         if facts.offloads:
             return "gradients are offloaded"
         if dtype != facts.original_dtype:
             return f"gradients of {dtype} are converted to {facts.original_dtype}"
-        if op == dist.ReduceOp.SUM:
-            return "the sum is divided afterwards"
         gradients = [parameter.grad for parameter in facts.parameters if parameter.grad is not None]
         if gradients and not is_complete:
             return "some parameters have no gradient, and others have one already, to be added to"
@@ -274,13 +268,6 @@ class RingReduceScatter(ReduceScatter):
         if reason not in self._told:
             self._told.add(reason)
             logger.debug("%s: reduce-scatters are waited for where %s", self._name, reason)
-
-
-class _Opened(NamedTuple):
-    """What is reduced over the shards, and FSDP2 is about to all-reduce over replicas."""
-
-    delivery: Delivery
-    op: Any  # of the shards
 
 
 def _take_away(columns: Sequence[compat.Column]) -> tuple[Earlier, ...]:

@@ -39,7 +39,8 @@ VARIANTS = (
     f"{RING},set_to_none=False",
     f"{STOCK},replicas=2",
     f"{RING},replicas=2",
-    f"{RING},replicas=2,defer=False",
+    f"{STOCK},force_sums=True",
+    f"{RING},force_sums=True",
     f"{RING},all_gather=bf16,reduce_scatter=bf16",
     f"{RING},all_gather=int8,reduce_scatter=int8",
     f"{RING},all_gather=int8,reduce_scatter=sparse",
@@ -61,13 +62,14 @@ a shaped link. All variants of a table alternate in one run.
 * `fsdp2-ext`: extended, with these settings of `ExtConfig`; see {{doc}}`../fsdp`. With `defer=False` the backward \
 waits for every reduce-scatter, of which parts have begun as gradients came.
 * `set_to_none=False`: gradients are there already, and are added to. `replicas=2`: two replicas of two shards (HSDP), \
-where an all-reduce follows every reduce-scatter.
+where an all-reduce follows every reduce-scatter. `force_sums=True`: gradients are summed, and divided afterwards \
+(`set_force_sum_reduction_for_comms`).
 * `fsdp2-tuned`: with what `fsdp_ext.tune` has found in at most 8 trials of 4 steps, before.
 * `ddp-…`, `dear`: plain DDP, and DDP with DeAR."""
 
 LEGEND = f"""\
-* `× stock`: how many times faster than `{STOCK}`, in blocks of 25 MB, with the same `set_to_none` and `replicas`; \
-`× ring`: than `{RING}`.
+* `× stock`: how many times faster than `{STOCK}`, in blocks of 25 MB, used alike (`set_to_none`, `replicas`, \
+`force_sums`); `× ring`: than `{RING}`.
 * `÷ DeAR`: step time over that of DDP with DeAR.
 * `exposed`: step minus compute, in seconds. `CPU s`: processor seconds per step, all ranks together: two cores serve \
 all workers, so where these are near twice the step, the processor is the limit.
@@ -132,7 +134,7 @@ def _row(result: Result, name: str) -> list[str]:
 def _stock_of(name: str) -> str:
     """Stock FSDP2, used as this variant uses it."""
     sharding, default = parse_variant(name).sharding, Sharding()
-    used = [key for key in ("set_to_none", "replicas") if getattr(sharding, key) != getattr(default, key)]
+    used = [key for key in ("set_to_none", "replicas", "force_sums") if getattr(sharding, key) != getattr(default, key)]
     return "".join([STOCK, *(f",{key}={getattr(sharding, key)}" for key in used)])
 
 

@@ -62,6 +62,9 @@ def _sharded(workload: Workload, slow: float, sharding: Sharding, mesh: DeviceMe
         if isinstance(block, nn.Sequential):
             fully_shard(block, mesh=mesh, reshard_after_forward=False)
     fully_shard(model, mesh=mesh, reshard_after_forward=False)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(sharding.force_sums)
     return model
 
 

@@ -63,12 +63,14 @@ class Sharding:
         set_to_none: whether `zero_grad()` drops gradients; False leaves zeros to be added to, as the second of two
             backwards would.
         replicas: ranks that have the same shards (HSDP).
+        force_sums: sum gradients, and divide afterwards (`set_force_sum_reduction_for_comms`).
     """
 
     block_mb: float = FSDP_BLOCK_MB
     first_mb: float = 1.0
     set_to_none: bool = True
     replicas: int = 1
+    force_sums: bool = False
 
 
 @dataclass(frozen=True)

@@ -82,7 +82,7 @@ def test_settings(
     assert stats.deferred == 0 and bool(stats.early) == early
 
 
-@pytest.mark.parametrize(("prepare", "early"), [(force_sums, False), (hook_on_gradients, True)])
+@pytest.mark.parametrize(("prepare", "early"), [(force_sums, True), (hook_on_gradients, True)])
 def test_preparations(workers: WorkerPools, prepare: Callable[[nn.Module], None], early: bool) -> None:
     stats = check(workers(2).run(twins.compare, twins.plain, NUM_STEPS, WAITING, {}, {}, 1, prepare))
     assert bool(stats.early) == early

@@ -12,83 +12,18 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
 
-import fsdp_ext.replicas
+import fsdp_ext.output
 from fsdp_ext import ExtConfig, extend
 from fsdp_ext.early import EarlyReduceScatter
-from fsdp_ext.replicas import Output, are_asked, memory_of, output_of
 from tests.fsdp_ext import twins
 from tests.fsdp_ext.test_exact import BF16, FP16_SUMS, all_reduce_hook, check, divide_by_eight, each
 from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
 from tests.workers import WorkerPools
-
-
-class Seven:
-    """A reduction that makes sevens, and notes what it is asked for."""
-
-    def __init__(self, averages: bool = True) -> None:
-        self.output = output_of(torch.zeros(4), self)
-        self.asked: list[str] = []
-        self.averages = averages
-
-    def all_reduce(self, output: Tensor, group: Any, op: Any) -> bool:
-        assert type(output) is Tensor and output.data_ptr() == memory_of(self.output).data_ptr()
-        self.asked.append(f"{op} over {group}")
-        return self.averages
-
-    def finish(self) -> None:
-        self.asked.append("finish")
-        memory_of(self.output).fill_(7)
-
-
-def test_an_all_reduce_is_left_to_the_reduction() -> None:
-    seven = Seven()
-    group: Any = "replicas"
-    assert dist.all_reduce(seven.output, op=dist.ReduceOp.AVG, group=group) is None
-    assert seven.asked == ["RedOpType.AVG over replicas"]
-
-
-def test_an_all_reduce_that_is_not_the_reductions() -> None:
-    seven = Seven(averages=False)
-    with pytest.raises((ValueError, TypeError)):  # there is no such group
-        dist.all_reduce(seven.output)
-    assert seven.asked == ["RedOpType.SUM over None", "finish"]
-
-
-def test_nobody_asks_inside_of_another_class() -> None:
-    with torch._C.DisableTorchFunctionSubclass():
-        assert not are_asked()
-    assert are_asked()
-
-
-@pytest.mark.parametrize(
-    "use",
-    [
-        lambda output: output + 0,
-        lambda output: torch.zeros(4).add_(output),
-        lambda output: torch.add(torch.zeros(4), other=output),
-        lambda output: torch.as_strided(output, (4,), (1,), 0),
-        lambda output: output.clone(),
-    ],
-)
-def test_who_else_uses_it_finds_it_filled(use: Callable[[Output], Tensor]) -> None:
-    seven = Seven()
-    found = use(seven.output)
-    assert type(found) is Tensor and found.tolist() == [7] * 4 and set(seven.asked) == {"finish"}
-
-
-def test_views_share_memory_and_its_version() -> None:
-    """So that a change of a gradient is seen in the memory that it is a part of."""
-    seven = Seven()
-    memory = memory_of(seven.output)
-    version = memory._version
-    torch.as_strided(seven.output, (2,), (1,), 1).add_(1)
-    assert memory._version > version and memory_of(memory) is memory
 
 
 def several_before_the_all_reduce(twin: Trainee, step: int) -> None:
@@ -123,14 +58,19 @@ def test_waiting(workers: WorkerPools, loop: Callable[[Trainee, int], None], ear
     assert stats.deferred == 0 and bool(stats.early) == early
 
 
-def factor(model: nn.Module) -> None:
+def divide_by_two(model: nn.Module) -> None:
     """Gradients are summed over replicas then; gloo has no sums of multiples, so this is the number of shards."""
     for module in each(model):
         module.set_gradient_divide_factor(2.0)
 
 
-def test_a_factor_does_not_wait(workers: WorkerPools) -> None:
-    stats = check(workers(4).run(twins.compare, twins.plain, 4, CONFIG, {}, {}, 2, factor))
+@pytest.mark.parametrize(
+    ("options", "prepare"),
+    [({}, divide_by_two), ({}, divide_by_eight), ({"mp_policy": FP16_SUMS}, None)],
+    ids=["divided-by-two", "divided-by-eight", "fp16-sums"],
+)
+def test_sums_that_are_divided(workers: WorkerPools, options: dict[str, Any], prepare: Any) -> None:
+    stats = check(workers(4).run(twins.compare, twins.two_backwards, 4, CONFIG, options, {}, 2, prepare))
     assert stats.deferred == stats.reduce_scatters - 1
 
 
@@ -146,14 +86,12 @@ def _all_reduce(reduced: Tensor) -> None:
 @pytest.mark.parametrize(
     ("options", "prepare"),
     [
-        ({}, divide_by_eight),
-        ({"mp_policy": FP16_SUMS}, None),
         ({}, all_reduce_hook),
         ({}, hook_that_all_reduces),
         ({"offload_policy": CPUOffloadPolicy(pin_memory=False)}, None),
         ({"offload_policy": CPUOffloadPolicy(pin_memory=False), "mp_policy": BF16}, None),
     ],
-    ids=["divided-by-eight", "fp16-sums", "hook", "hook-that-all-reduces", "offloaded", "offloaded-bf16"],
+    ids=["hook", "hook-that-all-reduces", "offloaded", "offloaded-bf16"],
 )
 def test_what_has_to_wait(workers: WorkerPools, options: dict[str, Any], prepare: Any) -> None:
     stats = check(workers(4).run(twins.compare, twins.plain, 4, CONFIG, options, {}, 2, prepare))
@@ -243,7 +181,7 @@ def test_more_ranks(workers: WorkerPools, world_size: int, replicas: int) -> Non
 def compare_where_it_is_not_asked(rank: int, world_size: int) -> Outcome:
     """As if all_reduce did not ask tensors, or something stood in its place."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp_ext.replicas, "all_reduce", dist.barrier)
+        patch.setattr(fsdp_ext.output, "all_reduce", dist.barrier)
         return twins.compare(rank, world_size, twins.two_backwards, 3, replicas=2)
 
 

@@ -21,7 +21,7 @@ from recipes.benchmarks import fsdp
         ("fsdp2-ext:block_mb=5,defer=False", "fsdp2:ahead=False"),
         ("fsdp2-ext:block_mb=5,set_to_none=False", "fsdp2:ahead=False,set_to_none=False"),
         ("fsdp2-ext:replicas=2,all_gather=int8", "fsdp2:ahead=False,replicas=2"),
-        ("fsdp2-ext:replicas=2,defer=False", "fsdp2:ahead=False,replicas=2"),
+        ("fsdp2-ext:force_sums=True,defer=False", "fsdp2:ahead=False,force_sums=True"),
     ],
 )
 def test_stock_is_used_alike(name: str, stock: str) -> None:
