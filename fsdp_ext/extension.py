@@ -43,13 +43,13 @@ def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     computed stays the same, up to the order in which a ring adds. On accelerators FSDP2's own collectives are as good,
     and stay.
 
-    A reduce-scatter, and with replicas (HSDP) the all-reduce that follows it, ends with the backward, where nothing
-    reads its result earlier: without ``set_all_reduce_hook``, ``set_force_sum_reduction_for_comms``,
-    ``set_requires_all_reduce(False)``, sums in float16, offloading or ``register_post_accumulate_grad_hook``, and where
-    gradients were None before or all parameters of the module get one. Elsewhere the backward waits for each; with
-    offloading or ``defer=False`` only for what is left of it when the module's last gradient has come
-    (``ExtConfig.early``). A gradient that another hook reads before its reduce-scatter has ended is NaN. Over replicas
-    gradients are averaged in the type that they are summed in, and exactly, whatever ``reduce_scatter`` says.
+    A reduce-scatter, with replicas (HSDP) the all-reduce that follows it, and what divides or converts its result, end
+    with the backward, where nothing reads it earlier: without ``set_all_reduce_hook``,
+    ``set_requires_all_reduce(False)``, offloading or ``register_post_accumulate_grad_hook``, and where gradients were
+    None before or all parameters of the module get one. Elsewhere the backward waits for each; with offloading or
+    ``defer=False`` only for what is left of it when the module's last gradient has come (``ExtConfig.early``). A
+    gradient that another hook reads before its reduce-scatter has ended is NaN. Over replicas gradients are averaged in
+    the type that they are summed in, and exactly, whatever ``reduce_scatter`` says.
 
     Args:
         model: a module with FSDP2's inside of it. Its FSDP modules get communication objects of ours

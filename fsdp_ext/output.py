@@ -14,7 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import all_reduce
-from torch.overrides import has_torch_function
+
+# They do not need what is in it. (In Python each access makes another object, which is equal.)
+_FACTS = tuple(getattr(Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout"))
 
 
 class Reduction(Protocol):
@@ -50,14 +52,15 @@ class Output(Tensor):
         """Results are plain tensors."""
         kwargs = dict(kwargs or {})
         with torch._C.DisableTorchFunctionSubclass():
-            for output in (each for each in (*args, *kwargs.values()) if isinstance(each, cls)):
+            given = [each if isinstance(each, (list, tuple)) else (each,) for each in (*args, *kwargs.values())]
+            for output in (each for several in given for each in several if isinstance(each, cls)):
                 if output._takes_over(func, args, kwargs):
                     return None if func is all_reduce else output
             return func(*args, **kwargs)
 
     def _takes_over(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the reduction does it, or will; whoever else uses the memory finds it filled."""
-        if func.__name__ == "__get__":  # its size, type and the like
+        if func in _FACTS:
             return False
         if func is torch.as_strided:
             self.reduction.view()
@@ -85,7 +88,4 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 def are_asked() -> bool:
     """Whether functions ask such tensors now; not inside of a backward that another class's tensor has begun, say."""
-    return has_torch_function((_ANY,))
-
-
-_ANY = torch.empty(0).as_subclass(Output)
+    return torch._C._is_torch_function_enabled()

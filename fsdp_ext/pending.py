@@ -116,20 +116,21 @@ class PendingReductions:
             self._deliver_oldest()
 
     @torch.no_grad()
+    def make_room(self, nbytes: int) -> None:
+        """For so many more: deliver what is done, and more of the oldest if that would be too much."""
+        while self._waiting and self._waiting[0].delivery.work.done:
+            self._deliver_oldest()
+        while self._limit_bytes is not None and self._waiting and self._nbytes + nbytes > self._limit_bytes:
+            self._deliver_oldest()
+
     def defer(self, delivery: Delivery) -> None:
-        """Deliver it later; only inside of a backward."""
+        """Deliver it later; only inside of a backward. Its output is NaN."""
         backward = torch._C._current_graph_task_id()
         if self._expected_by != backward:
             self._expected_by = backward
             compat.queue_engine_callback(self.deliver)
-        while self._waiting and self._waiting[0].delivery.work.done:
-            self._deliver_oldest()
-        # Never this one: FSDP2 has yet to make gradients of its output.
-        delivery.output.fill_(torch.nan)
         self._waiting.append(_Pending(delivery, delivery.output._version))
         self._nbytes += delivery.nbytes
-        while self._limit_bytes is not None and self._nbytes > self._limit_bytes and len(self._waiting) > 1:
-            self._deliver_oldest()
 
     def deliver(self) -> None:
         """Wait for all of them."""

@@ -21,7 +21,7 @@ from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of
 from fsdp_ext.compressed import compressed_reduce_scatter, sliced
 from fsdp_ext.early import EarlyReduceScatter
-from fsdp_ext.output import are_asked, memory_of, output_of
+from fsdp_ext.output import Output, are_asked, memory_of, output_of
 from fsdp_ext.pending import Delivery, Earlier
 from fsdp_ext.residuals import Residuals
 from fsdp_ext.sparse import sparse_reduce_scatter
@@ -37,7 +37,7 @@ class RingReduceScatter(ReduceScatter):
     """A ring in the memory that FSDP2 has copied the gradients to.
 
     gloo's own reduce-scatter moves an all-reduce. FSDP2 drops what a reduce-scatter returns, as on accelerators its
-    result is read in stream order; see :meth:`reason_to_wait` for when it can be ready later on CPUs, too.
+    result is read in stream order; see :meth:`_reason_to_wait` for when it can be ready later on CPUs, too.
     """
 
     def __init__(self, extension: Extension, module: FSDPModule, name: str, residuals: Residuals | None) -> None:
@@ -55,20 +55,21 @@ class RingReduceScatter(ReduceScatter):
         self._opened: Delivery | None = None  # of what FSDP2 has still to do something to
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Memory for the whole gradients, then for this rank's part of their mean.
+        """Memory for the whole gradients, then for this rank's part of their mean, or sum.
 
-        FSDP2 converts a mean to the parameters' type, inside of the backward. Where the result may come later, its
-        memory is of that type from the start: then there is nothing to convert.
+        FSDP2 converts that to the parameters' type, inside of the backward. Where it may come later, its memory is of
+        that type from the start: then there is nothing to convert.
         """
         (numel,) = map(int, size)
-        is_output = 0 < numel < self._input_numel and self._input_numel % numel == 0
+        num_shards = compat.num_shards(self._module) or 1
+        is_output = num_shards > 1 and 0 < numel * num_shards == self._input_numel
         self._input_numel = 0 if is_output else numel
         if not is_output:
             return self._extension.pool.empty(numel, dtype)
         facts = compat.facts_of(self._module)
-        if facts is None:
+        if facts is None or (facts.hooked and not facts.replicated):
             return torch.empty(numel, dtype=dtype, device=device)
-        if self._extension.config.defer and not facts.offloads and self._ends_by_itself(facts):
+        if self._extension.config.defer and not facts.offloads and self._reason_to_finish(facts) is None:
             dtype = facts.original_dtype or dtype
         return output_of(torch.empty(numel, dtype=dtype, device=device), self)
 
@@ -82,7 +83,7 @@ class RingReduceScatter(ReduceScatter):
     ) -> dist.Work | None:
         """Reduce ``input_tensor``, (P * numel,), over all ranks; this rank's part goes to ``output_tensor``, (numel,).
 
-        The input may be overwritten.
+        That may be later, and the input may be overwritten.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         self._extension.counts.reduce_scatters += 1
@@ -100,12 +101,13 @@ class RingReduceScatter(ReduceScatter):
         partition = Partition(input_tensor, equal_bounds(input_tensor.numel(), world_size))
         work = self._submit(transport, partition, rank, op, divisor)
         opened = Delivery(work, partition.ranges[rank], output, partition.nbytes, self)
-        facts = compat.facts_of(self._module)
-        if facts is not None and self._ends_by_itself(facts):
+        reason = self._reason_to_finish(compat.facts_of(self._module))
+        if reason is None and isinstance(output_tensor, Output):
             self._opened = opened
-            return None
-        self._tell("a hook of set_all_reduce_hook follows, or an all-reduce by FSDP2 itself, or of several sums")
-        self._complete(opened)
+            output.fill_(torch.nan)
+        else:
+            self._tell(reason or "its memory was allocated by somebody else")
+            self._complete(opened)
         return None
 
     # What FSDP2 does next, in this order (foreach_reduce); see fsdp_ext.output.
@@ -150,14 +152,15 @@ class RingReduceScatter(ReduceScatter):
         if opened is None:
             return
         facts = compat.facts_of(self._module)
-        added_to = facts is not None and any(parameter.grad is not None for parameter in facts.parameters)
+        assert facts is not None, "nothing is opened without"
+        added_to = any(parameter.grad is not None for parameter in facts.parameters)
         columns = compat.columns_in(self._module, opened.output.numel()) if added_to else ()
-        reason = self.reason_to_wait(facts, opened.output.dtype, is_complete=columns is not None)
+        reason = self._reason_to_wait(facts, opened.output.dtype, is_complete=columns is not None)
         if reason is None:
             self._extension.counts.deferred += 1
-            parameters = () if facts is None else facts.parameters
+            self._extension.pending.make_room(opened.nbytes)  # which may fail, when nothing is taken away yet
             earlier = _take_away(columns or ())
-            self._extension.pending.defer(opened._replace(earlier=earlier, parameters=parameters))
+            self._extension.pending.defer(opened._replace(earlier=earlier, parameters=facts.parameters))
         else:
             self._tell(reason)
             self._complete(opened)
@@ -171,11 +174,6 @@ class RingReduceScatter(ReduceScatter):
     def _complete(self, delivery: Delivery) -> None:
         with self._measure(delivery.work.label):
             delivery.complete()
-
-    def _ends_by_itself(self, facts: compat.GroupFacts) -> bool:
-        """Whether all that FSDP2 does to the result inside of the backward comes here; for an all-reduce once seen."""
-        replicated = facts.replicated and not (facts.sums_replicas_at_once and self._extension.averages_replicas)
-        return not replicated and not facts.hooked and are_asked()
 
     def remove(self) -> None:
         """Leave the module's parameters as they were before."""
@@ -238,23 +236,35 @@ class RingReduceScatter(ReduceScatter):
         self._last = transport.scatters.run(algorithm, self._name, () if self._last is None else (self._last,))
         return self._last
 
-    def reason_to_wait(self, facts: compat.GroupFacts | None, dtype: torch.dtype, is_complete: bool) -> str | None:
+    def _reason_to_finish(self, facts: compat.GroupFacts | None) -> str | None:
+        """Why the result must be ready when the call returns, or None: what FSDP2 does to it next comes here."""
+        if facts is None:
+            return f"torch {torch.__version__} does not tell what follows it"
+        if facts.hooked:
+            return "a hook of set_all_reduce_hook follows"
+        if not are_asked():
+            return "the backward was begun by a tensor of another class, inside of which functions ask no tensor"
+        if facts.replicated and not facts.sums_replicas_at_once:
+            return "FSDP2 adds up several results before it all-reduces them over replicas"
+        if facts.replicated and not self._extension.averages_replicas:
+            return "FSDP2 was not seen yet to leave its all-reduce over replicas to the extension"
+        return None
+
+    def _reason_to_wait(self, facts: compat.GroupFacts, dtype: torch.dtype, is_complete: bool) -> str | None:
         """Why the result must be ready when gradients are made of it, or None: it is read after the backward only.
 
-        FSDP2 may convert or copy it inside of the backward (foreach_reduce). It also adds it to a gradient that is
-        there already, unless we do so later; for that it must be known to which parameters it belongs: to all that are
-        trained, if it ``is_complete``.
+        FSDP2 may copy it inside of the backward (foreach_reduce). It also adds it to a gradient that is there already,
+        unless we do so later; for that it must be known to which parameters it belongs: to all that are trained, if it
+        ``is_complete``.
         """
         if not self._extension.config.defer:
             return "defer=False"
         if not comm_compat.in_backward():
             return "it runs outside of a backward"
-        if facts is None:
-            return f"torch {torch.__version__} does not tell what follows it"
         if facts.offloads:
             return "gradients are offloaded"
         if dtype != facts.original_dtype:
-            return f"gradients of {dtype} are converted to {facts.original_dtype}"
+            return f"gradients are of {dtype}, parameters of {facts.original_dtype or 'several types'}"
         gradients = [parameter.grad for parameter in facts.parameters if parameter.grad is not None]
         if gradients and not is_complete:
             return "some parameters have no gradient, and others have one already, to be added to"

@@ -58,6 +58,8 @@ def test_an_all_reduce_that_is_not_the_reductions() -> None:
 def test_nobody_asks_inside_of_another_class() -> None:
     with torch._C.DisableTorchFunctionSubclass():
         assert not are_asked()
+        with torch.device("cpu"):  # which functions do ask
+            assert not are_asked()
     assert are_asked()
 
 
@@ -68,6 +70,9 @@ def test_nobody_asks_inside_of_another_class() -> None:
         lambda output: torch.zeros(4).add_(output),
         lambda output: torch.add(torch.zeros(4), other=output),
         lambda output: output.clone(),
+        lambda output: torch.cat([output]),
+        lambda output: output.data,
+        lambda output: output.detach(),
     ],
 )
 def test_who_else_uses_it_finds_it_filled(use: Callable[[Output], Tensor]) -> None:
@@ -90,7 +95,7 @@ def test_a_division_of_what_is_there() -> None:
 
 def test_sizes_and_views_do_not_need_it() -> None:
     seven = Seven()
-    assert (seven.output.shape, seven.output.dtype, seven.output.is_sparse) == ((4,), torch.float32, False)
+    assert (seven.output.shape, seven.output.dtype, seven.output.layout) == ((4,), torch.float32, torch.strided)
     assert seven.asked == []
     view = torch.as_strided(seven.output, (2,), (1,), 1)
     assert type(view) is Tensor and view.tolist() == [0, 0] and seven.asked == ["view"]

@@ -22,7 +22,7 @@ class Reduction:
         self.label = f"reduction {value:g}"
         self.value = value
         self.done = False
-        self.source, self.output = torch.zeros(4), torch.zeros(4)
+        self.source, self.output = torch.zeros(4), torch.full((4,), torch.nan)
 
     def wait(self) -> None:
         self.source.fill_(self.value)
@@ -74,6 +74,7 @@ def test_what_has_come_is_delivered_at_the_next_one() -> None:
     backward(
         lambda: waiting.defer(first.delivery),
         first.wait,
+        lambda: waiting.make_room(16),
         lambda: waiting.defer(second.delivery),
         lambda: seen.append(first.delivered and second.missing and len(waiting) == 1),
     )
@@ -84,16 +85,38 @@ def test_what_has_come_is_delivered_at_the_next_one() -> None:
 def test_the_oldest_is_waited_for_when_too_much_is_kept(limit_bytes: int | None, kept: int) -> None:
     waiting, reductions, seen = pending(limit_bytes), [Reduction(i) for i in (1, 2, 3)], list[bool]()
 
+    def defer(each: Reduction) -> None:
+        waiting.make_room(each.delivery.nbytes)
+        waiting.defer(each.delivery)
+
     def look() -> None:
         seen.extend(each.missing for each in reductions)
 
-    backward(*(lambda each=each: waiting.defer(each.delivery) for each in reductions), look)
+    backward(*(lambda each=each: defer(each) for each in reductions), look)
     assert seen == [False] * (3 - kept) + [True] * kept
     assert all(each.delivered for each in reductions)
 
 
 def fail() -> None:
     raise ZeroDivisionError
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_sums_are_divided_when_they_have_come(fails: bool) -> None:
+    waiting, reduction = pending(), Reduction(6)
+    parameter = torch.nn.Parameter(torch.zeros(4))
+
+    def defer() -> None:
+        waiting.defer(reduction.delivery._replace(parameters=(parameter,), divisor=4.0))
+        parameter.grad = reduction.output.view(4)
+
+    if fails:
+        with pytest.raises(ZeroDivisionError):
+            backward(defer, fail)
+        waiting.abandon()
+    else:
+        backward(defer)
+    assert parameter.grad is not None and parameter.grad.tolist() == [1.5] * 4
 
 
 class Lost(Reduction):

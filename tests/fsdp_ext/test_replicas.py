@@ -12,10 +12,11 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 import fsdp_ext.output
 from fsdp_ext import ExtConfig, extend
@@ -72,6 +73,38 @@ def divide_by_two(model: nn.Module) -> None:
 def test_sums_that_are_divided(workers: WorkerPools, options: dict[str, Any], prepare: Any) -> None:
     stats = check(workers(4).run(twins.compare, twins.two_backwards, 4, CONFIG, options, {}, 2, prepare))
     assert stats.deferred == stats.reduce_scatters - 1
+
+
+def train_fractions(rank: int, world_size: int, policy: MixedPrecisionPolicy, prepare: Any) -> bool:
+    """Whether gradients of any numbers have stock's bits: of two, there is one sum, and it is divided where stock does.
+    """
+    mesh = twins.mesh_of(world_size, 2)
+
+    def build() -> nn.Module:
+        model = nn.Sequential(*(nn.Sequential(nn.Linear(33, 33), nn.Tanh()) for _ in range(3)))
+        for block in model:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        if prepare is not None:
+            prepare(model)
+        return model
+
+    def run(model: nn.Module) -> list[Tensor]:
+        seen = []
+        for step in range(3):
+            batch = torch.randn(7, 33, generator=torch.Generator().manual_seed(10 * step + rank))
+            model.zero_grad()
+            model(batch).float().square().sum().backward()
+            seen += [twins.local(parameter.grad).clone() for parameter in model.parameters()]
+        return seen
+
+    return twins.same(*twins.on_both(build, run))
+
+
+@pytest.mark.parametrize("prepare", [None, divide_by_two, divide_by_eight])
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16, FP16_SUMS], ids=["float32", "bf16", "fp16-sums"])
+def test_fractions(workers: WorkerPools, policy: MixedPrecisionPolicy, prepare: Any) -> None:
+    assert all(workers(4).run(train_fractions, policy, prepare))
 
 
 def hook_that_all_reduces(model: nn.Module) -> None:
