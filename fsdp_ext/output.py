@@ -50,8 +50,11 @@ class Output(Tensor):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         """Results are plain tensors."""
-        kwargs = dict(kwargs or {})
+        kwargs = kwargs or {}
         with torch._C.DisableTorchFunctionSubclass():
+            if func is torch.as_strided and args:  # for every parameter
+                args[0].reduction.view()
+                return func(*args, **kwargs)
             given = [each if isinstance(each, (list, tuple)) else (each,) for each in (*args, *kwargs.values())]
             for output in (each for several in given for each in several if isinstance(each, cls)):
                 if output._takes_over(func, args, kwargs):
@@ -61,9 +64,6 @@ class Output(Tensor):
     def _takes_over(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Whether the reduction does it, or will; whoever else uses the memory finds it filled."""
         if func in _FACTS:
-            return False
-        if func is torch.as_strided:
-            self.reduction.view()
             return False
         if func is all_reduce and not kwargs["async_op"]:
             takes_over = self.reduction.all_reduce(self.memory, kwargs["group"], kwargs["op"])
