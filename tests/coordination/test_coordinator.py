@@ -72,6 +72,7 @@ def test_any_order_along_a_tree(workers: WorkerPools) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("world_size", "capacity", "num_steps"), [(2, 1024, 2000), (3, 20, 2000), (4, 1024, 2000)])
 def test_any_order_for_long(workers: WorkerPools, world_size: int, capacity: int, num_steps: int) -> None:

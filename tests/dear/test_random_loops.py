@@ -112,6 +112,7 @@ def test_two_ranks(workers: WorkerPools, script: list[list[Callable[[Trainee, in
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(600)
 @settings(quiet, max_examples=40)
 @given(script=st.lists(steps, min_size=12, max_size=25), world_size=st.sampled_from([1, 2, 3, 4]), update=updates)

@@ -174,6 +174,7 @@ def batches(task: Task, rank: int, world_size: int, seed: int) -> Iterator[tuple
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", TASKS)
 def test_the_loss_of_dense_training(workers: WorkerPools, name: str) -> None:
