@@ -23,7 +23,7 @@ class GroupFacts:
 
     Args:
         parameters: sharded, in the order in which FSDP2 flattens them.
-        original_dtype: of the sharded parameters; None if they differ.
+        original_dtype: of the sharded parameters that were trained at first; None if none was.
         replicated: whether other ranks have the same shards (HSDP).
         sums_replicas_at_once: whether, with replicas, an all-reduce of just this result follows a reduce-scatter; else
             several are added first (set_requires_all_reduce).
@@ -257,3 +257,9 @@ def replicas_of(module: FSDPModule) -> dist.ProcessGroup | None:
     """The ranks that have the same shards as this one (HSDP)."""
     groups = _param_groups(module)
     return getattr(groups[0].mesh_info, "replicate_process_group", None) if groups else None
+
+
+def factor_of(op: Any) -> float:
+    """What gradients are multiplied by before they are summed (PREMUL_SUM)."""
+    factor: float = op.factor if hasattr(op, "factor") else op.__getstate__()[1]  # before it was an attribute
+    return factor

@@ -106,7 +106,7 @@ class RingReduceScatter(ReduceScatter):
             self._opened = opened
             output.fill_(torch.nan)
         else:
-            self._tell(reason or "its memory was allocated by somebody else")
+            self._tell(reason or "its memory is none that functions ask")
             self._complete(opened)
         return None
 
@@ -157,8 +157,8 @@ class RingReduceScatter(ReduceScatter):
         columns = compat.columns_in(self._module, opened.output.numel()) if added_to else ()
         reason = self._reason_to_wait(facts, opened.output.dtype, is_complete=columns is not None)
         if reason is None:
-            self._extension.counts.deferred += 1
             self._extension.pending.make_room(opened.nbytes)  # which may fail, when nothing is taken away yet
+            self._extension.counts.deferred += 1
             earlier = _take_away(columns or ())
             self._extension.pending.defer(opened._replace(earlier=earlier, parameters=facts.parameters))
         else:
@@ -264,7 +264,7 @@ class RingReduceScatter(ReduceScatter):
         if facts.offloads:
             return "gradients are offloaded"
         if dtype != facts.original_dtype:
-            return f"gradients are of {dtype}, parameters of {facts.original_dtype or 'several types'}"
+            return f"gradients are of {dtype}, parameters of {facts.original_dtype or 'a type that is not told'}"
         gradients = [parameter.grad for parameter in facts.parameters if parameter.grad is not None]
         if gradients and not is_complete:
             return "some parameters have no gradient, and others have one already, to be added to"
@@ -297,6 +297,6 @@ def divisor_of(op: Any, gradients: Tensor, world_size: int) -> int:
     if op == dist.ReduceOp.SUM:
         return 1
     if op == dist.ReduceOp.PREMUL_SUM:  # set_gradient_divide_factor
-        gradients.mul_(op.factor)
+        gradients.mul_(compat.factor_of(op))
         return 1
     raise NotImplementedError(f"gradients are reduced by sums and means, got {op}")
