@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from fsdp_ext import ExtConfig
 from tests.fsdp_ext import twins
+from tests.fsdp_ext.test_unusual_loops import needs_unused
 from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Block, Trainee
 from tests.workers import WorkerPools
 
@@ -184,7 +185,7 @@ def own_lists(model: nn.Module) -> None:
         (divide_by_eight, False),
         (all_reduce_hook, True),
         (hook_on_gradients, True),
-        (include_unused, False),
+        pytest.param(include_unused, False, marks=needs_unused),
         (checkpoint_activations, False),
         (own_lists, False),
     ],
@@ -220,6 +221,7 @@ def two_forwards_twice(twin: Trainee, step: int) -> None:
     twin.optimizer.step()
 
 
+@needs_unused
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_modules_that_are_reduced_twice(workers: WorkerPools, world_size: int) -> None:
     check(workers(world_size).run(twins.compare, two_forwards_twice, 5, CONFIG, {}, {}, 1, include_unused))
