@@ -9,6 +9,7 @@ import dataclasses
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import fsdp_ext.output
 from fsdp_ext import ExtConfig, extend
@@ -26,16 +27,8 @@ from tests.fsdp_ext.test_exact import BF16, FP16_SUMS, all_reduce_hook, check, d
 from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
 from tests.workers import WorkerPools
 
-
-def several_before_the_all_reduce(twin: Trainee, step: int) -> None:
-    """Accumulation in shards, which replicas sum once."""
-    assert isinstance(twin.model, FSDPModule)
-    twin.optimizer.zero_grad()
-    for part in range(3):
-        twin.model.set_requires_all_reduce(part == 2)
-        twin.loss(100 * step + part).backward()
-    twin.see_gradients()
-    twin.optimizer.step()
+several_before_the_all_reduce = partial(twins.accumulate, setting="set_requires_all_reduce")
+"""Accumulation in shards, which replicas sum once."""
 
 
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip, twins.discarded])

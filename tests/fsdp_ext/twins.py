@@ -249,12 +249,11 @@ def two_backwards(twin: Trainee, step: int) -> None:
     twin.optimizer.step()
 
 
-def accumulate(twin: Trainee, step: int) -> None:
+def accumulate(twin: Trainee, step: int, setting: str = "set_requires_gradient_sync") -> None:
     """Accumulation that reduces once."""
-    assert isinstance(twin.model, FSDPModule)
     twin.optimizer.zero_grad()
     for part in range(3):
-        twin.model.set_requires_gradient_sync(part == 2)
+        getattr(twin.model, setting)(part == 2)
         twin.loss(100 * step + part).backward()
     twin.see_gradients()
     twin.optimizer.step()
