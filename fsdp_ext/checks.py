@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -112,6 +112,37 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
                 f"do not extend this model"
             )
     return None
+
+
+def find_problem_of_state(state: Mapping[str, object], kept: Mapping[str, DTensor]) -> str | None:
+    """Why a state of what gradients have lost cannot take the place of what is ``kept``, or None."""
+    if state.keys() != kept.keys():
+        name = min(state.keys() ^ kept.keys())
+        where = "kept only now" if name in kept else "only in this state"
+        return (
+            f"what is left of the gradients of {name} is {where}: extend(...) the model with the settings of the run "
+            f"that has saved it (reduce_scatter, density, error_feedback), or go on without its state"
+        )
+    for name, own in kept.items():
+        expected, found = _layout_of(own), _layout_of(state[name])
+        if found != expected:
+            return (
+                f"what is left of the gradients of {name} must be {expected}, as extension.state_dict() has it, but "
+                f"this state has {found}: load the state of a model of the same shapes into "
+                f"extension.state_dict() by torch.distributed.checkpoint.load, which divides it among these ranks, "
+                f"and pass that"
+            )
+    return None
+
+
+def _layout_of(value: object) -> str:
+    if not isinstance(value, DTensor):
+        return f"a plain tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
+    mesh = value.device_mesh
+    return (
+        f"a DTensor of shape {tuple(value.shape)} with {value.placements} on {mesh.device_type}, ranks "
+        f"{mesh.mesh.tolist()}"
+    )
 
 
 def fingerprint(model: nn.Module, config: ExtConfig) -> dict[str, object]:

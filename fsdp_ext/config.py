@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import above, at_least
+from ddp_hooks.comm import above, message_size, positive, whole
 from ddp_hooks.topk.wire import Format
 from fsdp_ext.codecs import CodecName
 
@@ -48,7 +48,7 @@ class ExtConfig:
             since then all are whole at its end.
         lanes: streams of communication side by side, for gathers and for reduce-scatters each. None: chosen by a short
             measurement of the link.
-        slice_mb: largest message of rings in MiB. None: chosen by the same measurement as ``lanes``.
+        slice_mb: largest message of rings in MiB, at least 1 KiB. None: chosen by the same measurement as ``lanes``.
         trace: record spans for :meth:`Extension.timeline`.
         timeout_s: a wait that takes longer fails.
         stall_warning_s: a wait that takes longer is logged, with what it waits for.
@@ -75,17 +75,25 @@ class ExtConfig:
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        densities = self.density.values() if isinstance(self.density, Mapping) else [self.density]
-        if not all(above(density, 0) and density <= 1 for density in densities):
+        densities = list(self.density.values()) if isinstance(self.density, Mapping) else [self.density]
+        if not densities or not all(above(density, 0) and density <= 1 for density in densities):
             raise ValueError(f"density must be in (0, 1], or a mapping from patterns to such, got {self.density!r}")
-        if not at_least(self.block, 4) or self.block % 4:
+        if not whole(self.block, 4) or self.block % 4:
             raise ValueError(f"block must be a multiple of 4, got {self.block!r}")
-        for name in ("pending_mb", "slice_mb", "timeout_s", "stall_warning_s"):
-            if getattr(self, name) is not None and not above(getattr(self, name), 0):
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        for name in ("error_feedback", "defer", "early", "trace"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
+        if not positive(self.timeout_s):
+            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")
+        if not above(self.stall_warning_s, 0):
+            raise ValueError(f"stall_warning_s must be > 0, got {self.stall_warning_s!r}")
+        if self.pending_mb is not None and not positive(self.pending_mb):
+            raise ValueError(f"pending_mb must be None, or > 0 and finite, got {self.pending_mb!r}")
+        if self.slice_mb is not None and not message_size(self.slice_mb):
+            raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {self.slice_mb!r}")
         for name, least in (("lanes", 1), ("prefetch", 0)):
-            if getattr(self, name) is not None and not at_least(getattr(self, name), least):
-                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")
+            if getattr(self, name) is not None and not whole(getattr(self, name), least):
+                raise ValueError(f"{name} must be None, or a whole number >= {least}, got {getattr(self, name)!r}")
 
     def density_of(self, module: str) -> float:
         """Part of the elements of a module's gradients that every rank gets of its shards."""

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import LaneError, Recorder, Span, Stall, Traffic, agree, at_exit, see
+from ddp_hooks.comm import LaneError, Recorder, Span, Stall, Traffic, agree, at_exit, mebibytes, see
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.early import Turns
@@ -110,7 +110,7 @@ class Extension:
         self.backward_waits: dict[str, float] = defaultdict(float)
         """Seconds that backwards have waited for whole parameters, by module."""
         self.gather_stall, self.scatter_stall = Stall(), Stall()
-        limit_bytes = None if config.pending_mb is None else int(config.pending_mb * (1 << 20))
+        limit_bytes = None if config.pending_mb is None else mebibytes(config.pending_mb)
         self.pending = PendingReductions(limit_bytes, self.scatter_stall, self.recorder)
         self.pool = Pool()
         """Memory on CPUs for whole parameters and gradients."""
@@ -172,16 +172,12 @@ class Extension:
         """The reverse of :meth:`state_dict`, between steps; what was kept before is forgotten.
 
         Raises:
-            ValueError: it is of other parameters, or settings.
+            ValueError: it is of other parameters, settings or ranks; nothing is changed then.
         """
-        wanted = {name: residuals for residuals in self._residuals for name in residuals.state_dict()}
-        if wanted.keys() != state.keys():
-            name = min(wanted.keys() ^ state.keys())
-            where = "kept only now" if name in wanted else "only in this state"
-            raise ValueError(
-                f"what is left of the gradients of {name} is {where}: extend(...) the model with the settings of the "
-                f"run that has saved it (reduce_scatter, density, error_feedback), or go on without its state"
-            )
+        kept = {name: value for residuals in self._residuals for name, value in residuals.state_dict().items()}
+        problem = checks.find_problem_of_state(state, kept)
+        if problem is not None:
+            raise ValueError(problem)
         self.carry_over(state)
 
     def carry_over(self, state: Mapping[str, DTensor]) -> None:

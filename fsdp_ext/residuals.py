@@ -161,8 +161,8 @@ class Residuals:
             assert isinstance(self._module, nn.Module)
             logger.warning(
                 "%s: some of its parameters have no gradient. In such steps its gradients are reduced without what was "
-                "lost before, and in full where they are sparse; with set_reduce_scatter_unused_params(True) FSDP2 "
-                "takes zeros for those that are missing",
+                "lost before; in full where they are sparse, and what int8 takes of them is not kept. With "
+                "set_reduce_scatter_unused_params(True) FSDP2 takes zeros for those that are missing",
                 self._names.get(self._module) or ROOT,
             )
 

@@ -22,7 +22,7 @@ from ddp_hooks.comm.ordered import Segment, ordered_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
-from ddp_hooks.comm.values import above, at_least
+from ddp_hooks.comm.values import above, at_least, message_size, positive, whole
 from ddp_hooks.comm.work import ThreadWork, Work
 
 __all__ = [
@@ -62,9 +62,11 @@ __all__ = [
     "log_all_gather",
     "log_reduce_scatter",
     "mebibytes",
+    "message_size",
     "num_rounds",
     "ordered_reduce_scatter",
     "pairwise_exchange",
+    "positive",
     "profile_link",
     "ring_all_gather",
     "ring_reduce_scatter",
@@ -76,5 +78,6 @@ __all__ = [
     "suited_to",
     "two_level_all_gather",
     "two_level_reduce_scatter",
+    "whole",
     "without_messages",
 ]

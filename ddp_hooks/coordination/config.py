@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_hooks.comm import above, at_least
+from ddp_hooks.comm import above, at_least, message_size, positive
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CoordinatorConfig:
             for its turn by priority; what is fused is not larger then. The smaller, the sooner what is urgent gets
             through, and the more often ranks agree.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
-        slice_mb: largest message of rings in MiB. None: chosen by the same measurement.
+        slice_mb: largest message of rings in MiB, at least 1 KiB. None: chosen by the same measurement.
         trace: record spans for :meth:`Coordinator.timeline`.
         timeout_s: what was asked for on some ranks only fails on all of them after so long, and so does a wait for a
             message.
@@ -49,10 +49,13 @@ class CoordinatorConfig:
         for name in ("cycle_ms", "capacity", "fusion_mb"):
             if not at_least(getattr(self, name), 0):
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
-        for name in ("slice_mb", "credit_mb", "timeout_s", "stall_warning_s"):
-            is_chosen_later = name == "slice_mb" and self.slice_mb is None
-            if not is_chosen_later and not above(getattr(self, name), 0):
+        for name in ("credit_mb", "stall_warning_s"):
+            if not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        if self.slice_mb is not None and not message_size(self.slice_mb):
+            raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {self.slice_mb!r}")
+        if not positive(self.timeout_s):
+            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")
         if self.lanes is not None and not at_least(self.lanes, 1):
             raise ValueError(f"lanes must be >= 1, got {self.lanes!r}")
         if self.fan_out is not None and not at_least(self.fan_out, 2):

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from ddp_hooks.comm import above, at_least
+from ddp_hooks.comm import above, at_least, message_size, positive
 from ddp_hooks.tuning import BucketTuner
 
 Fusion: TypeAlias = Literal["size", "layers", "none"]
@@ -46,8 +46,8 @@ class DearConfig:
             resumes a checkpoint on three or more ranks goes on with those that are saved there. With few rounds each of
             a lane's four buffers is as large as half of what moves so, on two levels as an atom's slice of a place.
         node_size: ranks per node, for two levels. None: as the names of hosts tell.
-        slice_mb: largest message of rings in MiB; a lane holds four buffers of this size. None: chosen by the same
-            measurement as ``lanes``.
+        slice_mb: largest message of rings in MiB, at least 1 KiB; a lane holds four buffers of this size. None: chosen
+            by the same measurement as ``lanes``.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
             for loops that read parameters outside of any forward.
         early_gathers: with replicated updates on CPUs, the part of all bytes, from 0 to 1, whose gathers begin under
@@ -113,9 +113,15 @@ class DearConfig:
             raise ValueError(f"master_dtype must be None, torch.float32 or torch.float64, got {self.master_dtype}")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite must be None or one of {get_args(OnNonfinite)}, got {self.on_nonfinite!r}")
-        for name in ("fusion_mb", "atom_mb", "slice_mb", "max_grad_norm", "timeout_s", "stall_warning_s"):
+        for name in ("fusion_mb", "atom_mb", "max_grad_norm"):
             if getattr(self, name) is not None and not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        if self.slice_mb is not None and not message_size(self.slice_mb):
+            raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {self.slice_mb!r}")
+        if not positive(self.timeout_s):
+            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")
+        if not above(self.stall_warning_s, 0):
+            raise ValueError(f"stall_warning_s must be > 0, got {self.stall_warning_s!r}")
         if self.tuner is not None and not isinstance(self.tuner, BucketTuner):
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
         if self.tuner is not None and self.fusion != "size":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
+from ddp_hooks.comm import positive
+
 Schedule: TypeAlias = Literal["2d", "horizontal", "none"]
 Clip: TypeAlias = Literal["all", "dense_only"]
 
@@ -42,5 +44,5 @@ class TableConfig:
         for name, choices in (("schedule", get_args(Schedule)), ("clip", get_args(Clip))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        if not self.timeout_s > 0:
-            raise ValueError(f"timeout_s must be > 0, got {self.timeout_s}")
+        if not positive(self.timeout_s):
+            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")

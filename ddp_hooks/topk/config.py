@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import above, at_least
+from ddp_hooks.comm import above, at_least, positive
 from ddp_hooks.topk.ledger import Collection
 from ddp_hooks.topk.spardl import Split
 from ddp_hooks.topk.wire import Format
@@ -102,9 +102,11 @@ class TopKConfig:
             raise ValueError(f'teams must be a number >= 1 or "auto", got {self.teams!r}')
         if self.momentum is not None and not (at_least(self.momentum, 0) and self.momentum < 1):
             raise ValueError(f"momentum must be None or in [0, 1), got {self.momentum!r}")
-        for name in ("group_mb", "timeout_s", "stall_warning_s"):
+        for name in ("group_mb", "stall_warning_s"):
             if not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        if not positive(self.timeout_s):
+            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")
         for name, least in (("lanes", 1), ("warmup_steps", 0), ("dense_below_numel", 0)):
             if not at_least(getattr(self, name), least):
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ddp_hooks.comm import above, at_least
+from ddp_hooks.comm import above, at_least, whole
 
 
 @dataclass(frozen=True)
@@ -49,10 +49,10 @@ class TuneConfig:
                 raise ValueError(f"{name} must be a tuple of at least one value, got {getattr(self, name)!r}")
         if not all(above(size, 0) for size in (*self.block_mb, self.default_block_mb)):
             raise ValueError(f"block_mb and default_block_mb must be > 0, got {self.block_mb}, {self.default_block_mb}")
-        if not all(depth is None or at_least(depth, 0) for depth in self.prefetch):
-            raise ValueError(f"prefetch must have numbers >= 0, or None, got {self.prefetch}")
-        if not all(number is None or at_least(number, 1) for number in self.lanes):
-            raise ValueError(f"lanes must have numbers >= 1, or None, got {self.lanes}")
+        if not all(depth is None or whole(depth, 0) for depth in self.prefetch):
+            raise ValueError(f"prefetch must have whole numbers >= 0, or None, got {self.prefetch}")
+        if not all(number is None or whole(number, 1) for number in self.lanes):
+            raise ValueError(f"lanes must have whole numbers >= 1, or None, got {self.lanes}")
         # The first forward learns the order of modules, and lists of what to prefetch are set in the second.
         for name, least in (("max_trials", 1), ("dropped_steps", 2), ("steps_per_trial", 1), ("keep_bytes", 0)):
             if not at_least(getattr(self, name), least):

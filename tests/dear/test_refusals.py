@@ -158,9 +158,17 @@ def test_settings_name_the_ranks_on_each_side(workers: WorkerPools) -> None:
     assert "on ranks [0, 1]" in message and "on ranks [2]" in message
 
 
-@pytest.mark.parametrize(
-    "options", [{"fusion": "big"}, {"fusion_mb": 0}, {"lanes": 0}, {"slice_mb": -1}, {"timeout_s": float("nan")}]
-)
+@pytest.mark.parametrize("options", [
+    {"fusion": "big"},
+    {"fusion_mb": 0},
+    {"lanes": 0},
+    {"slice_mb": -1},
+    {"slice_mb": 1e-9},
+    {"timeout_s": float("nan")},
+    {"timeout_s": float("inf")},
+    {"timeout_s": None},
+    {"stall_warning_s": None},
+])  # fmt: skip
 def test_config_is_checked(options: dict[str, Any]) -> None:
     name = next(iter(options))
     with pytest.raises(ValueError, match=name):

@@ -17,7 +17,9 @@ import torch.distributed.checkpoint as dcp
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Replicate
 
 from ddp_hooks.comm import Partition, run_on_fabric
 from ddp_hooks.comm.bags import reduce_scatter_steps
@@ -376,6 +378,69 @@ def test_states_of_other_settings_are_refused(workers: WorkerPools) -> None:
         assert "what is left of the gradients of blocks.0.layers.0.weight is only in this state: extend(" in message
 
 
+class Pair(nn.Module):
+    """Two parameters, of which one is as long as it is told."""
+
+    def __init__(self, numel: int) -> None:
+        super().__init__()
+        self.first, self.second = nn.Parameter(torch.zeros(numel)), nn.Parameter(torch.zeros(400))
+
+    def forward(self, factor: float) -> Tensor:
+        return (self.first.sum() + self.second.sum()) * factor
+
+
+def left_over_from(state: str, rank: int) -> dict[str, Any]:
+    """What another model would save under the names of ``Pair(40)``."""
+    mesh = init_device_mesh("cpu", (2,))
+    if state == "turned around":
+        mesh = DeviceMesh("cpu", [1, 0])
+    model = Pair({"longer": 48, "shorter": 24, "much longer": 4000}.get(state, 40))
+    fully_shard(model, mesh=mesh)
+    extension = extend(model, SPARSE)
+    model(2.0 + rank).backward()
+    found: dict[str, Any] = dict(extension.state_dict())
+    restore(model)
+    if state == "whole":
+        return {name: value.full_tensor() for name, value in found.items()}
+    if state == "replicated":
+        return {name: value.redistribute(placements=[Replicate()]) for name, value in found.items()}
+    return found
+
+
+def load_what_does_not_fit(rank: int, world_size: int, state: str) -> tuple[str, bool]:
+    """The error, and whether what was kept before is kept still."""
+    others = left_over_from(state, rank)
+    model = Pair(40)
+    fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
+    extension = extend(model, SPARSE)
+    model(3.0 + rank).backward()
+    before = {name: value.full_tensor() for name, value in extension.state_dict().items()}
+    assert any(value.any() for value in before.values())
+    message = "nothing was raised"
+    try:
+        extension.load_state_dict(others)
+    except ValueError as error:
+        message = str(error)
+    after = {name: value.full_tensor() for name, value in extension.state_dict().items()}
+    restore(model)
+    return message, all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize(("state", "found"), [
+    ("longer", "a DTensor of shape (48,) with (Shard(dim=0),) on cpu, ranks [0, 1]"),
+    ("shorter", "a DTensor of shape (24,) with (Shard(dim=0),) on cpu, ranks [0, 1]"),
+    ("much longer", "a DTensor of shape (4000,) with (Shard(dim=0),) on cpu, ranks [0, 1]"),
+    ("turned around", "a DTensor of shape (40,) with (Shard(dim=0),) on cpu, ranks [1, 0]"),
+    ("replicated", "a DTensor of shape (40,) with (Replicate(),) on cpu, ranks [0, 1]"),
+    ("whole", "a plain tensor of shape (40,)"),
+])  # fmt: skip
+def test_states_of_other_shapes_or_ranks_are_refused(workers: WorkerPools, state: str, found: str) -> None:
+    expected = "must be a DTensor of shape (40,) with (Shard(dim=0),) on cpu, ranks [0, 1], as extension.state_dict()"
+    for message, is_kept in workers(2).run(load_what_does_not_fit, state):
+        assert f"gradients of first {expected}" in message and f"this state has {found}: load" in message, message
+        assert is_kept
+
+
 # -- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -391,12 +456,6 @@ def misspelt(rank: int, world_size: int) -> str:
 def test_patterns_that_fit_nothing_are_refused(workers: WorkerPools) -> None:
     messages = workers(2).run(misspelt)
     assert "density names 'layers.*', which fits none of the modules that FSDP2 wraps: ['', 'blocks.0'" in messages[0]
-
-
-@pytest.mark.parametrize("density", [0, 1.5, "half", {"*": 0}])
-def test_densities_are_checked(density: Any) -> None:
-    with pytest.raises(ValueError, match="density must be in \\(0, 1\\], or a mapping"):
-        ExtConfig(reduce_scatter="sparse", density=density)
 
 
 def incomplete(rank: int, world_size: int) -> list[str]:

@@ -337,8 +337,10 @@ def test_modules_that_are_kept_are_gathered_once(workers: WorkerPools) -> None:
     [
         ({"block_mb": ()}, "block_mb must be a tuple of at least one value"),
         ({"block_mb": (0.0,)}, "block_mb and default_block_mb must be > 0"),
-        ({"prefetch": (-1,)}, "prefetch must have numbers >= 0, or None"),
-        ({"lanes": (0,)}, "lanes must have numbers >= 1, or None"),
+        ({"prefetch": (-1,)}, "prefetch must have whole numbers >= 0, or None"),
+        ({"prefetch": (2.0,)}, "prefetch must have whole numbers >= 0, or None"),
+        ({"lanes": (0,)}, "lanes must have whole numbers >= 1, or None"),
+        ({"lanes": (1, 2.5)}, "lanes must have whole numbers >= 1, or None"),
         ({"max_trials": 0}, "max_trials must be >= 1, got 0"),
         ({"dropped_steps": 1}, "dropped_steps must be >= 2, got 1"),
         ({"keep_bytes": -1}, "keep_bytes must be >= 0, got -1"),

@@ -34,6 +34,7 @@ from tests.workers import WorkerPools
     ({"momentum": 1.0}, "momentum must be None or in [0, 1)"),
     ({"group_mb": 0}, "group_mb must be > 0"),
     ({"timeout_s": -1}, "timeout_s must be > 0"),
+    ({"timeout_s": float("inf")}, "timeout_s must be > 0 and finite, got inf"),
     ({"lanes": 0}, "lanes must be >= 1"),
     ({"lanes": "two"}, "lanes must be >= 1, got 'two'"),
     ({"density": "1%"}, "density must be in (0, 1], got '1%'"),
