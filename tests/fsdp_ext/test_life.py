@@ -354,21 +354,6 @@ def test_ranks_of_a_mesh_are_refused_alike(workers: WorkerPools, case: str, expe
     assert expected in messages[0] and len(set(messages)) == 1, messages
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"lanes": 0}, "lanes must be >= 1, got 0"),
-        ({"prefetch": -1}, "prefetch must be >= 0, got -1"),
-        ({"prefetch": "all"}, "prefetch must be >= 0, got 'all'"),
-        ({"pending_mb": 0}, "pending_mb must be > 0, got 0"),
-        ({"slice_mb": -1.0}, "slice_mb must be > 0, got -1.0"),
-        ({"timeout_s": 0}, "timeout_s must be > 0, got 0"),
-    ],
-)
-def test_settings_are_checked(settings: dict[str, Any], expected: str) -> None:
-    assert message_of(lambda: ExtConfig(**settings)) == f"ValueError: {expected}"
-
-
 def test_needs_a_process_group() -> None:
     assert not dist.is_initialized()
     assert "no module of Linear is wrapped by FSDP2" in message_of(lambda: extend(nn.Linear(2, 2)))

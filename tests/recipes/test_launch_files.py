@@ -68,12 +68,15 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     """The environment of a job on two nodes, with commands that run everything on this one."""
     commands = {
         "scontrol": 'echo "localhost"; echo "another-node"',
-        # One task per node, at the same time; the job fails if one of them does.
+        # One task per node, at the same time; when one fails the other ends, too (--kill-on-bad-exit).
         "srun": """
             while [[ "$1" == --* ]]; do shift; done
             SLURM_NODEID=0 "$@" & first=$!
             SLURM_NODEID=1 "$@" & second=$!
-            wait "$first"; code=$?; wait "$second" && exit "$code"
+            while kill -0 "$first" && kill -0 "$second"; do sleep 0.1; done 2>/dev/null
+            if kill -0 "$first" 2>/dev/null; then ended=$second other=$first; else ended=$first other=$second; fi
+            wait "$ended" || { code=$?; kill "$other"; exit "$code"; }
+            wait "$other"
         """,
         "torchrun": f'exec "{sys.executable}" -m torch.distributed.run "$@"',
     }
