@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import above, message_size, positive, whole
+from ddp_hooks.comm import above, check_slice, check_timeout, positive, whole
 from ddp_hooks.topk.wire import Format
 from fsdp_ext.codecs import CodecName
 
@@ -83,14 +83,12 @@ class ExtConfig:
         for name in ("error_feedback", "defer", "early", "trace"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        if not positive(self.timeout_s):
-            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")
+        check_timeout(self.timeout_s)
         if not above(self.stall_warning_s, 0):
             raise ValueError(f"stall_warning_s must be > 0, got {self.stall_warning_s!r}")
         if self.pending_mb is not None and not positive(self.pending_mb):
             raise ValueError(f"pending_mb must be None, or > 0 and finite, got {self.pending_mb!r}")
-        if self.slice_mb is not None and not message_size(self.slice_mb):
-            raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {self.slice_mb!r}")
+        check_slice(self.slice_mb)
         for name, least in (("lanes", 1), ("prefetch", 0)):
             if getattr(self, name) is not None and not whole(getattr(self, name), least):
                 raise ValueError(f"{name} must be None, or a whole number >= {least}, got {getattr(self, name)!r}")

@@ -22,7 +22,7 @@ from ddp_hooks.comm.ordered import Segment, ordered_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
-from ddp_hooks.comm.values import above, at_least, message_size, positive, whole
+from ddp_hooks.comm.values import above, at_least, check_slice, check_timeout, positive, whole
 from ddp_hooks.comm.work import ThreadWork, Work
 
 __all__ = [
@@ -55,6 +55,8 @@ __all__ = [
     "at_exit",
     "at_least",
     "bruck_all_gather",
+    "check_slice",
+    "check_timeout",
     "compare",
     "in_order_of",
     "in_storage_order",
@@ -62,7 +64,6 @@ __all__ = [
     "log_all_gather",
     "log_reduce_scatter",
     "mebibytes",
-    "message_size",
     "num_rounds",
     "ordered_reduce_scatter",
     "pairwise_exchange",

@@ -1,4 +1,4 @@
-"""Questions about the values of settings, to which what is no number is a wrong answer, not an error of its own."""
+"""What values of settings are right; what is no number is a wrong one, not an error of its own."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ def whole(value: object, least: int) -> bool:
     return isinstance(value, int) and at_least(value, least)
 
 
-def message_size(value: object) -> bool:
-    """Whether ``value`` is a size of messages in MiB: finite, and at least 1 KiB (smaller ones take for ever)."""
-    return positive(value) and at_least(value, 1 / 1024)
+def check_timeout(timeout_s: object) -> None:
+    """Raise a ValueError if that is no limit of waits, in seconds."""
+    if not positive(timeout_s):
+        raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s!r}")
+
+
+def check_slice(slice_mb: object) -> None:
+    """Raise a ValueError if that is no largest message of rings, in MiB: those of less than 1 KiB take for ever."""
+    if slice_mb is not None and not (positive(slice_mb) and at_least(slice_mb, 1 / 1024)):
+        raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {slice_mb!r}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ddp_hooks.comm import above, at_least, message_size, positive
+from ddp_hooks.comm import above, at_least, check_slice, check_timeout
 
 
 @dataclass(frozen=True)
@@ -52,10 +52,8 @@ class CoordinatorConfig:
         for name in ("credit_mb", "stall_warning_s"):
             if not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
-        if self.slice_mb is not None and not message_size(self.slice_mb):
-            raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {self.slice_mb!r}")
-        if not positive(self.timeout_s):
-            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")
+        check_slice(self.slice_mb)
+        check_timeout(self.timeout_s)
         if self.lanes is not None and not at_least(self.lanes, 1):
             raise ValueError(f"lanes must be >= 1, got {self.lanes!r}")
         if self.fan_out is not None and not at_least(self.fan_out, 2):

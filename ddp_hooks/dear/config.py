@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from ddp_hooks.comm import above, at_least, message_size, positive
+from ddp_hooks.comm import above, at_least, check_slice, check_timeout
 from ddp_hooks.tuning import BucketTuner
 
 Fusion: TypeAlias = Literal["size", "layers", "none"]
@@ -116,10 +116,8 @@ class DearConfig:
         for name in ("fusion_mb", "atom_mb", "max_grad_norm"):
             if getattr(self, name) is not None and not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
-        if self.slice_mb is not None and not message_size(self.slice_mb):
-            raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {self.slice_mb!r}")
-        if not positive(self.timeout_s):
-            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")
+        check_slice(self.slice_mb)
+        check_timeout(self.timeout_s)
         if not above(self.stall_warning_s, 0):
             raise ValueError(f"stall_warning_s must be > 0, got {self.stall_warning_s!r}")
         if self.tuner is not None and not isinstance(self.tuner, BucketTuner):

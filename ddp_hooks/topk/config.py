@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import above, at_least, positive
+from ddp_hooks.comm import above, at_least, check_timeout
 from ddp_hooks.topk.ledger import Collection
 from ddp_hooks.topk.spardl import Split
 from ddp_hooks.topk.wire import Format
@@ -105,8 +105,7 @@ class TopKConfig:
         for name in ("group_mb", "stall_warning_s"):
             if not above(getattr(self, name), 0):
                 raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
-        if not positive(self.timeout_s):
-            raise ValueError(f"timeout_s must be > 0 and finite, got {self.timeout_s!r}")
+        check_timeout(self.timeout_s)
         for name, least in (("lanes", 1), ("warmup_steps", 0), ("dense_below_numel", 0)):
             if not at_least(getattr(self, name), least):
                 raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")
