@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from ddp_hooks import CoordinatorConfig, DearConfig, TableConfig, TopKConfig
+from ddp_hooks import DearConfig, TableConfig, TopKConfig
+from ddp_hooks.coordination import CoordinatorConfig
 from fsdp_ext import ExtConfig
 
 
