@@ -11,7 +11,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
@@ -24,9 +24,9 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hooks.comm.advice import see
+from ddp_hooks.comm.ending import Undo
 
 _num_groups: Counter[tuple[int, ...]] = Counter()  # that were made of these ranks
 _COMPILED_CALLS = ("compile_wrapper", "_fn")
@@ -329,28 +329,44 @@ def add_note(error: BaseException, note: str) -> None:
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calling the module runs graphs, as far as the module itself shows it."""
-    if isinstance(module, torch._dynamo.OptimizedModule) or getattr(module, "_compiled_call_impl", None) is not None:
+    if module.__dict__.get("_compiled_call_impl") is not None:
         return True
-    return hasattr(vars(module).get("forward"), "_torchdynamo_orig_callable")
+    compiler = sys.modules.get("torch._dynamo")
+    if compiler is not None and isinstance(module, compiler.OptimizedModule):
+        return True
+    return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
 
 
-@contextmanager
-def without_compiled_graphs() -> Iterator[None]:
-    """Run what was compiled as if it had not been, and compile nothing."""
-    # The stance does not reach functions that are called from compiled code which is running already. Where a dispatch
-    # mode is active nothing is compiled, however.
-    mode = _NoDispatch() if inside_compiled_region() else nullcontext()
-    with torch.compiler.set_stance("force_eager"), mode:
-        yield
+def is_scripted(module: torch.nn.Module) -> bool:
+    """Whether the module's code runs in TorchScript's interpreter."""
+    return isinstance(module, torch.jit.ScriptModule)
 
 
-class _NoDispatch(TorchDispatchMode):
-    """Changes nothing."""
+def before_call(module: torch.nn.Module, hook: Callable[..., None]) -> Undo:
+    """Call ``hook(module, args)`` before the module's code begins, outside of any graph; returns what removes it."""
+    # The method of nn.Module: scripted modules refuse hooks, but Python calls them through nn.Module's __call__.
+    handle = torch.nn.Module.register_forward_pre_hook(module, hook, prepend=True)
+    compiled = module.__dict__.get("_compiled_call_impl")
+    if compiled is None:
+        return Undo(handle.remove)
 
-    supports_higher_order_operators = True
+    def wait_and_call(*args: Any, **kwargs: Any) -> Any:  # a compiled __call__ contains the hooks
+        hook(module, args)
+        return compiled(*args, **kwargs)
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return func(*args, **(kwargs or {}))
+    module._compiled_call_impl = wait_and_call
+
+    def undo() -> None:
+        handle.remove()
+        if module.__dict__.get("_compiled_call_impl") is wait_and_call:
+            module._compiled_call_impl = compiled
+
+    return Undo(undo)
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """Let functions run on tensors of all classes as on plain ones: no ``__torch_function__`` is asked."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def optimizes_in_backward(parameter: Tensor) -> bool:

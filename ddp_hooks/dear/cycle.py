@@ -8,7 +8,7 @@ In the order of DESIGN.md's "public hooks and nothing else":
 3. The optimizer is about to step; every shard gets its reduced gradient (:meth:`StepCycle._before_step`).
 4. The user's optimizer steps on this rank's shards.
 5. It has stepped; the gathers of the updated parameters start (:meth:`StepCycle._after_step`).
-6. The next forward waits for each module's parameters (:class:`~ddp_hooks.feed.pipe.FeedPipe`).
+6. Parameters wait by themselves, mostly in the next forward (:class:`~ddp_hooks.feed.pipe.FeedPipe`).
 
 With replicated updates the gathers of step 5 are those of gradients, some of which begin in step 1
 (:class:`~ddp_hooks.dear.early.EarlyGathers`), and the optimizer's code runs in step 6
@@ -62,11 +62,6 @@ from ddp_hooks.feed import ELEMENTWISE, FeedPipe
 from ddp_hooks.feed.companions import Companion
 
 logger = logging.getLogger("ddp_hooks")
-
-_TRACED_NOTE = (
-    "This forward ran without compiled graphs, because DearState notes in which order modules run. If it works only "
-    "with them, use DearConfig(overlap_forward=False)."
-)
 
 
 class StepCycle:
@@ -126,15 +121,7 @@ class StepCycle:
         )
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         arrived = self._replicated.arrived if self._replicated is not None else None
-        self._pipe = FeedPipe(
-            ddp.module,
-            self._parameters,
-            self._names,
-            self._recorder,
-            ddp.bucket_bytes_cap,
-            "DearConfig(overlap_forward=False)",
-            arrived,
-        )
+        self._pipe = FeedPipe(ddp.module, self._parameters, self._recorder, arrived)
         self._watch = GradientWatch(self._parameters, self._advance)
         self._arrival = GradientArrival(self._sharded, self._keeper, self._recorder)
 
@@ -260,7 +247,7 @@ class StepCycle:
         """Every shard gets its gradient, clipped or withheld as the settings ask."""
         if self._replicated is not None:
             self._replicated.close_step()  # one that did not end
-            self._finish_gathers()  # two steps without a forward between them
+        self._finish_gathers()  # two steps without a forward between them
         self._attach_gradients(stepping=True)
         if isinstance(self._sharded, ShardedOptimizer):
             self._sharded.read_masters()
@@ -367,7 +354,6 @@ class StepCycle:
         if self._replicated is None:
             self._arrival.settle()
         self._checkpoint.outdate()
-        self._pipe.finish()  # two steps without a forward between them
         compat.increment_versions(self._parameters)
         if isinstance(self._sharded, ShardedOptimizer):
             self._sharded.write_masters()
@@ -434,6 +420,7 @@ class StepCycle:
 
     def _before_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled():
+            self._pipe.begin_forward(training=False)
             return
         if self._replicated is not None:
             self._replicated.close_step()  # one that did not end
@@ -445,15 +432,13 @@ class StepCycle:
             self._arrival.settle()  # of a step that did not end
         self._keeper.release()
         self._keeper.make_room(self._arrival.settle)
-        if self._ddp.training and self.config.overlap_forward:
-            self._pipe.begin_trace()
+        self._pipe.begin_forward(self._ddp.training and self.config.overlap_forward)
 
     def _before_model(self, *_: Any) -> None:
         self._keeper.guard_kept(self._ddp.require_backward_grad_sync)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
-        without_graphs = self._pipe.traces_without_graphs
-        self._pipe.end_trace(succeeded=output is not None)
+        self._pipe.end_forward()
         if self._replicated is not None:
             self._finish_gathers()  # into the memory that the coming backward will write
             if self._early is not None:
@@ -461,8 +446,6 @@ class StepCycle:
         if torch.is_grad_enabled():
             self._watch.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None
-        if error is not None and without_graphs:
-            compat.add_note(error, _TRACED_NOTE)
         self._lanes.annotate(error, "forward")  # DDP's own broadcast of buffers names nobody
 
     # -- parts ------------------------------------------------------------------------------------------------------

@@ -19,7 +19,13 @@ from ddp_hooks.dear.cycle import StepCycle
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
-from ddp_hooks.feed import InertOnCopy, companions, extend_zero_grad, wait_before_reading, when_step_fails
+from ddp_hooks.feed import (
+    InertOnCopy,
+    companions,
+    extend_zero_grad,
+    refuse_assigned_parameters,
+    when_step_fails,
+)
 
 
 class DearState(StepCycle):
@@ -31,8 +37,7 @@ class DearState(StepCycle):
     that need whole tensors ``DearConfig(update="replicated")`` does as the paper has it.
 
     The training loop stays as it was. Between backward and step the model's ``.grad`` may not be read (it raises).
-    After ``optimizer.step()`` parameters may be in flight: forwards, ``state_dict``, ``load_state_dict`` and
-    ``AveragedModel.update_parameters`` wait by themselves; other readers call :meth:`synchronize` first.
+    After ``optimizer.step()`` parameters may be in flight; whoever reads or writes one from Python waits for it.
 
     Args:
         ddp: wrapped with ``gradient_as_bucket_view=True``. Forward pre-hooks are installed on its modules.
@@ -70,7 +75,10 @@ class DearState(StepCycle):
     # -- what users call --------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Wait until every parameter holds its new value. Communicates nothing itself: one rank alone may call it."""
+        """Wait until every parameter holds its new value, for C++ code and other processes, which do not wait.
+
+        Python code waits by itself. Communicates nothing: one rank alone may call it.
+        """
         self._pipe.finish()
 
     def stats(self) -> DearStats:
@@ -319,7 +327,7 @@ class DearState(StepCycle):
             ddp.module.register_forward_pre_hook(InertOnCopy(self._before_model), prepend=True),
             ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
         ]
-        handles += wait_before_reading(ddp, self.synchronize)
+        handles += refuse_assigned_parameters(ddp, self._parameters)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
         handles.append(extend_zero_grad(optimizer, self._zero_grad))
         if self._replicated is not None:

@@ -2,13 +2,13 @@
 
 from ddp_hooks.feed import companions
 from ddp_hooks.feed.aside import GuardsAside, is_aside
+from ddp_hooks.feed.assigning import refuse_assigned_parameters
 from ddp_hooks.feed.deferred import DeferredUpdates, copied
 from ddp_hooks.feed.failing import when_step_fails
 from ddp_hooks.feed.guard import GradientGuard
 from ddp_hooks.feed.inert import InertOnCopy
 from ddp_hooks.feed.optimizers import ELEMENTWISE, PARAMETERWISE
 from ddp_hooks.feed.pipe import FeedPipe
-from ddp_hooks.feed.reading import wait_before_reading
 from ddp_hooks.feed.zeroing import extend_zero_grad
 
 __all__ = [
@@ -23,6 +23,6 @@ __all__ = [
     "copied",
     "extend_zero_grad",
     "is_aside",
-    "wait_before_reading",
+    "refuse_assigned_parameters",
     "when_step_fails",
 ]

@@ -1,185 +1,101 @@
-"""FeedPipe: gathers under the next forward, each awaited just before its parameters are read (DeAR, section III-B).
+"""FeedPipe: gathers under the next forward, each awaited when its parameters are first used (DeAR, section III-B).
 
-Every module has a forward pre-hook that waits for the parameters it is about to read: its own, and those that a first,
-traced forward saw being read after that hook and before the next (``MultiheadAttention.out_proj``, whose own forward
-never runs; tied and functional uses). Waiting never communicates. A forward whose modules run in another order than
-the traced one waits for everything at once, and is traced again; so does any forward without gradients, where torch
-may take fused paths that read whole subtrees. In compiled code one module waits for many
-(:mod:`~ddp_hooks.feed.regions`).
+Parameters in flight wait by themselves (:mod:`~ddp_hooks.feed.waiting`). Modules that own some wait for them in a
+forward pre-hook as well, for code that switches ``__torch_function__`` off; compiled and scripted modules wait for
+everything below them (:mod:`~ddp_hooks.feed.entrances`). Waiting never communicates: one rank alone may read.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from ddp_hooks.comm import Recorder, Stall, Work, compat, see
-from ddp_hooks.feed.inert import InertOnCopy
-from ddp_hooks.feed.regions import START, Clearance, Passable, nearest_above, order_below, stand_ins
-from ddp_hooks.feed.trace import ForwardTrace
+from ddp_hooks.feed.entrances import Entrances
+from ddp_hooks.feed.waiting import Waiting, waiting_class
 
 logger = logging.getLogger("ddp_hooks")
 
-_MAX_COMPILED_TRACES = 8  # each one runs, or even compiles, what is compiled in another way
-
 
 class FeedPipe:
-    """Makes modules wait for gathers.
+    """Makes readers of parameters wait for their gathers.
 
     Args:
-        root: the module inside DDP; pre-hooks are installed on it and on every module below it.
+        root: the module inside DDP; pre-hooks are installed on it and below it.
         parameters: the parameters that are gathered, in a fixed order.
-        names: their names, for messages.
         recorder: for the timeline.
-        graph_bytes: what one module of a compiled graph may wait for, in bytes of parameters.
-        remedy: the setting with which nothing is under way between a step and the next forward, for messages.
-        arrived: called with the parameters of which everything has been gathered, before anybody reads them.
+        arrived: called with the numbers of parameters of which everything has been gathered, before anybody reads
+            them.
     """
 
     def __init__(
         self,
-        root: torch.nn.Module,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
+        root: nn.Module,
+        parameters: Sequence[nn.Parameter],
         recorder: Recorder,
-        graph_bytes: int,
-        remedy: str,
         arrived: Callable[[Sequence[int]], None] | None = None,
     ) -> None:
         self.stall = Stall()
-        self.in_flight = False
-        self._root = root
+        self.in_flight = False  # some gather has not been awaited
         self._parameters = parameters
-        self._names = names
         self._recorder = recorder
         self._arrived = arrived
-        self._graph_bytes = graph_bytes
-        self._remedy = remedy
-        modules = self._modules = list(root.named_modules())
-        self._paths = [path for path, _ in modules]
-        index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._own = [
-            [index_of[id(p)] for p in module.parameters(recurse=False) if id(p) in index_of] for _, module in modules
-        ]
-        self._sequence: list[int] | None = None  # modules in the order of the traced forward
-        self._needs: list[list[int]] = [list(own) for own in self._own]  # module -> parameters it waits for
-        self._position = 0
-        self._trace: ForwardTrace | None = None
-        self._num_traces = 0  # of compiled modules
-        self._ddp_is_compiled = False
-        self._first_reader: dict[int, int] = {}  # parameter -> module, as far as any trace has seen
-        self._stand_ins: dict[int, int] = {}  # modules that compiled code passes by -> who waits in their place
-        self._clearances: dict[int, Clearance] = {}  # of those who do
-        self._moves: dict[int, dict[str, str]] = {}  # of those whom they stand in for
-        self._latest: int | None = None  # of those who stand in, the one that was entered last
-        self._groups: list[tuple[int, ...]] = []  # group -> parameters in it
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._own_classes = [type(parameter) for parameter in parameters]
+        kinds = {kind: waiting_class(kind, self) for kind in set(self._own_classes)}
+        self._waiting_classes = [kinds[kind] for kind in self._own_classes]
+        self._on_streams = any(parameter.is_cuda for parameter in parameters)
+        self._lock = threading.RLock()  # several threads may read
+        self._launcher = threading.get_ident()  # the thread that trains
+        self._groups: Sequence[tuple[int, ...]] = ()  # group -> parameters in it
         self._groups_of_parameter: list[list[int]] = [[] for _ in parameters]
-        self._groups_of_module: list[tuple[int, ...]] = [() for _ in modules]  # which nobody before it waits for
-        self._works: list[Work | None] = []
+        self._works: list[Work | None] = []  # None: awaited
         self._num_in_flight = 0
-        self._missing: list[int] = []  # per parameter, groups in flight that have a part of it
-        self._versions: list[int] = []  # per parameter, when its gather was launched
-        self._addresses: list[int] = []  # likewise
+        self._num_hidden = 0  # parameters that have their waiting class
+        self._missing = [0] * len(parameters)  # per parameter, groups in flight that hold a part of it
+        self._visible: dict[int, _Visible] = {}  # on accelerators, parameters that some streams still wait for
+        self._met_compiled_code = False  # since the last launch, compiled code has read a parameter in flight
+        self._has_warned = False
+        self._read: dict[int, None] = {}  # parameters in the order in which they were awaited since the last launch
+        self._order: list[int] = []  # the same, of the latest forward that awaited as many as any before
         compat.let_graphs_know_of_hooks()
-        self._handles = [
-            module.register_forward_pre_hook(InertOnCopy(_entering(self, index)), prepend=True)
-            for index, (_, module) in enumerate(modules)
-        ]
+        self._entrances = Entrances(root, self._index_of, self.wait_for)
 
     def close(self) -> None:
-        """Remove the pre-hooks."""
-        self.end_trace(succeeded=False)
-        for handle in self._handles:
-            handle.remove()
+        """Remove the hooks. What has arrived has its own class; what failed to arrive goes on raising."""
+        self._entrances.close()
+        for index in range(len(self._parameters)):
+            self._show(index, on_host=True)
 
     # -- the order in which parameters are needed -------------------------------------------------------------------
 
-    def begin_trace(self) -> None:
-        """Watch the coming forward, unless one was traced before."""
-        self.end_trace(succeeded=False)  # of a forward that was interrupted
-        if not self._ddp_is_compiled and compat.inside_compiled_region():
-            self._ddp_is_compiled = True
-            self._sequence = None  # that DDP is compiled may be news
-        if self._sequence is not None or self._num_traces > _MAX_COMPILED_TRACES:
-            return
-        if self._num_traces == _MAX_COMPILED_TRACES:
-            logger.warning("compiled modules run in changing orders, so every forward waits for all parameters")
-            self._num_traces += 1
-            return
-        self.finish()  # what happens on arrival is not the forward's
-        has_graphs = self._ddp_is_compiled or any(compat.is_compiled(module) for _, module in self._modules)
-        self._num_traces += has_graphs
-        self._trace = ForwardTrace(self._parameters, has_graphs)
-        self._trace.start()
+    def begin_forward(self, training: bool) -> None:
+        """A forward through DDP begins; the first one in training notes in which order it reads parameters."""
+        if self.in_flight and compat.inside_compiled_region():
+            self.finish()
+        elif training and not self._order and not self._num_hidden and not compat.inside_compiled_region():
+            self._entrances.find()
+            self._read.clear()
+            for index in range(len(self._parameters)):
+                self._hide(index)
 
-    @property
-    def traces_without_graphs(self) -> bool:
-        """Whether a forward is being watched for which compiled graphs are switched off."""
-        return self._trace is not None and self._trace.has_graphs
-
-    def end_trace(self, succeeded: bool) -> None:
-        """Stop watching; a forward that succeeded defines from now on which module waits for what."""
-        if self._trace is None:
-            return
-        trace, self._trace = self._trace, None
-        trace.stop()
-        if not (succeeded and trace.sequence):
-            return
-        self._first_reader.update(trace.first_reader)
-        self._needs = self._needs_from(trace.sequence)
-        if trace.compiled and not self._stand_ins:  # who stands in for whom stays as it is: graphs know it
-            self._appoint_stand_ins(trace)
-        moves, ends = order_below(trace.sequence, self._stand_ins)
-        for module in self._stand_ins:
-            self._moves[module].update(moves[module])
-        for module, clearance in self._clearances.items():
-            clearance.ends |= ends[module]
-        for module, other in self._stand_ins.items():
-            self._needs[other] = list(dict.fromkeys(self._needs[other] + self._needs[module]))
-        self._sequence = [module for module in trace.sequence if module not in self._stand_ins]
-        self._assign_groups_to_modules()
+    def end_forward(self) -> None:
+        """The forward has ended."""
+        if len(self._read) >= len(self._order):
+            self._order = list(self._read)
+        if self._num_hidden and not self.in_flight:
+            for index in range(len(self._parameters)):
+                self._show(index)
 
     def order_of_need(self) -> list[int]:
-        """For every parameter, when the traced forward first needs it: a position in the order of modules."""
-        last = len(self._paths)
-        position = [last] * len(self._parameters)
-        for place, module in enumerate(self._sequence or []):
-            for parameter in self._needs[module]:
-                position[parameter] = min(position[parameter], place)
-        return position
-
-    def _needs_from(self, sequence: Sequence[int]) -> list[list[int]]:
-        needs = [list(own) for own in self._own]
-        executed = set(sequence)
-        reachable = {parameter for module in executed for parameter in self._own[module]}
-        for parameter, module in self._first_reader.items():
-            if parameter not in needs[module]:
-                needs[module].append(parameter)
-            reachable.add(parameter)
-        index_of = {path: index for index, path in enumerate(self._paths)}
-        for module, own in enumerate(self._own):
-            for parameter in own:
-                if parameter not in reachable:
-                    needs[nearest_above(self._paths[module], index_of, executed) or 0].append(parameter)
-        return needs
-
-    def _appoint_stand_ins(self, trace: ForwardTrace) -> None:
-        nbytes_of = {id(parameter): parameter.nbytes for parameter in self._parameters}
-        self._stand_ins = stand_ins(
-            self._modules,
-            trace.sequence,
-            trace.compiled,
-            lambda module: sum(nbytes_of.get(id(p), 0) for p in self._modules[module][1].parameters()),
-            self._graph_bytes,
-        )
-        self._clearances = {module: Clearance() for module in set(self._stand_ins.values())}
-        self._moves = {module: {} for module in self._stand_ins}
-        for module, other in self._stand_ins.items():
-            hook = Passable(_entering(self, module), self._clearances[other], self._moves[module])
-            self._handles[module].remove()
-            self._handles[module] = self._modules[module][1].register_forward_pre_hook(hook, prepend=True)
+        """Return for every parameter its position in the order in which forwards have awaited them."""
+        position = {index: place for place, index in enumerate(self._order)}
+        return [position.get(index, len(self._order)) for index in range(len(self._parameters))]
 
     # -- gathers ----------------------------------------------------------------------------------------------------
 
@@ -187,137 +103,143 @@ class FeedPipe:
         """Set the groups that travel together; nothing may be in flight."""
         assert not self.in_flight
         self._groups = list(parameters_of_group)
-        self._works = [None] * len(self._groups)
-        self._assign_groups_to_modules()
-
-    @property
-    def under_way(self) -> list[Work]:
-        """The gathers that have not been awaited yet."""
-        return [work for work in self._works if work is not None] if self.in_flight else []
-
-    def launched(self, works: Sequence[Work]) -> None:
-        """Gathers were submitted, one per group: modules wait for them from now on."""
-        self._versions = [parameter._version for parameter in self._parameters]
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._works = list(works)
-        self._num_in_flight = len(self._works)
-        self._missing = [len(groups) for groups in self._groups_of_parameter]
-        self.in_flight = bool(self._works)
-        self._position = 0
-        self._latest = None
-        for clearance in self._clearances.values():
-            clearance.given = not self.in_flight
-
-    def finish(self) -> None:
-        """Wait for every gather that is in flight."""
-        if self.in_flight:
-            self._wait(range(len(self._works)))
-
-    def enter(self, module: int) -> None:
-        """A module's forward begins; return when the parameters it reads are there."""
-        if self._trace is not None:
-            self._trace.enter(module)
-        if not self.in_flight:
-            return
-        if self._sequence is None or not torch.is_grad_enabled() or not self._root.training:
-            self.finish()
-            return
-        if module == 0:
-            self._position = 0
-        if not self._comes_in_order(module):
-            self.finish()
-            if not compat.in_backward():  # recomputed activations are no new order
-                self._sequence = None  # the next forward is traced
-            return
-        groups = self._groups_of_module[module]
-        if groups:
-            self._wait(groups)
-        if module in self._clearances:
-            self._clearances[module].given = True
-
-    def _comes_in_order(self, module: int) -> bool:
-        """Whether a module begins where the traced forward had it; takes note that it has begun."""
-        assert self._sequence is not None
-        if module in self._stand_ins:  # it runs outside of its graph
-            clearance = self._clearances[self._stand_ins[module]]
-            following = self._moves[module].get(clearance.place)
-            clearance.place = following or clearance.place
-            return following is not None
-        if self._position >= len(self._sequence) or self._sequence[self._position] != module:
-            return False
-        self._position += 1
-        left, self._latest = self._latest, module if module in self._clearances else None
-        if left is None or not self._paths[left] or self._paths[module].startswith(self._paths[left] + "."):
-            return True
-        return self._clearances[left].place in self._clearances[left].ends
-
-    def start_below(self, module: int) -> None:
-        """A module begins, so nothing below it has."""
-        if module in self._clearances:
-            self._clearances[module].place = START
-
-    def _wait(self, groups: Sequence[int]) -> None:
-        complete, changed = [], None
-        for group in groups:
-            work = self._works[group]
-            if work is None:
-                continue
-            if not work.done:
-                with self.stall.measure(self._recorder, work.label):
-                    work.wait()
-            self._works[group] = None
-            self._num_in_flight -= 1
-            for index in self._groups[group]:
-                parameter = self._parameters[index]
-                if parameter._version != self._versions[index]:
-                    changed = index, "written"
-                elif parameter.data_ptr() != self._addresses[index]:
-                    changed = index, "given other memory"
-                self._missing[index] -= 1
-                if self._missing[index] == 0:
-                    complete.append(index)
-        self.in_flight = self._num_in_flight > 0
-        if complete and self._arrived is not None:
-            self._arrived(complete)
-        if not self.in_flight:
-            self._give_clearances()
-        if changed is not None:
-            self._refuse_write(*changed)
-
-    def _give_clearances(self) -> None:
-        for clearance in self._clearances.values():
-            clearance.given = True
-
-    def _refuse_write(self, parameter: int, what: str) -> None:
-        self._versions = [p._version for p in self._parameters]  # one complaint is enough
-        self._addresses = [p.data_ptr() for p in self._parameters]
-        self.finish()
-        raise RuntimeError(
-            f"{self._names[parameter]} was {what} while its gather was under way, so its value is undefined: call "
-            f"state.synchronize() before writing or converting parameters after optimizer.step(), or use "
-            f"{self._remedy}{see('a-parameter-was-written')}"
-        )
-
-    def _assign_groups_to_modules(self) -> None:
         self._groups_of_parameter = [[] for _ in self._parameters]
         for group, parameters in enumerate(self._groups):
             for parameter in parameters:
                 self._groups_of_parameter[parameter].append(group)
-        self._groups_of_module = [
-            tuple(sorted({group for parameter in needs for group in self._groups_of_parameter[parameter]}))
-            for needs in self._needs
-        ]
-        awaited: set[int] = set()  # by those that come before, which are in order
-        for module in dict.fromkeys(self._sequence or []):
-            groups = self._groups_of_module[module]
-            self._groups_of_module[module] = tuple(group for group in groups if group not in awaited)
-            awaited.update(groups)
+
+    @property
+    def under_way(self) -> list[Work]:
+        """The gathers that have not been awaited yet."""
+        return [work for work in self._works if work is not None]
+
+    def launched(self, works: Sequence[Work]) -> None:
+        """Gathers were submitted, one per group: whoever uses a parameter waits from now on."""
+        with self._lock:
+            if self._met_compiled_code:
+                self._met_compiled_code = False
+                self._find_entrances()
+            self._launcher = threading.get_ident()
+            self._visible.clear()
+            self._read.clear()
+            self._works = list(works)
+            self._num_in_flight = len(works)
+            self._missing = [len(groups) for groups in self._groups_of_parameter]
+            self.in_flight = bool(works)
+            for index, missing in enumerate(self._missing):
+                if missing:
+                    self._hide(index)
+
+    def finish(self) -> None:
+        """Wait for every gather that is in flight."""
+        if self.in_flight:
+            with self._lock:
+                self._await(range(len(self._works)))
+
+    def wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
+        """See :class:`~ddp_hooks.feed.waiting.Waiter`."""
+        index = self._index_of[id(parameter)]
+        if self._missing[index] and compat.inside_compiled_region():
+            self._met_compiled_code = True
+            self.finish()  # its other graphs then see no parameter in flight
+        self.wait_for((index,), on_host)
+        return index not in self._visible
+
+    def wait_for(self, indices: Sequence[int], on_host: bool = False) -> None:
+        """Wait for some parameters, given by number, and note that they were needed."""
+        if not self._num_hidden:
+            return
+        with self._lock:
+            self._read.update(dict.fromkeys(indices))
+            if self.in_flight:
+                self._await(group for i in indices if self._missing[i] for group in self._groups_of_parameter[i])
+            for index in indices:
+                self._show(index, on_host)
+
+    def _await(self, groups: Iterable[int]) -> None:
+        complete = []
+        try:
+            for group in groups:
+                work = self._works[group]
+                if work is None:
+                    continue
+                if not work.done:
+                    with self.stall.measure(self._recorder, work.label):
+                        work.wait()
+                self._works[group] = None
+                self._num_in_flight -= 1
+                for index in self._groups[group]:
+                    self._missing[index] -= 1
+                    if not self._missing[index]:
+                        complete.append(index)
+        finally:  # also where a gather has failed: its parameters go on raising, those before it are there
+            self.in_flight = self._num_in_flight > 0
+            if complete:
+                self._complete(complete)
+
+    def _complete(self, indices: Sequence[int]) -> None:
+        """Everything of these parameters has been gathered: let them be updated, and then read."""
+        if self._arrived is not None and threading.get_ident() != self._launcher:
+            # The thread that trains must not read a parameter while another one updates it.
+            with compat.without_overrides():
+                self._arrived(indices)
+        for index in indices:
+            self._show(index)
+        if self._arrived is not None and threading.get_ident() == self._launcher:
+            self._arrived(indices)
+        if self._on_streams:
+            visible = _Visible(self._parameters[indices[0]].device)
+            for index in indices:
+                self._visible[index] = visible
+                self._hide(index)
+
+    def _find_entrances(self) -> None:
+        """Compiled code met a parameter in flight, so that its graph broke: let the module that runs it wait before."""
+        if not self._entrances.find() and not self._has_warned:
+            self._has_warned = True
+            logger.warning(
+                "compiled code that is not a module of the model read a parameter in flight, which breaks its graph: "
+                "call state.synchronize() before it%s",
+                see("compiled-code-reads-parameters"),
+            )
+
+    def _hide(self, index: int) -> None:
+        parameter = self._parameters[index]
+        if not isinstance(parameter, Waiting):
+            parameter.__class__ = self._waiting_classes[index]
+            self._num_hidden += 1
+
+    def _show(self, index: int, on_host: bool = False) -> None:
+        """Put the class of a parameter back, once nobody has to wait for it."""
+        if self._missing[index]:
+            return
+        visible = self._visible.get(index)
+        if visible is not None and not visible.everywhere(on_host):
+            return
+        self._visible.pop(index, None)
+        parameter: Any = self._parameters[index]
+        if isinstance(parameter, Waiting):
+            parameter.__class__ = self._own_classes[index]  # type: ignore[assignment]
+            self._num_hidden -= 1
 
 
-def _entering(pipe: FeedPipe, module: int) -> Callable[..., None]:
-    def await_parameters(*_: object) -> None:
-        pipe.start_below(module)
-        if pipe.in_flight or pipe._trace is not None:
-            pipe.enter(module)
+class _Visible:
+    """Moment in a stream from which on parameters hold their new values."""
 
-    return await_parameters
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        stream = torch.cuda.current_stream(device)
+        self._event = stream.record_event()
+        self._streams = {stream.cuda_stream}  # that have waited
+
+    def everywhere(self, on_host: bool) -> bool:
+        """Let the current stream wait, and with ``on_host`` the host; return True if no stream has to wait any more."""
+        if on_host:
+            self._event.synchronize()
+        if self._event.query():
+            return True
+        stream = torch.cuda.current_stream(self._device)
+        if stream.cuda_stream not in self._streams:
+            stream.wait_event(self._event)
+            self._streams.add(stream.cuda_stream)
+        return False

@@ -21,13 +21,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 if TYPE_CHECKING or find_spec("lightning") is not None:
     from lightning.fabric.strategies import DDPStrategy as FabricDDPStrategy
-    from lightning.pytorch import Callback, LightningModule
     from lightning.pytorch.strategies import DDPStrategy
 elif find_spec("lightning_fabric") is None or find_spec("pytorch_lightning") is None:
     raise ImportError("this needs Lightning: pip install lightning")
 else:  # the same under their former names
     from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
-    from pytorch_lightning import Callback, LightningModule
     from pytorch_lightning.strategies import DDPStrategy
 
 from ddp_hooks.dear import GradScaler
@@ -57,7 +55,7 @@ class _Hooked:
         return self.bindings.stats()
 
     def synchronize(self) -> None:
-        """Wait until parameters hold their new values, for code that reads them outside of any forward."""
+        """Wait until parameters hold their new values, for C++ code and other processes that read them."""
         self.bindings.synchronize()
 
     def _expect(self, ddp: DistributedDataParallel) -> None:
@@ -138,8 +136,6 @@ class CommHookStrategy(_Hooked, DDPStrategy):
             self.bindings.bind([_unwrapped(optimizer) for optimizer in self.optimizers], scaler)
             self.precision_plugin.clip_grad_by_norm = self._clip_by_norm  # type: ignore[method-assign]
             self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
-            if not any(isinstance(callback, _CompleteParameters) for callback in trainer.callbacks):
-                trainer.callbacks.insert(0, _CompleteParameters())
 
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
         parameters = self._parameters_of(optimizer)
@@ -206,32 +202,6 @@ class CommHookStrategy(_Hooked, DDPStrategy):
         else:
             self.bindings.finish()
         super().teardown()
-
-
-class _CompleteParameters(Callback):
-    """Waits for gathers before others look at the model; in steps only if somebody has code there.
-
-    Between two steps parameters may be on their way, and a copy of them, for a moving average, would be of the past.
-    """
-
-    def _wait(self, trainer: Any, *_: Any, **__: Any) -> None:
-        if isinstance(trainer.strategy, CommHookStrategy):
-            trainer.strategy.synchronize()
-
-    def _wait_in_step(self, trainer: Any, module: Any, *_: Any, **__: Any) -> None:
-        ours = ("lightning.", "pytorch_lightning.", "ddp_hooks.")
-        others = [callback for callback in trainer.callbacks if not type(callback).__module__.startswith(ours)]
-        if any(_overrides(callback, Callback) for callback in others) or _overrides(module, LightningModule):
-            self._wait(trainer)
-
-    on_train_batch_end = on_before_zero_grad = _wait_in_step  # type: ignore[assignment]
-    on_train_epoch_start = on_train_epoch_end = on_train_end = _wait
-
-
-def _overrides(found: Any, base: type) -> bool:
-    """Whether something looks at steps, which its base class does not."""
-    events = ("on_train_batch_end", "on_before_zero_grad")
-    return any(getattr(type(found), event) is not getattr(base, event) for event in events)
 
 
 class CommHookFabricStrategy(_Hooked, FabricDDPStrategy):

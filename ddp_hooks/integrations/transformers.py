@@ -76,19 +76,13 @@ class CommHookMixin(_Trainer):
             combination_of(comm_hook)  # a wrong one is refused before anything is moved
         self._comm_hook = comm_hook
         super().__init__(*args, **kwargs)
-        self._go_first()
-
-    def _go_first(self) -> None:
-        """Let parameters be complete before other callbacks see the model."""
-        if self._comm_hook is not None:
-            self.callback_handler.callbacks.insert(0, _CompleteParameters(self))
 
     def comm_hook_stats(self) -> dict[str, float]:
         """Numbers of this rank's last step, as they are logged."""
         return self._attachment.stats() if self._attachment is not None else {}
 
     def synchronize(self) -> None:
-        """Wait until parameters hold their new values, for code that reads them outside of any forward."""
+        """Wait until parameters hold their new values, for C++ code and other processes that read them."""
         if self._attachment is not None:
             self._attachment.synchronize()
 
@@ -234,7 +228,6 @@ class CommHookMixin(_Trainer):
         return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        self.synchronize()  # from now on anybody may look at the model
         self._consolidate_tables()  # for save_model() on the first rank alone
         return super()._finalize_training(*args, **kwargs)
 
@@ -281,47 +274,6 @@ class CommHookMixin(_Trainer):
             self._attachment.bindings.load(checkpoint)
 
 
-class _CompleteParameters(transformers.TrainerCallback):
-    """Waits for gathers before callbacks look at the model; in steps only if there are some that are not the Trainer's.
-
-    Between two steps parameters may be on their way, and a copy of them, for a moving average, would be of the past.
-    """
-
-    def __init__(self, trainer: CommHookMixin) -> None:
-        self._trainer = trainer
-        self._has_told = False
-
-    def _wait(self, *_: Any, **__: Any) -> None:
-        self._trainer.synchronize()
-
-    def _wait_for_others(self, event: str) -> None:
-        others = [
-            callback
-            for callback in self._trainer.callback_handler.callbacks
-            if not type(callback).__module__.startswith(("transformers.", "ddp_hooks."))
-            and getattr(type(callback), event) is not getattr(transformers.TrainerCallback, event)
-        ]
-        if others:
-            self._wait()
-        if others and event != "on_log" and not self._has_told:
-            self._has_told = True
-            names = ", ".join(sorted({type(callback).__name__ for callback in others}))
-            logger.info(
-                "%s may look at parameters after a step, so gathers end before it instead of under the forward", names
-            )
-
-    def on_optimizer_step(self, *_: Any, **__: Any) -> None:
-        self._wait_for_others("on_optimizer_step")
-
-    def on_step_end(self, *_: Any, **__: Any) -> None:
-        self._wait_for_others("on_step_end")
-
-    def on_log(self, *_: Any, **__: Any) -> None:
-        self._wait_for_others("on_log")
-
-    on_epoch_begin = on_epoch_end = on_evaluate = on_save = on_train_end = _wait
-
-
 def attach(trainer: transformers.Trainer, config: Config) -> None:
     """Give a trainer that exists already what :class:`CommHookMixin` gives to subclasses.
 
@@ -344,7 +296,6 @@ def attach(trainer: transformers.Trainer, config: Config) -> None:
     assert isinstance(trainer, CommHookMixin)
     trainer._comm_hook = config
     trainer._attach()
-    trainer._go_first()
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:

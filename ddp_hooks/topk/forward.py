@@ -28,7 +28,7 @@ from ddp_hooks.feed import (
     InertOnCopy,
     companions,
     extend_zero_grad,
-    wait_before_reading,
+    refuse_assigned_parameters,
     when_step_fails,
 )
 
@@ -97,8 +97,7 @@ class ForwardPipeline:
         self._marks = GuardsAside(parameters)  # of them, while the optimizer's own code runs
         self._zeroed: set[int] = set()  # of them, those whose gradients were set to zero before the step
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)
-        remedy = 'TopKConfig(pipeline="backward")'
-        self._pipe = FeedPipe(ddp.module, parameters, names, recorder, ddp.bucket_bytes_cap, remedy, self._arrived)
+        self._pipe = FeedPipe(ddp.module, parameters, recorder, self._arrived)
         self._handles = self._install(ddp)
 
     @property
@@ -240,17 +239,17 @@ class ForwardPipeline:
 
     def _before_forward(self, ddp: Any, *_: Any) -> None:
         if not torch.is_grad_enabled():
+            self._pipe.begin_forward(training=False)
             return
         self._marks.put_back()  # one that did not end
         if self._held is not None:
             self.settle()  # a backward that no step has followed leaves its gradients to the next one
         if any(parameter.grad is guard for parameter, guard in zip(self._parameters, self._guards, strict=True)):
             self.finish()  # nobody has taken the last gradients away, so the coming ones are added to them
-        if ddp.training:
-            self._pipe.begin_trace()
+        self._pipe.begin_forward(training=False)  # groups travel in the order of the backward
 
     def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
-        self._pipe.end_trace(succeeded=output is not None)
+        self._pipe.end_forward()
         self.finish()
 
     def _install(self, ddp: DistributedDataParallel) -> list[Any]:
@@ -266,7 +265,7 @@ class ForwardPipeline:
             ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
             ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
         ]
-        handles += wait_before_reading(ddp, self.finish)
+        handles += refuse_assigned_parameters(ddp, self._parameters)
         handles.append(extend_zero_grad(optimizer, self._marks.zero))
         handles.append(when_step_fails(optimizer, self._marks.put_back))
         return handles

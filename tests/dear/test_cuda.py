@@ -116,4 +116,4 @@ def test_real_models(gpu_workers: WorkerPools, world_size: int, model: Any, batc
         model, batches, sgd, twins.plain, 8,
     ):  # fmt: skip
         assert outcome.parameter_gap < 1e-8 and outcome.loss_gap < 1e-8, outcome
-        assert outcome.order_held and outcome.loss_drop > 0
+        assert outcome.order_known and outcome.loss_drop > 0

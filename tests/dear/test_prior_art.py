@@ -225,10 +225,10 @@ def waits_of_a_step(rank: int, world_size: int) -> tuple[int, int]:
     for step in range(5):
         optimizer.zero_grad()
         ddp(*whole_batches(rank, world_size, step)).backward()
-        calls = count_calls(state._pipe, "_wait")
+        calls = count_calls(state._pipe, "_await")
         optimizer.step()
         awaited_in_step += calls[0] if step > 1 else 0
-        del state._pipe._wait
+        del state._pipe._await
     groups = state.stats().num_groups
     state.close()
     return awaited_in_step, groups

@@ -252,13 +252,9 @@ def misuse(rank: int, world_size: int, case: str) -> str:
             wrapped_closure()
 
         message = message_of(twice)
-    elif case == "write in flight":
-        state.synchronize()
-        optimizer.step()
-        with torch.no_grad():
-            for parameter in ddp.module.parameters():
-                parameter.mul_(1.0)
-        message = message_of(state.synchronize)
+    elif case == "assigned":
+        saved = {name: value.clone() for name, value in ddp.module.state_dict().items()}
+        message = message_of(lambda: ddp.module.load_state_dict(saved, assign=True))
     elif case == "replaced storage":
         state.synchronize()
         parameter = next(iter(ddp.module.parameters()))
@@ -277,12 +273,6 @@ def misuse(rank: int, world_size: int, case: str) -> str:
     elif case == "closed state_dict":
         state.close()
         message = message_of(optimizer.state_dict)
-    elif case == "converted in flight":
-        state.synchronize()
-        optimizer.step()
-        optimizer.zero_grad()
-        ddp.module.double()
-        message = message_of(state.synchronize)
     elif case == "set_fusion":
         message = message_of(lambda: state.set_fusion("size", mb=-1))
     else:
@@ -297,13 +287,12 @@ MISUSE = {
     "optimizer.state_dict": "shard of its state",
     "no_sync only": "no_sync()",
     "closure twice": "more than once",
-    "write in flight": "state.synchronize()",
+    "assigned": "load without assign",
     "replaced storage": "was replaced",
     "deepcopy": "ddp.module",
     "closed": "was closed",
     "closed optimizer": "make a new optimizer",
     "closed state_dict": "shard of its state",
-    "converted in flight": "state.synchronize()",
     "set_fusion": "fusion_mb must be > 0",
     "set_fusion differs": "fusion rule differs between ranks",
 }

@@ -52,7 +52,7 @@ class Outcome:
     num_buckets: int
     num_atoms: int
     stats: DearStats
-    order_held: bool  # whether the last forward ran in the order that was traced, so that gathers overlapped
+    order_known: bool  # a forward has shown in which order all parameters are needed
     loss_drop: float
 
 
@@ -108,7 +108,7 @@ def _outcome(dear: Trainee, plain: Trainee) -> Outcome:
         num_buckets=num_buckets,
         num_atoms=len(schedule.layout.atoms) if schedule is not None else 0,
         stats=stats,
-        order_held=dear.state._pipe._sequence is not None,
+        order_known=len(dear.state._pipe._order) == len(dear.state._parameters),
         loss_drop=plain.losses[0] - plain.losses[-1] if plain.losses else 0.0,
     )
 

@@ -1,0 +1,87 @@
+"""Modules whose code reads parameters where Python does not see it: compiled and scripted ones.
+
+Such a module waits for all parameters below it before its code begins, and so before the compiler's guards look at
+their classes. Graphs then contain no wait and see parameters of one class only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_hooks.comm import compat
+from ddp_hooks.feed.inert import do_nothing
+
+
+class WaitBefore:
+    """Forward pre-hook that waits for parameters; copies and pickles as a hook that does nothing.
+
+    Args:
+        wait: waits for the parameters that it is given.
+        parameters: their numbers.
+    """
+
+    __slots__ = ("_parameters", "_wait")
+
+    def __init__(self, wait: Callable[[Sequence[int]], None], parameters: Sequence[int]) -> None:
+        self._wait = wait
+        self._parameters = parameters
+
+    def __call__(self, *_: Any) -> None:
+        if not torch.compiler.is_compiling():  # whoever entered the compiled code has waited
+            self._wait(self._parameters)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return do_nothing
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _nothing, ()
+
+
+class Entrances:
+    """Forward pre-hooks on the modules that own parameters, and on those that are compiled or scripted.
+
+    Args:
+        root: the module inside DDP.
+        index_of: ``id`` of a parameter -> its number.
+        wait: waits for parameters, given by number.
+    """
+
+    def __init__(
+        self, root: nn.Module, index_of: dict[int, int], wait: Callable[[Sequence[int]], None]
+    ) -> None:
+        self._root = root
+        self._index_of = index_of
+        self._wait = wait
+        self._handles: dict[nn.Module, Any] = {}  # of modules that wait for what they own
+        self._entrances: dict[nn.Module, Any] = {}  # of modules that wait for everything below them
+        for module in root.modules():
+            own = self._numbers(module, recurse=False)
+            if own and not compat.is_scripted(module):
+                self._handles[module] = module.register_forward_pre_hook(WaitBefore(wait, own), prepend=True)
+        self.find()
+
+    def find(self) -> bool:
+        """Find modules that were compiled since the last call; return True if there are some."""
+        known = len(self._entrances)
+        for module in self._root.modules():
+            if module not in self._entrances and (compat.is_compiled(module) or compat.is_scripted(module)):
+                below = self._numbers(module, recurse=True)
+                self._entrances[module] = compat.before_call(module, WaitBefore(self._wait, below))
+        return len(self._entrances) > known
+
+    def close(self) -> None:
+        """Remove all hooks."""
+        for handle in (*self._handles.values(), *self._entrances.values()):
+            handle.remove()
+
+    def _numbers(self, module: nn.Module, recurse: bool) -> tuple[int, ...]:
+        parameters = module.parameters(recurse=recurse)
+        return tuple(self._index_of[id(p)] for p in parameters if id(p) in self._index_of)
+
+
+def _nothing() -> Callable[..., None]:
+    return do_nothing

@@ -1,0 +1,100 @@
+"""Parameters that wait by themselves until their new value has arrived.
+
+While a gather or an update is under way the class of a parameter is a subclass of its own class. Its
+``__torch_function__`` waits for that parameter, puts the class back, and runs the operation. So every read and every
+write from Python waits, wherever it happens: functional uses, ``.data``, ``deepcopy``, averages, printing. Identity,
+``isinstance`` and metadata stay as they are.
+
+Not seen: C++ code that holds a pointer, other processes, and code that switches ``__torch_function__`` off.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ddp_hooks.comm import compat
+
+_PROPERTIES = (
+    "shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "grad_fn", "ndim", "nbytes",
+    "itemsize", "is_cuda", "is_meta", "is_sparse", "is_quantized", "is_mkldnn", "is_nested", "retains_grad",
+)  # fmt: skip
+_METHODS = (
+    "size", "dim", "ndimension", "numel", "nelement", "stride", "element_size", "is_contiguous", "storage_offset",
+    "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook", "__len__",
+    "register_post_accumulate_grad_hook",
+)  # fmt: skip
+_class: Any = Tensor  # where attributes are descriptors
+METADATA: frozenset[Any] = frozenset(
+    [getattr(_class, name).__get__ for name in _PROPERTIES]
+    + [_class.grad.__set__, _class.grad.__delete__, _class.requires_grad.__set__]
+    + [getattr(_class, name) for name in _METHODS]
+    + [torch.numel, torch.is_floating_point, torch.is_complex]
+)
+"""Functions that read or change no element of a parameter, so that they need not wait."""
+
+
+class Waiter(Protocol):
+    """Knows what a waiting parameter waits for."""
+
+    def wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
+        """Return when the current stream may use the parameter; with ``on_host``, when every stream may.
+
+        Returns:
+            True if the parameter has its own class again; False if other streams still have to wait.
+        """
+
+
+class Waiting:
+    """Base of the classes that parameters have while they wait."""
+
+    __slots__ = ()
+    waiter: Waiter
+    own_class: type[nn.Parameter]
+    wait_in: Callable[[Iterable[Any], bool], bool]
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in METADATA and cls.own_class is nn.Parameter:
+            with compat.without_overrides():
+                return func(*args, **kwargs)
+        alone = all(issubclass(kind, Waiting) for kind in types)  # else another class has to see the call, too
+        arrived = cls.wait_in(args, not alone)
+        if kwargs:
+            arrived &= cls.wait_in(tuple(kwargs.values()), not alone)
+        if arrived:
+            return func(*args, **kwargs)
+        with compat.without_overrides():
+            return func(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        _wait_in([self], on_host=True)
+        return copy.deepcopy(self, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        _wait_in([self], on_host=True)
+        return self.__reduce_ex__(protocol)
+
+
+def waiting_class(own_class: type[nn.Parameter], waiter: Waiter) -> type[nn.Parameter]:
+    """Return a subclass of ``own_class`` whose instances wait by asking ``waiter``."""
+    # A graph must contain no wait. Not a decorator: that would import the compiler with this module.
+    wait_in = staticmethod(torch.compiler.disable(_wait_in, reason="a parameter is still on its way"))
+    members = {"waiter": waiter, "own_class": own_class, "wait_in": wait_in}
+    return type(own_class.__name__, (Waiting, own_class), members)
+
+
+def _wait_in(values: Iterable[Any], on_host: bool) -> bool:
+    """Wait for every waiting parameter in ``values``; return True if all have their own class again."""
+    arrived = True
+    for value in values:
+        if isinstance(value, Waiting):
+            arrived &= value.waiter.wait_for_parameter(value, on_host)  # type: ignore[arg-type]
+        elif isinstance(value, list | tuple):
+            arrived &= _wait_in(value, on_host)
+    return arrived
