@@ -21,7 +21,7 @@ from ddp_hooks.topk.ledger import Ledger
 from ddp_hooks.topk.passes import reaching
 from ddp_hooks.topk.primitives import kth_largest
 from ddp_hooks.topk.scattered import Scattered
-from ddp_hooks.topk.sparse import SparseVector, concatenated, empty_like, largest
+from ddp_hooks.topk.sparse import SparseVector, concatenated, empty_like
 from ddp_hooks.topk.wire import Wire
 
 _IMBALANCE = 4  # times the mean, from which on entries are spread evenly before the all-gather
@@ -102,10 +102,7 @@ def _reaching_local_threshold(
             gradient.add_to(work)
             gradient = None
         estimates.local_threshold = kth_largest(work.abs(), min(k, work.numel()))
-    entries = reaching(work, estimates.local_threshold, gradient)
-    if len(entries) > 2 * k:  # also where many are equal: messages stay bounded
-        entries = entries.at(largest(entries.values.abs(), 2 * k))
-    return entries
+    return reaching(work, estimates.local_threshold, 2 * k, gradient)  # messages stay bounded
 
 
 def _balanced_regions(

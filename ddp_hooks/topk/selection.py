@@ -1,8 +1,10 @@
 """Finding the largest entries of a vector without sorting it.
 
-A sample gives a threshold that a little more than k entries exceed. One pass adds the gradient to the residual and
-compares with the threshold; the few entries that exceed it form a *shortlist*, of which the k largest are picked
-exactly. The result is that of an exact selection, ties going to the lowest index; only the work depends on the sample.
+A sample gives a threshold that a little more than k entries reach. One pass adds the gradient to the residual and
+compares with the threshold; the few entries that reach it form a *shortlist*, of which the k largest are picked
+exactly. Once it has k entries, it takes only what exceeds the threshold: ties go to the lowest index, so that many equal
+magnitudes cost no more than different ones. The result is that of an exact selection; only the work depends on the
+sample.
 A block's pass is made when the block is selected from, so that what other workers have sent is part of it.
 """
 
@@ -11,20 +13,14 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from ddp_hooks.topk.passes import reaching, with_added
-from ddp_hooks.topk.primitives import kth_largest, positions_of
+from ddp_hooks.topk.passes import reaching
+from ddp_hooks.topk.primitives import kth_largest
 from ddp_hooks.topk.scattered import Scattered
-from ddp_hooks.topk.sparse import SparseVector, largest
+from ddp_hooks.topk.sparse import SparseVector
 
 _SAMPLE = 1 << 13  # elements per block
-
-
-def exact_top_k(values: Tensor, k: int) -> Tensor:
-    """Positions of the ``k`` entries of largest magnitude, ascending; of equals, the first ones."""
-    return positions_of(largest(values.abs(), k))
 
 
 class BlockSelector:
@@ -65,12 +61,11 @@ def _largest_sums(
     values: Tensor, k: int, gradient: Scattered | None, received: Sequence[SparseVector]
 ) -> SparseVector:
     """The ``k`` largest; adds ``gradient`` to ``values`` in place."""
-    shortlist = reaching(values, _sampled_threshold(values, gradient, received, k), gradient, received)
-    if len(shortlist) >= min(k, values.numel()):
-        return shortlist.at(largest(shortlist.values.abs(), k))
-    sums = with_added(values, received)
-    positions = exact_top_k(sums, k)
-    return SparseVector(positions, sums.index_select(0, positions))
+    threshold = _sampled_threshold(values, gradient, received, k)
+    chosen = reaching(values, threshold, k, gradient, received)
+    if len(chosen) < min(k, values.numel()):  # the sample was misleading
+        chosen = reaching(values, 0.0, k, None, received)
+    return chosen
 
 
 def _stride(numel: int) -> int:
@@ -85,13 +80,12 @@ def _stride(numel: int) -> int:
 def _sampled_threshold(
     values: Tensor, gradient: Scattered | None, received: Sequence[SparseVector], k: int
 ) -> float:
-    """A magnitude above 0 that a little more than ``k`` of the sums should reach.
-
-    Where that would be 0, the smallest normal number: of a vector that is mostly zeros, only what is not is listed.
-    """
-    numel, smallest = values.numel(), torch.finfo(values.dtype).smallest_normal
-    if k == 0 or k >= numel:
+    """A magnitude that a little more than ``k`` of the sums should reach; 0 if all may have to be looked at."""
+    numel = values.numel()
+    if k == 0:
         return math.inf
+    if k >= numel:
+        return 0.0
     stride = _stride(numel)
     sample = values[::stride].clone()
     if gradient is not None:
@@ -102,5 +96,6 @@ def _sampled_threshold(
     expected = k / stride
     wanted = round(expected + 3 * math.sqrt(expected)) + 2  # so that one sample in a thousand gives too few
     if wanted >= sample.numel():
-        return smallest
-    return max(kth_largest(sample.abs_(), wanted), smallest)
+        return 0.0
+    threshold = kth_largest(sample.abs_(), wanted)
+    return math.inf if math.isnan(threshold) else threshold

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.primitives import kth_largest, positions_of, stable_order
+from ddp_hooks.topk.primitives import first_of, kth_largest, positions_of, stable_order
 
 
 @dataclass(frozen=True)
@@ -92,11 +92,18 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
     if k <= 0:
         return torch.zeros(numel, dtype=torch.bool, device=magnitudes.device)
     boundary = kth_largest(magnitudes, k)
-    mask = magnitudes.isnan() if math.isnan(boundary) else ~(magnitudes < boundary)
-    surplus = int(mask.count_nonzero()) - k
-    if surplus:
-        ties = mask if math.isnan(boundary) else magnitudes == boundary
-        mask[positions_of(ties)[-surplus:]] = False
+    if math.isnan(boundary):
+        return first_of(magnitudes.isnan(), k)
+    mask = ~(magnitudes < boundary)
+    return mask if int(mask.count_nonzero()) == k else above_and_ties(magnitudes, boundary, k)
+
+
+def above_and_ties(magnitudes: Tensor, threshold: float, k: int) -> Tensor:
+    """A mask of what is above a threshold, or no number; if that is less than ``k``, with the first that equal it."""
+    mask = ~(magnitudes <= threshold)
+    missing = k - int(mask.count_nonzero())
+    if missing > 0:
+        mask |= first_of(magnitudes == threshold, missing)
     return mask
 
 

@@ -21,21 +21,70 @@ from ddp_hooks.topk import passes, primitives, selection
 from ddp_hooks.topk.passes import reaching
 from ddp_hooks.topk.primitives import are_in, kth_largest, positions_of, stable_order
 from ddp_hooks.topk.scattered import Scattered
-from ddp_hooks.topk.selection import BlockSelector, exact_top_k
-from ddp_hooks.topk.sparse import SparseVector, add, split_largest
+from ddp_hooks.topk.selection import BlockSelector
+from ddp_hooks.topk.sparse import SparseVector, add, largest, split_largest
 from tests.topk.twins import top
 
 
 @given(st.integers(0, 60), st.integers(0, 70), st.integers(0, 1000), st.sampled_from([1, 5, 100]))
 @settings(max_examples=150, deadline=None)
-def test_exact_top_k(numel: int, k: int, seed: int, largest: int) -> None:
-    values = torch.randint(-largest, largest + 1, (numel,), generator=torch.Generator().manual_seed(seed)).float()
-    assert torch.equal(exact_top_k(values, k), torch.nonzero(top(values, k)).squeeze(1))
+def test_a_mask_of_the_largest(numel: int, k: int, seed: int, most: int) -> None:
+    values = torch.randint(-most, most + 1, (numel,), generator=torch.Generator().manual_seed(seed)).float()
+    assert torch.equal(largest(values.abs(), k), top(values, k))
 
 
 def by_sorting(values: Tensor, k: int) -> Tensor:
     order = torch.sort(values.abs(), descending=True, stable=True).indices[:k]
     return torch.sort(order).values
+
+
+SLOW_ONCE = {
+    "zeros": lambda numel, k, generator: torch.zeros(numel),
+    "equal": lambda numel, k, generator: torch.full((numel,), 0.5),
+    "signs": lambda numel, k, generator: torch.randn(numel, generator=generator).sign(),
+    "nine tenths equal": lambda numel, k, generator: torch.where(
+        torch.rand(numel, generator=generator) < 0.9, 0.5, torch.randn(numel, generator=generator)
+    ),
+    "few together": lambda numel, k, generator: few(numel, k // 2, numel // 3),
+    "few at the end": lambda numel, k, generator: few(numel, k // 2, numel - k // 2),
+    "a few more than are wanted": lambda numel, k, generator: few(numel, k + 1, 0),
+    "denormal": lambda numel, k, generator: torch.randint(-3, 4, (numel,), generator=generator) * 1e-41,
+    "one is huge": lambda numel, k, generator: few(numel, 1, numel // 2) * 1e30 + 1e-3,
+    "ascending": lambda numel, k, generator: torch.arange(numel) / 7,
+    "no numbers": lambda numel, k, generator: torch.full((numel,), math.nan),
+    "infinite": lambda numel, k, generator: torch.full((numel,), -math.inf),
+}
+
+
+def few(numel: int, num: int, start: int) -> Tensor:
+    values = torch.zeros(numel)
+    values[start : start + num] = 1.0 + torch.arange(num).flip(0)[: numel - start] % 100
+    return values
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("kind", SLOW_ONCE)
+def test_the_first_of_equals(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many are equal, short lists suffice, and no other entries are chosen; also where a chunk ends."""
+    monkeypatch.setattr(passes, "_CHUNK", 4096)
+    monkeypatch.setattr(passes, "_SLACK", 1000)
+    listed: list[int] = []
+    for function in ("above_and_ties", "largest"):
+        monkeypatch.setattr(passes, function, noting(listed, getattr(passes, function), len))
+    for numel, density in [(1, 1.0), (4095, 0.3), (4096, 0.01), (4097, 0.9), (20_000, 0.01), (20_480, 0.2)]:
+        k = max(1, round(density * numel))
+        gradient = SLOW_ONCE[kind](numel, k, torch.Generator().manual_seed(0)).to(dtype)
+        for with_gradient in (False, True):
+            listed.clear()
+            work = torch.zeros_like(gradient) if with_gradient else gradient.clone()
+            scattered = Scattered((gradient,)) if with_gradient else None
+            chosen = BlockSelector(work, (0, numel), (k,), scattered).select(0)
+            assert torch.equal(chosen.indices, by_sorting(gradient, k))
+            assert torch.equal(chosen.values.nan_to_num(7.0), gradient[chosen.indices].nan_to_num(7.0))
+            if primitives.numpy_knows(work):
+                assert max(listed, default=0) <= 3 * k + 1000 + 4096
+                assert len(listed) <= 2 or kind == "ascending"
+                assert sum(listed) < 8 * numel
 
 
 @pytest.mark.parametrize("density", [0.0001, 0.001, 0.01, 0.3, 1.0])
@@ -83,7 +132,7 @@ def test_a_gradient_in_several_places(lengths: list[int], stride: int, seed: int
     scattered.add_to(again)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(passes, "_CHUNK", 7)
-        found = reaching(values, 6.0, scattered)
+        found = reaching(values, 6.0, len(values), scattered)
     assert torch.equal(values, again) and torch.equal(found.values, values[found.indices])
     assert found.indices.tolist() == [index for index, value in enumerate(values.tolist()) if abs(value) >= 6.0]
 
@@ -123,9 +172,14 @@ def test_entries_that_are_received(seed: int, chunk: int, with_gradient: bool, i
 
 @pytest.mark.parametrize("what", ["others", "the sample", "everything"])
 def test_a_list_that_is_too_short_is_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was received counts in the sample; where that misleads, everything is looked at, with what was received."""
-    exact: list[int] = []
-    monkeypatch.setattr(selection, "exact_top_k", noting(exact, exact_top_k, len))
+    """What was received counts in the sample; where that misleads, all is looked at again, with what was received."""
+    thresholds: list[float] = []
+
+    def noted(values: Tensor, threshold: float, *others: Any) -> SparseVector:
+        thresholds.append(threshold)
+        return reaching(values, threshold, *others)
+
+    monkeypatch.setattr(selection, "reaching", noted)
     numel, k = 3 * 2**20, 1000
     work = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     selector = BlockSelector(work.clone(), (0, numel), (k,))
@@ -140,7 +194,8 @@ def test_a_list_that_is_too_short_is_not_used(what: str, monkeypatch: pytest.Mon
     total = work.clone()
     total[received] += added
     assert torch.equal(selector.select(0).indices, by_sorting(total, k))
-    assert exact == ([] if what == "others" else [k])
+    assert thresholds[0] == 0.0 if what == "everything" else thresholds[0] > 0.0
+    assert thresholds[1:] == ([0.0] if what == "the sample" else [])
 
 
 @pytest.mark.parametrize("k", [1, 2, 10])
@@ -176,7 +231,7 @@ def noting(seen: list[int], function: Callable[..., Any], number: Callable[[Any]
 def test_a_sample_sees_all_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a linear layer's gradient are large or small together, as its inputs are."""
     listed: list[int] = []
-    monkeypatch.setattr(selection, "reaching", noting(listed, reaching, len))
+    monkeypatch.setattr(passes, "largest", noting(listed, largest, len))
     generator = torch.Generator().manual_seed(0)
     rows = 3 * 2**20 // columns
     values = torch.randn(rows, columns, generator=generator) * torch.randn(columns, generator=generator).exp()
@@ -222,39 +277,44 @@ def test_what_reaches_a_threshold(
     monkeypatch.setattr(passes, "_CHUNK", 3)  # several chunks, one of them short
     values = torch.tensor([1.0, -2.0, 3.0, 2.0, -1.9, 0.0, -4.0], dtype=dtype)
     gradient = torch.tensor([1.0, 0.0, -3.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.bfloat16)
-    found = reaching(values, 2.0, Scattered((gradient,)) if with_gradient else None)
+    found = reaching(values, 2.0, 7, Scattered((gradient,)) if with_gradient else None)
     assert found.indices.tolist() == ([0, 1, 3, 6] if with_gradient else [1, 2, 3, 6])
     assert torch.equal(found.values, values[found.indices]) and values.dtype == dtype
     assert values.tolist()[2] == (0.0 if with_gradient else 3.0)
     for nothing in (values[:0], values[5:6]):
-        found = reaching(nothing, 2.0)
+        found = reaching(nothing, 2.0, 7)
         assert len(found) == 0 and found.indices.dtype == torch.int64 and found.values.dtype == dtype
         assert found.values.view(torch.uint8).numel() == 0
 
 
-@pytest.mark.parametrize("kind", ["normal", "sorted", "few values", "not numbers", "a sample that misleads"])
+KINDS = ["normal", "sorted", "few values", "mostly zeros", "not numbers", "a sample that misleads", "and downwards"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_kth_largest_of_many(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    partitioned: list[int] = []
-    monkeypatch.setattr(np, "partition", noting(partitioned, np.partition, len))
+    """Only a few are sorted, whatever the values are; but for what is not a number."""
     numel = 20_000
     values = torch.randn(numel, generator=torch.Generator().manual_seed(0)).abs()
     if kind == "sorted":
         values = values.sort().values
     elif kind == "few values":
         values = (3 * values).floor()
+    elif kind == "mostly zeros":
+        values[:18_000] = 0.0
     elif kind == "not numbers":
         values[::7] = math.nan
     elif kind == "a sample that misleads":
         values[:: numel // 1024] += 100
+    elif kind == "and downwards":
+        values[:: numel // 1024] = 0.0
     in_order = values.sort(descending=True).values  # what is not a number first, too
-    for k in (1, 2, 150, 3000, 10_000, 19_999, 20_000):
+    sizes: list[int] = []
+    monkeypatch.setattr(np, "sort", noting(sizes, np.sort, len))
+    for k in (1, 2, 150, 1024, 1056, 1057, 3000, 10_000, 18_943, 18_944, 19_999, 20_000):
         expected = float(in_order[k - 1])
         found = kth_largest(values, k)
         assert found == expected or (math.isnan(found) and math.isnan(expected))
-    if kind == "a sample that misleads":
-        assert numel in partitioned
-    elif kind == "normal":
-        assert sum(size < numel / 4 for size in partitioned) >= 3  # at the ends a sample may miss
+    assert kind == "not numbers" or max(sizes) < numel / 4
 
 
 @given(st.integers(0, 1000))
