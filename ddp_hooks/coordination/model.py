@@ -26,6 +26,7 @@ from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.stats import CoordinationStats
 
 _USED = "used parameters"
+_BROADCAST_MB = 32  # of a message in which the first rank's values travel
 _ATTRIBUTE = "_ddp_hooks_coordinated"
 
 
@@ -86,7 +87,7 @@ def coordinate(
     entries["coordinator"] = coordinator is not None
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            entries[name] = (tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+            entries[name] = f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}, {_trained_or_not(tensor)}"
     agree(entries, problem, group, "the set-up of coordinate")
     return CoordinatedModel(model, parameters, members, broadcast_buffers, group, config, coordinator)
 
@@ -405,8 +406,24 @@ def branch_of(model: nn.Module, name: str) -> str:
     return branch
 
 
+def _trained_or_not(tensor: Tensor) -> str:
+    return "trained" if tensor.requires_grad else "not trained"
+
+
+@torch.no_grad()
 def _begin_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Parameters and buffers of rank 0, on all ranks."""
+    """Give all ranks the parameters and buffers of rank 0, in few messages."""
     source = dist.get_global_rank(group, 0)
-    for tensor in (*model.parameters(), *model.buffers()):
-        dist.broadcast(tensor.detach(), source, group=group)
+    tensors = {str(index): each for index, each in enumerate((*model.parameters(), *model.buffers()))}
+    nbytes = {name: each.numel() * each.element_size() for name, each in tensors.items()}
+    for names in grouping.at_most_bytes(nbytes, mebibytes(_BROADCAST_MB)):
+        message = torch.cat([_bytes_of(tensors[name]) for name in names])
+        dist.broadcast(message, source, group=group)
+        for name, part in zip(names, message.split([nbytes[name] for name in names]), strict=True):
+            tensor = tensors[name]
+            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # aligned as its type needs it
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    """The elements, row by row whatever the strides, as bytes; (n * element size,)."""
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

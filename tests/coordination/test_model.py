@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -248,6 +249,30 @@ def test_what_nobody_uses_does_not_travel(workers: WorkerPools) -> None:
     assert workers(2).run(skipped) == [(2, 7)] * 2  # the trunk and one branch; all of them
 
 
+def begin_alike(rank: int, world_size: int) -> tuple[bool, int]:
+    """Whether everything has the first rank's values, and in how many messages they came."""
+
+    def make(value: int) -> nn.Module:
+        model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4)).to(memory_format=torch.channels_last)
+        model.register_buffer("flag", torch.tensor([value == 0, True]))
+        for each in (*model.parameters(), *model.buffers()):
+            each.data.copy_(torch.arange(each.numel()).view(each.shape) * (value + 1) % 7)
+        return model
+
+    model, first = make(rank), make(0)
+    strides = model[0].weight.stride()  # type: ignore[index]
+    with mock.patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast:
+        coordinated = coordinate(model, config=CONFIG)
+    coordinated.close()
+    pairs = zip(model.state_dict().values(), first.state_dict().values(), strict=True)
+    same = all(torch.equal(ours, theirs) for ours, theirs in pairs)
+    return same and model[0].weight.stride() == strides, broadcast.call_count  # type: ignore[index]
+
+
+def test_ranks_begin_alike_in_few_messages(workers: WorkerPools) -> None:
+    assert workers(3).run(begin_alike) == [(True, 1)] * 3
+
+
 def refused(rank: int, world_size: int) -> list[str]:
     messages = []
 
@@ -264,6 +289,8 @@ def refused(rank: int, world_size: int) -> list[str]:
     expect(ValueError, lambda: coordinate(model, num_groups=2, groups=[["trunk.bias"]]))
     expect(ValueError, lambda: coordinate(model, groups=[["trunk.nothing"]]))
     expect(ValueError, lambda: coordinate(Branches(world_size + rank) if rank == 0 else nn.Linear(2, 3)))
+    formats = (torch.contiguous_format, torch.channels_last)
+    expect(ValueError, lambda: coordinate(nn.Conv2d(3, 4, 3).to(memory_format=formats[rank])))
     coordinated = coordinate(model, config=CONFIG)
     expect(ValueError, lambda: coordinate(model))
 
@@ -293,6 +320,8 @@ def test_what_cannot_work_is_refused(workers: WorkerPools) -> None:
         "pass num_groups or groups, not both",
         "group 0 has 'trunk.nothing'",
         "the set-up of coordinate differs between ranks",
+        "weight is (4, 3, 3, 3) torch.float32 strides (27, 9, 3, 1), trained on ranks [0], (4, 3, 3, 3) torch.float32 "
+        "strides (27, 1, 9, 3), trained on ranks [1]",
         "Branches is coordinated already",
         "use_reentrant=False",
         "division by zero",

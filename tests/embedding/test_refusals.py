@@ -133,19 +133,21 @@ def test_untied_on_request(workers: WorkerPools) -> None:
 
 
 def begun(rank: int, world_size: int, init_sync: bool) -> list[float]:
-    """The first row after sharding, where each rank has made other weights."""
+    """The second row after sharding, where each rank has made other weights, and rank 1 has them column by column."""
     table = nn.Embedding(5000, 4)
     model = holder(table)
-    torch.nn.init.constant_(table.weight, float(rank))
+    if rank == 1:
+        table.weight.data = table.weight.data.t().contiguous().t()
+    table.weight.data.copy_(torch.arange(20_000).view(5000, 4) + 0.5 * rank)
     tables = shard_embeddings(model, config=TableConfig(init_sync=init_sync, timeout_s=20))
-    row: list[float] = tables.full_state_dict()["table.weight"][0].tolist()
+    row: list[float] = tables.full_state_dict()["table.weight"][1].tolist()
     tables.close()
     return row
 
 
 def test_whose_weights_tables_begin_with(workers: WorkerPools) -> None:
-    assert workers(2).run(begun, True) == [[0.0] * 4] * 2
-    assert workers(2).run(begun, False) == [[0.0, 0.0, 1.0, 1.0]] * 2
+    assert workers(2).run(begun, True) == [[4.0, 5.0, 6.0, 7.0]] * 2
+    assert workers(2).run(begun, False) == [[4.0, 5.0, 6.5, 7.5]] * 2
 
 
 def shared(rank: int, world_size: int) -> tuple[float, list[str], int]:
