@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from functools import partial, wraps
 from pathlib import Path
 from typing import Any, overload
 
@@ -24,8 +23,10 @@ from torch import Tensor, nn
 from ddp_hooks.comm import see
 from ddp_hooks.dear import GradScaler
 from ddp_hooks.embedding import TableConfig
+from ddp_hooks.feed import InertOnCopy
 from ddp_hooks.integrations.binding import ddp_of, replaced
 from ddp_hooks.integrations.bindings import Bindings
+from ddp_hooks.integrations.extended import ExtendedMethod
 from ddp_hooks.integrations.fsdp import FsdpAttachment, find_problem
 from ddp_hooks.integrations.settings import BUCKET_MB, Combination, Config, Dense, Tables, combination_of
 from fsdp_ext import ExtConfig
@@ -74,7 +75,8 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment | FsdpAttachm
 
     ``prepare`` wraps models as DDP needs it, and binds each to the optimizer of its parameters;
     ``accelerator.clip_grad_norm_`` and ``clip_grad_value_``, ``save_state`` and ``load_state``, ``accumulate``,
-    ``no_sync`` and the scaling of fp16's losses go on as they did. Changed are attributes of this accelerator alone.
+    ``no_sync`` and the scaling of fp16's losses go on as they did. Changed are attributes of this accelerator alone; a
+    pickled one has no hook.
     With one process there is nothing to do, which is logged.
 
     Args:
@@ -143,6 +145,10 @@ class HookedDdpKwargs(DistributedDataParallelKwargs):
     def register_comm_hook(self, model: nn.Module) -> None:
         """Leave the model's slot free."""
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """A copy of the accelerator has no hook, so its DDP is a plain one, with the same settings."""
+        return DistributedDataParallelKwargs, (), vars(self)
+
 
 class Attachment:
     """What was attached to an accelerator; :func:`attach` makes it."""
@@ -185,11 +191,19 @@ class Attachment:
         self._undo.enter_context(replaced(accelerator, "ddp_handler", self._handler()))
         if accelerator.scaler is not None:
             self._undo.enter_context(replaced(accelerator, "scaler", self._scaler()))
-        self._undo.callback(accelerator.register_save_state_pre_hook(self._begin_checkpoint).remove)
+        self._undo.callback(accelerator.register_save_state_pre_hook(InertOnCopy(self._begin_checkpoint)).remove)
         for name in _EXTENDED:
-            original = getattr(accelerator, name)
-            extended = wraps(original)(partial(getattr(self, f"_{name.rstrip('_')}"), original))
+            extended = ExtendedMethod(accelerator, name, getattr(self, f"_{name.rstrip('_')}"), self._before_copy)
             self._undo.enter_context(replaced(accelerator, name, extended))
+
+    def _before_copy(self) -> None:
+        """Let the accelerator be pickled as a plain one, unless its optimizer holds shards."""
+        if any(binding.dear is not None for binding in self.bindings):
+            raise TypeError(
+                "this accelerator has prepared a model with DearState, whose optimizer holds shards of the parameters, "
+                "so a copy could not train: pickle it before prepare(), or use accelerator.save_state()"
+            )
+        self.synchronize()
 
     def _handler(self) -> HookedDdpKwargs:
         former = self.accelerator.ddp_handler

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import see
+from ddp_hooks.feed import InertOnCopy
 from ddp_hooks.integrations.binding import replaced
+from ddp_hooks.integrations.extended import ExtendedMethod
 from fsdp_ext import ExtConfig, Extension, extend, restore
 
 logger = logging.getLogger("ddp_hooks")
@@ -61,13 +62,11 @@ class FsdpAttachment:
         """Extend the accelerator."""
         accelerator = self.accelerator
         for name, extended in (("prepare", self._prepare), ("end_training", self._end_training)):
-            original = getattr(accelerator, name)
-            self._undo.enter_context(replaced(accelerator, name, wraps(original)(partial(extended, original))))
-        for hook in (
-            accelerator.register_save_state_pre_hook(lambda models, weights, folder: self.bindings.save(folder)),
-            accelerator.register_load_state_pre_hook(lambda models, folder: self.bindings.load(folder)),
-        ):
-            self._undo.callback(hook.remove)
+            self._undo.enter_context(replaced(accelerator, name, ExtendedMethod(accelerator, name, extended)))
+        save = InertOnCopy(lambda models, weights, folder: self.bindings.save(folder))
+        load = InertOnCopy(lambda models, folder: self.bindings.load(folder))
+        self._undo.callback(accelerator.register_save_state_pre_hook(save).remove)
+        self._undo.callback(accelerator.register_load_state_pre_hook(load).remove)
 
     def _prepare(self, original: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
         prepared = original(*objects, **kwargs)

@@ -6,6 +6,7 @@ one rank can load; a scaler that lets ranks part.
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from ddp_hooks import DearConfig, EmbeddingTables, TopKConfig, shard_embeddings
 from ddp_hooks.integrations import Tables
+from tests.dear.test_refusals import message_of
 from tests.integrations.launched import as_torchrun_does, assert_close, assert_same_bits, gpt2, samples, weights_of
 from tests.workers import WorkerPools
 
@@ -111,6 +113,35 @@ def test_clipping(workers: WorkerPools, hook: Any) -> None:
         assert_close(ours[0], plain[0], 1e-4)
     for plain, ours in workers(2).run(compare, hook, "together", {}, {"clamp": 0.001}):
         assert_close(ours[0], plain[0], 1e-4)
+
+
+def copied(rank: int, world_size: int) -> list[tuple[bool, str]]:
+    """Whether a pickled accelerator is plain, and what pickling says after prepare()."""
+    from accelerate import Accelerator, DistributedDataParallelKwargs
+
+    from ddp_hooks.integrations.accelerate import attach
+
+    found = []
+    for hook in (DEAR, TOPK):
+        with as_torchrun_does(rank, world_size):
+            accelerator = Accelerator(cpu=True)
+            attachment = attach(accelerator, hook)
+            twin, method = pickle.loads(pickle.dumps(accelerator)), accelerator.prepare_model
+            plain = twin.prepare_model.__func__ is Accelerator.prepare_model and twin.prepare_model.__self__ is twin
+            plain &= type(twin.ddp_handler) is DistributedDataParallelKwargs and method.__name__ == "prepare_model"
+            model = nn.Linear(2, 2)
+            ddp, optimizer = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=0.1))
+            ddp(torch.ones(1, 2)).sum().backward()
+            optimizer.step()
+            found.append((plain, message_of(lambda accelerator=accelerator: pickle.dumps(accelerator))))  # type: ignore[misc]
+            attachment.close()
+    return found
+
+
+def test_accelerators_are_pickled_as_plain_ones(workers: WorkerPools) -> None:
+    for (is_plain, refused), (is_plain_too, not_refused) in workers(2).run(copied):
+        assert is_plain and is_plain_too
+        assert "pickle it before prepare()" in refused and not_refused == "nothing was raised"
 
 
 def save_and_load(rank: int, world_size: int, folder: str, saved_by: Any, loaded_by: Any, everywhere: bool) -> Any:
