@@ -65,8 +65,36 @@ def find_problem(model: object, config: object, extended: bool = False) -> str |
         for pattern in config.density:
             if not any(fnmatchcase(name, pattern) for name in names):
                 return f"density names {pattern!r}, which fits none of the modules that FSDP2 wraps: {names}"
-    found = (_problem_of(name or ROOT, module, config, extended) for name, module in modules)
+    found = (
+        _problem_of(name or ROOT, module, config, extended) or _problem_of_torch(name, module, config)
+        for name, module in modules
+    )
     return next(filter(None, found), None)
+
+
+def unused_settings(config: ExtConfig) -> list[str]:
+    """Settings that were given, and have an effect on CPUs only."""
+    names = ("pending_mb", "prefetch", "lanes", "slice_mb")
+    return [name for name in names if getattr(config, name) is not None]
+
+
+def _problem_of_torch(name: str, module: FSDPModule, config: ExtConfig) -> str | None:
+    """Why this version of torch cannot be extended, or rounds nothing: it keeps elsewhere what settings need."""
+    if compat.num_param_groups(module) == 0:
+        return None  # it has no parameters of its own
+    needed: dict[str, object] = {"the communication": compat.communication_of(module)}
+    if config.all_gather != "exact":
+        needed["the number of shards"] = compat.num_shards(module)
+    if config.keeps_residuals_of(name):
+        needed["the places of gradients"] = compat.columns_of(module)
+    missing = [what for what, found in needed.items() if found is None]
+    if not missing:
+        return None
+    return (
+        f"torch {torch.__version__} keeps {missing[0]} of {name or ROOT} where fsdp_ext does not find it, so these "
+        f"settings would have no effect: install a version of fsdp_ext that knows this torch, or torch 2.11 to 2.14"
+        f"{'' if config.is_exact else ', or take all_gather=exact and reduce_scatter=exact'}"
+    )
 
 
 def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool) -> str | None:

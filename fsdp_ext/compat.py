@@ -1,7 +1,7 @@
 """What FSDP2 does not tell publicly, read in one place; where a version of torch has it otherwise, None.
 
 Everything is only read. Without an answer the caller does what is always right (it waits), or what FSDP2's own default
-is.
+is; where a setting would then have no effect, ``extend`` raises (:func:`fsdp_ext.checks.find_problem`).
 """
 
 from __future__ import annotations

@@ -133,6 +133,9 @@ class Extension:
         setattr(model, _ATTRIBUTE, self)
         if not self._replaced:
             logger.info("parameters are on an accelerator: FSDP2's own exact collectives stay")
+        unused = checks.unused_settings(config)
+        if unused and not any(checks.is_on_cpu(module) for _, module in modules):
+            logger.warning("parameters are on an accelerator, where %s have no effect: leave them out", unused)
 
     def stats(self) -> ExtStats:
         """What was moved and waited for so far, on this rank."""

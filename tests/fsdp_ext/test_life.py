@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -28,7 +29,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError
 from ddp_hooks.comm import Lanes
-from fsdp_ext import ExtConfig, Extension, compat, extend, restore
+from fsdp_ext import ExtConfig, Extension, checks, compat, extend, restore
 from fsdp_ext.gather import RingAllGather
 from tests.fsdp_ext.twins import CONFIG, WholeNumbers, mesh_of, momentum_sgd, shard
 from tests.workers import WorkerPools
@@ -113,6 +114,35 @@ def test_what_is_refused_leaves_an_extended_model_as_it_is(workers: WorkerPools)
         assert "'blocks.77', which fits none" in messages[0]
         assert "differs between ranks" in messages[1] and "lanes=1" in messages[1]
         assert set(kinds) == {"RingAllGather", "RingReduceScatter"} and same
+
+
+SEAMS: list[tuple[str, ExtConfig, str]] = [
+    ("communication_of", CONFIG, "keeps the communication of the root module where fsdp_ext does not find it"),
+    ("num_param_groups", CONFIG, ""),  # others tell as much as exact rings need
+    ("num_shards", CONFIG, ""),
+    ("num_shards", replace(CONFIG, all_gather="int8"), "keeps the number of shards of the root module"),
+    ("num_shards", replace(CONFIG, all_gather="bf16"), "or take all_gather=exact"),
+    ("columns_of", replace(CONFIG, reduce_scatter="bf16"), ""),
+    ("columns_of", replace(CONFIG, reduce_scatter="int8", error_feedback=False), ""),
+    ("columns_of", replace(CONFIG, reduce_scatter="int8"), "keeps the places of gradients of the root module"),
+    ("columns_of", replace(CONFIG, reduce_scatter="sparse"), "keeps the places of gradients of the root module"),
+]
+
+
+def on_another_torch(rank: int, world_size: int) -> list[str]:
+    """The problem of a model where torch has moved what one of our functions reads."""
+    model = shard(WholeNumbers(world_size))
+    problems = []
+    for name, config, _ in SEAMS:
+        with mock.patch.object(compat, name, return_value=None):
+            problems.append(checks.find_problem(model, config) or "")
+    return problems
+
+
+def test_what_another_torch_does_not_tell_is_refused(workers: WorkerPools) -> None:
+    for problems in workers(2).run(on_another_torch):
+        for problem, (name, config, expected) in zip(problems, SEAMS, strict=True):
+            assert expected in problem and bool(problem) == bool(expected), (name, config, problem)
 
 
 def statistics(rank: int, world_size: int) -> tuple[Any, int, list[str]]:
