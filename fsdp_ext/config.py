@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import above, check_slice, check_timeout, positive, whole
+from ddp_hooks.comm import above, check_booleans, check_slice, check_waits, check_whole, positive, refuse_unused, whole
 from ddp_hooks.topk.wire import Format
 from fsdp_ext.codecs import CodecName
 
 ScatterName: TypeAlias = Literal["exact", "bf16", "int8", "sparse"]
+_DENSITY, _BLOCK = 0.01, 256
 _GATHERS, _SCATTERS = get_args(CodecName), get_args(ScatterName)
 
 
 @dataclass(frozen=True)
 class ExtConfig:
     """How FSDP2's shards are gathered and its gradients reduced; what is None is chosen for the link.
+
+    A setting that has no effect beside the others raises a ValueError.
 
     Args:
         all_gather: how parameters travel, on CPUs. ``"exact"``; ``"bf16"``: rounded to bfloat16, half the bytes of
@@ -28,19 +31,20 @@ class ExtConfig:
             out is added in the next step, which costs a float32 copy of the whole gradients on every rank.
         density: with ``"sparse"``, part of the elements that every rank gets of its shards, in (0, 1]; 1: all, exactly.
             Or one for each module by patterns of names, as ``{"layers.0*": 1.0, "*": 0.01}``: the first pattern that
-            fits a module wrapped by FSDP2 (the root's name is ``""``) decides, and what none fits is exact.
+            fits a module wrapped by FSDP2 (the root's name is ``""``) decides, and what none fits is exact. None: 0.01.
         wire: with ``"sparse"``, how entries travel: ``"compact"``, four bytes each, values in bfloat16 (what rounding
-            takes is added later, too); ``"exact"``, eight.
-        block: elements that share a scale; a multiple of 4. The error is at most 1/254 of the largest among them.
+            takes is added later, too); ``"exact"``, eight. None: ``"compact"``.
+        block: with ``"int8"``, elements that share a scale; a multiple of 4. The error is at most 1/254 of the largest
+            among them. None: 256.
         error_feedback: with ``reduce_scatter="int8"`` keep what rounding has lost, and add it in the next step. Costs a
-            float32 copy of the whole gradients on every rank.
+            float32 copy of the whole gradients on every rank. None: True.
         defer: on CPUs let reduce-scatters end with the backward instead of one after the other, where nothing reads
             their results earlier; see :func:`~fsdp_ext.extend`. False waits for each.
         early: where the backward waits for a module's reduce-scatter (offloading, or ``defer=False``), begin it in
             parts, as gradients come: exact ones, on CPUs, of modules without other FSDP modules inside. Costs two
             copies of the gradients of the module that runs.
         pending_mb: gradients in MiB whose reduce-scatters may be under way at a time, before the backward waits for the
-            oldest. They are kept whole until then, as DDP keeps its buckets. None: no limit.
+            oldest; with ``defer``. They are kept whole until then, as DDP keeps its buckets. None: no limit.
         prefetch: modules whose parameters are gathered ahead of the one that runs, on CPUs, each as soon as one before
             it runs; 0 leaves that to FSDP2, which on CPUs gathers nothing ahead in forward and one module in backward.
             Each keeps a further module's parameters whole. Lists that were set on a module before stay as they are.
@@ -56,10 +60,10 @@ class ExtConfig:
 
     all_gather: CodecName = "exact"
     reduce_scatter: ScatterName = "exact"
-    density: float | Mapping[str, float] = 0.01
-    wire: Format = "compact"
-    block: int = 256
-    error_feedback: bool = True
+    density: float | Mapping[str, float] | None = None
+    wire: Format | None = None
+    block: int | None = None
+    error_feedback: bool | None = None
     defer: bool = True
     early: bool = True
     pending_mb: float | None = None
@@ -71,35 +75,58 @@ class ExtConfig:
     stall_warning_s: float = 60.0
 
     def __post_init__(self) -> None:
-        choices = {"all_gather": _GATHERS, "reduce_scatter": _SCATTERS, "wire": get_args(Format)}
+        choices = {"all_gather": _GATHERS, "reduce_scatter": _SCATTERS, "wire": (None, *get_args(Format))}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
-        densities = list(self.density.values()) if isinstance(self.density, Mapping) else [self.density]
-        if not densities or not all(above(density, 0) and density <= 1 for density in densities):
-            raise ValueError(f"density must be in (0, 1], or a mapping from patterns to such, got {self.density!r}")
-        if not whole(self.block, 4) or self.block % 4:
-            raise ValueError(f"block must be a multiple of 4, got {self.block!r}")
-        for name in ("error_feedback", "defer", "early", "trace"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} must be True or False, got {getattr(self, name)!r}")
-        check_timeout(self.timeout_s)
-        if not above(self.stall_warning_s, 0):
-            raise ValueError(f"stall_warning_s must be > 0, got {self.stall_warning_s!r}")
+        density = self.density
+        densities = list(density.values()) if isinstance(density, Mapping) else [1.0 if density is None else density]
+        if not (densities and all(above(each, 0) and each <= 1 for each in densities)):
+            raise ValueError(
+                f"density must be None, in (0, 1], or a mapping from patterns to such, got {self.density!r}"
+            )
+        if self.block is not None and (not whole(self.block, 4) or self.block % 4):
+            raise ValueError(f"block must be None, or a multiple of 4, got {self.block!r}")
+        if self.error_feedback is not None and not isinstance(self.error_feedback, bool):
+            raise ValueError(f"error_feedback must be None, True or False, got {self.error_feedback!r}")
         if self.pending_mb is not None and not positive(self.pending_mb):
             raise ValueError(f"pending_mb must be None, or > 0 and finite, got {self.pending_mb!r}")
         check_slice(self.slice_mb)
-        for name, least in (("lanes", 1), ("prefetch", 0)):
-            if getattr(self, name) is not None and not whole(getattr(self, name), least):
-                raise ValueError(f"{name} must be None, or a whole number >= {least}, got {getattr(self, name)!r}")
+        check_waits(self.timeout_s, self.stall_warning_s)
+        check_whole(self, lanes=1, prefetch=0)
+        check_booleans(self)
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Raise a ValueError if a setting has no effect beside the others."""
+        if self.reduce_scatter != "sparse":
+            where = f'with reduce_scatter="{self.reduce_scatter}", but with "sparse"'
+            refuse_unused(self, ("density", "wire"), where)
+        if self.reduce_scatter != "int8":
+            where = f'with reduce_scatter="{self.reduce_scatter}", but with "int8"'
+            refuse_unused(self, ("error_feedback",), where)
+        if "int8" not in (self.all_gather, self.reduce_scatter):
+            refuse_unused(self, ("block",), 'with neither all_gather="int8" nor reduce_scatter="int8"')
+        if not self.defer:
+            refuse_unused(self, ("pending_mb",), "with defer=False, which waits for each reduce-scatter")
 
     def density_of(self, module: str) -> float:
         """Part of the elements of a module's gradients that every rank gets of its shards."""
         if self.reduce_scatter != "sparse":
             return 1.0
         if not isinstance(self.density, Mapping):
-            return self.density
+            return self.density if self.density is not None else _DENSITY
         return next((density for pattern, density in self.density.items() if fnmatchcase(module, pattern)), 1.0)
+
+    @property
+    def entries(self) -> Format:
+        """``wire``, or its default."""
+        return self.wire if self.wire is not None else "compact"
+
+    @property
+    def block_numel(self) -> int:
+        """``block``, or its default."""
+        return self.block if self.block is not None else _BLOCK
 
     @property
     def scatter_codec(self) -> CodecName:
@@ -113,4 +140,4 @@ class ExtConfig:
 
     def keeps_residuals_of(self, module: str) -> bool:
         """Whether what a module's gradients lose is kept on every rank, and added later."""
-        return self.density_of(module) < 1 or (self.reduce_scatter == "int8" and self.error_feedback)
+        return self.density_of(module) < 1 or (self.reduce_scatter == "int8" and self.error_feedback is not False)

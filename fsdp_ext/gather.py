@@ -56,7 +56,7 @@ class RingAllGather(AllGather):
 
     def _submit(self, transport: Transport, partition: Partition, rank: int, label: str) -> Work:
         config = self._extension.config
-        codec = codec_of(config.all_gather, config.block, partition.flat.dtype)
+        codec = codec_of(config.all_gather, config.block_numel, partition.flat.dtype)
         # With reshard_after_forward=n the backward gathers what the forward has rounded, among fewer ranks.
         if codec is None or len(partition.ranges) != compat.num_shards(self._module):
             return transport.gathers.spread_all_gather(partition, label)

@@ -39,7 +39,7 @@ class NativeAllGather(_Allocates, AllGather):
     ) -> dist.Work | None:
         """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
         world_size = dist.get_world_size(group)
-        codec = codec_of(self._config.all_gather, self._config.block, output_tensor.dtype)
+        codec = codec_of(self._config.all_gather, self._config.block_numel, output_tensor.dtype)
         # With reshard_after_forward=n the backward gathers what the forward has rounded, among fewer ranks.
         if codec is None or world_size != compat.num_shards(self._module):
             return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
@@ -68,7 +68,7 @@ class NativeReduceScatter(_Allocates, ReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Reduce ``input_tensor``, (P * numel,), over all ranks into ``output_tensor``, (numel,), this rank's part."""
-        codec = codec_of(self._config.scatter_codec, self._config.block, input_tensor.dtype)
+        codec = codec_of(self._config.scatter_codec, self._config.block_numel, input_tensor.dtype)
         if codec is None:
             return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)

@@ -206,7 +206,7 @@ class RingReduceScatter(ReduceScatter):
         config = self._extension.config
         if self._density < 1:
             return self._submit_sparse(transport, partition, rank, op, divisor)
-        codec = codec_of(config.scatter_codec, config.block, partition.flat.dtype)
+        codec = codec_of(config.scatter_codec, config.block_numel, partition.flat.dtype)
         if codec is None:
             return transport.scatters.spread_reduce_scatter(partition, self._name, divisor)
         residual = None
@@ -230,7 +230,7 @@ class RingReduceScatter(ReduceScatter):
         residual = self._residuals.open(partition.flat, transport.group, op)
         if residual is None:
             return transport.scatters.spread_reduce_scatter(partition, self._name, divisor)
-        wire = self._extension.config.wire
+        wire = self._extension.config.entries
         algorithm = sparse_reduce_scatter(partition, residual, rank, self._density, wire, divisor)
         # A module that ran twice is reduced twice in one backward, perhaps by two lanes.
         self._last = transport.scatters.run(algorithm, self._name, () if self._last is None else (self._last,))

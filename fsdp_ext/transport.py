@@ -36,7 +36,7 @@ class Transport:
         """The largest of rings."""
         settings.slice_bytes = self.message_bytes
         # Of encoded tensors, elements per slice: with int8 a message is then about as large as others.
-        self.slice_numel = max(1, self.message_bytes // config.block) * config.block
+        self.slice_numel = max(1, self.message_bytes // config.block_numel) * config.block_numel
         self._lanes = [self.gathers, self.scatters]
         for lanes in self._lanes:
             lanes.grow(config.lanes or self.link.num_lanes)

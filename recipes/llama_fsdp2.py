@@ -239,7 +239,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--reduce-scatter", choices=["exact", "bf16", "int8", "sparse"], default="exact", help="of gradients"
     )
-    parser.add_argument("--density", type=float, default=0.01, help="part of the gradients that travels, if sparse")
+    parser.add_argument("--density", type=float, help="part of the gradients that travels, if sparse (0.01)")
     parser.add_argument("--bf16", action="store_true", help="compute and gather in bfloat16, sum in float32")
     parser.add_argument("--keep-parameters", action="store_true", help="whole between forward and backward")
     parser.add_argument("--accumulate", type=positive, default=1, metavar="BATCHES", help="per step and rank")

@@ -167,7 +167,7 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     add = parser.add_argument
     add("--hook", choices=["none", "spardl"], default="spardl", help="plain DDP or sparse all-reduce")
-    add("--density", type=float, default=0.01, help="part of the gradient that is kept")
+    add("--density", type=float, help="part of the gradient that is kept; 0.01 where none is given")
     add("--algorithm", default="spardl", help="one of SparDL's rivals, or auto")
     add("--teams", type=int, default=1, help="of workers, for SparDL")
     add("--warmup-steps", type=int, default=0, help="steps in which the density falls to --density")

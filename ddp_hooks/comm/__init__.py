@@ -22,7 +22,17 @@ from ddp_hooks.comm.ordered import Segment, ordered_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
-from ddp_hooks.comm.values import above, at_least, check_slice, check_timeout, positive, whole
+from ddp_hooks.comm.values import (
+    above,
+    at_least,
+    check_booleans,
+    check_slice,
+    check_waits,
+    check_whole,
+    positive,
+    refuse_unused,
+    whole,
+)
 from ddp_hooks.comm.work import ThreadWork, Work
 
 __all__ = [
@@ -55,8 +65,10 @@ __all__ = [
     "at_exit",
     "at_least",
     "bruck_all_gather",
+    "check_booleans",
     "check_slice",
-    "check_timeout",
+    "check_waits",
+    "check_whole",
     "compare",
     "in_order_of",
     "in_storage_order",
@@ -69,6 +81,7 @@ __all__ = [
     "pairwise_exchange",
     "positive",
     "profile_link",
+    "refuse_unused",
     "ring_all_gather",
     "ring_reduce_scatter",
     "round_of",

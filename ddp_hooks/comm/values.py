@@ -1,8 +1,15 @@
-"""What values of settings are right; what is no number is a wrong one, not an error of its own."""
+"""Checks of settings, the same words for all configurations; a value that is no number is a wrong one.
+
+A setting is refused where the combination cannot do what the setting promises. A dataclass cannot tell a default from
+the same value that was given. So a setting that others can switch off has a default that promises nothing: None, or
+what happens without it.
+"""
 
 from __future__ import annotations
 
 import math
+from dataclasses import fields
+from typing import Any
 
 
 def above(value: object, bound: float) -> bool:
@@ -25,13 +32,44 @@ def whole(value: object, least: int) -> bool:
     return isinstance(value, int) and at_least(value, least)
 
 
-def check_timeout(timeout_s: object) -> None:
-    """Raise a ValueError if that is no limit of waits, in seconds."""
+def check_waits(timeout_s: object, stall_warning_s: object) -> None:
+    """Raise a ValueError if these are no limits of waits, in seconds; no warning is infinity."""
     if not positive(timeout_s):
         raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s!r}")
+    if not above(stall_warning_s, 0):
+        raise ValueError(f"stall_warning_s must be > 0, got {stall_warning_s!r}")
 
 
 def check_slice(slice_mb: object) -> None:
     """Raise a ValueError if that is no largest message of rings, in MiB: those of less than 1 KiB take for ever."""
     if slice_mb is not None and not (positive(slice_mb) and at_least(slice_mb, 1 / 1024)):
         raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {slice_mb!r}")
+
+
+def check_whole(config: Any, **least: int) -> None:
+    """Raise a ValueError if a setting is no whole number of at least so much; None where None is its default."""
+    for name, default in _defaults(config, least).items():
+        value = getattr(config, name)
+        if not (whole(value, least[name]) or (value is None and default is None)):
+            none = "None, or " if default is None else ""
+            raise ValueError(f"{name} must be {none}a whole number >= {least[name]}, got {value!r}")
+
+
+def check_booleans(config: Any) -> None:
+    """Raise a ValueError if a setting whose default is True or False is neither."""
+    for each in fields(config):
+        if isinstance(each.default, bool) and not isinstance(getattr(config, each.name), bool):
+            raise ValueError(f"{each.name} must be True or False, got {getattr(config, each.name)!r}")
+
+
+def refuse_unused(config: Any, names: tuple[str, ...], where: str) -> None:
+    """Raise a ValueError if one of these settings is not its default: ``where`` says why it has no effect."""
+    for name, default in _defaults(config, names).items():
+        value = getattr(config, name)
+        if value != default:
+            raise ValueError(f"{name}={value!r} has no effect {where}: leave it out")
+
+
+def _defaults(config: Any, names: Any) -> dict[str, Any]:
+    """The defaults of settings, by name."""
+    return {each.name: each.default for each in fields(config) if each.name in names}

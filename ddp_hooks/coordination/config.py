@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
-from ddp_hooks.comm import above, at_least, check_slice, check_timeout
+from ddp_hooks.comm import at_least, check_booleans, check_slice, check_waits, check_whole, positive
 
 
 @dataclass(frozen=True)
@@ -46,15 +47,12 @@ class CoordinatorConfig:
     stall_warning_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name in ("cycle_ms", "capacity", "fusion_mb"):
-            if not at_least(getattr(self, name), 0):
-                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
-        for name in ("credit_mb", "stall_warning_s"):
-            if not above(getattr(self, name), 0):
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        for name in ("cycle_ms", "fusion_mb"):
+            if not at_least(getattr(self, name), 0) or getattr(self, name) == math.inf:
+                raise ValueError(f"{name} must be >= 0 and finite, got {getattr(self, name)!r}")
+        if not positive(self.credit_mb):
+            raise ValueError(f"credit_mb must be > 0 and finite, got {self.credit_mb!r}")
         check_slice(self.slice_mb)
-        check_timeout(self.timeout_s)
-        if self.lanes is not None and not at_least(self.lanes, 1):
-            raise ValueError(f"lanes must be >= 1, got {self.lanes!r}")
-        if self.fan_out is not None and not at_least(self.fan_out, 2):
-            raise ValueError(f"fan_out must be >= 2, got {self.fan_out!r}")
+        check_waits(self.timeout_s, self.stall_warning_s)
+        check_whole(self, capacity=0, fan_out=2, lanes=1)
+        check_booleans(self)

@@ -35,7 +35,12 @@ def find_problem(
             "the optimizer already steps under a DearState. If it is of this model, go on with it, or close() it "
             "first; if it is of another model, give every model an optimizer of its own"
         )
-    return _problem_of_ddp(ddp) or _problem_of_optimizer(ddp, optimizer, config) or _problem_of_parameters(ddp)
+    return (
+        _problem_of_ddp(ddp)
+        or _problem_of_optimizer(ddp, optimizer, config)
+        or _problem_of_parameters(ddp)
+        or _problem_of_settings(ddp, optimizer, config)
+    )
 
 
 def updates_whole_parameters(optimizer: torch.optim.Optimizer, config: DearConfig) -> bool:
@@ -174,6 +179,25 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
         return (
             f"{names[shared[0]]} and {names[shared[1]]} share memory but are different parameters: tie them by "
             f"assigning the same Parameter object"
+        )
+    return None
+
+
+def _problem_of_settings(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
+) -> str | None:
+    """The first setting that has no effect on this device, or with this optimizer."""
+    device = next(iter(compat.managed_parameters(ddp).values())).device
+    if device.type != "cpu":
+        given = {"collective": config.collective in ("log", "two-level"), "node_size": config.node_size is not None}
+        given["early_gathers"] = bool(config.early_gathers)
+        for name in (name for name, is_given in given.items() if is_given):
+            return f"{name}={getattr(config, name)!r} has no effect on {device.type}, but on CPUs: leave it out"
+    kind = type(optimizer).__name__
+    if config.early_gathers and config.update == "replicated" and not updates_parameters(optimizer, config):
+        return (
+            f"early_gathers={config.early_gathers} has no effect with {kind}, whose step waits for all gradients: "
+            f"leave it out, or vouch for {kind} with assume_parameterwise=True"
         )
     return None
 

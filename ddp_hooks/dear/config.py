@@ -7,7 +7,16 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from ddp_hooks.comm import above, at_least, check_slice, check_timeout
+from ddp_hooks.comm import (
+    above,
+    at_least,
+    check_booleans,
+    check_slice,
+    check_waits,
+    check_whole,
+    positive,
+    refuse_unused,
+)
 from ddp_hooks.tuning import BucketTuner
 
 Fusion: TypeAlias = Literal["size", "layers", "none"]
@@ -15,10 +24,14 @@ Update: TypeAlias = Literal["sharded", "replicated", "auto"]
 CollectiveName: TypeAlias = Literal["ring", "log", "two-level", "auto"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
+_LAYERS = 4  # of a group, with fusion="layers"
+
 
 @dataclass(frozen=True)
 class DearConfig:
     """How DeAR groups, moves and overlaps; what is None is chosen for the link, the same on every rank.
+
+    A setting that has no effect beside the others raises a ValueError.
 
     Args:
         update: ``"sharded"``: every rank updates its shard of every parameter, and parameters are gathered; optimizer
@@ -30,7 +43,7 @@ class DearConfig:
             On CPUs atoms of DDP's last bucket are always reduced alone, as soon as each is ready.
         fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None: an atom's size; on
             links of medium speed a sixteenth of the model or 4 MiB, whichever is larger, if that is less.
-        fusion_layers: layers per group, for ``"layers"``.
+        fusion_layers: layers per group, for ``"layers"``. None: 4.
         tuner: finds ``fusion_mb`` while training runs, for ``"size"``; see :class:`~ddp_hooks.BucketTuner`. None: it
             stays as it is.
         atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages
@@ -45,16 +58,16 @@ class DearConfig:
             measurement of some seconds finds them faster. Sums are added in an order of their own with each; a run that
             resumes a checkpoint on three or more ranks goes on with those that are saved there. With few rounds each of
             a lane's four buffers is as large as half of what moves so, on two levels as an atom's slice of a place.
-        node_size: ranks per node, for two levels. None: as the names of hosts tell.
+        node_size: ranks per node, for ``"two-level"`` and ``"auto"``. None: as the names of hosts tell.
         slice_mb: largest message of rings in MiB, at least 1 KiB; a lane holds four buffers of this size. None: chosen
             by the same measurement as ``lanes``.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
             for loops that read parameters outside of any forward.
         early_gathers: with replicated updates on CPUs, the part of all bytes, from 0 to 1, whose gathers begin under
             the backward: what the forward needs last. Worth while as far as the link is idle there, and lost where
-            gradients are changed between backward and step, so left out where settings ask for that. None: measured
-            in the first steps; 0 if ``lanes`` and ``slice_mb`` are given, and so the link is not measured, and where
-            it is so fast that the processor limits.
+            gradients are changed between backward and step. None: measured in the first steps; 0 if ``lanes`` and
+            ``slice_mb`` are given, and so the link is not measured, where it is so fast that the processor limits, and
+            with ``reduce_dtype``, ``max_grad_norm`` or ``on_nonfinite``.
         assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
             on that element's parameter, gradient and state alone.
         assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the
@@ -77,7 +90,7 @@ class DearConfig:
     update: Update = "sharded"
     fusion: Fusion = "size"
     fusion_mb: float | None = None
-    fusion_layers: int = 4
+    fusion_layers: int | None = None
     tuner: BucketTuner | None = None
     atom_mb: float | None = None
     lanes: int | None = None
@@ -113,19 +126,41 @@ class DearConfig:
             raise ValueError(f"master_dtype must be None, torch.float32 or torch.float64, got {self.master_dtype}")
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite must be None or one of {get_args(OnNonfinite)}, got {self.on_nonfinite!r}")
-        for name in ("fusion_mb", "atom_mb", "max_grad_norm"):
-            if getattr(self, name) is not None and not above(getattr(self, name), 0):
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
+        for name in ("fusion_mb", "atom_mb"):
+            if getattr(self, name) is not None and not positive(getattr(self, name)):
+                raise ValueError(f"{name} must be None, or > 0 and finite, got {getattr(self, name)!r}")
+        if self.max_grad_norm is not None and not above(self.max_grad_norm, 0):
+            raise ValueError(f"max_grad_norm must be > 0, got {self.max_grad_norm!r}")
         check_slice(self.slice_mb)
-        check_timeout(self.timeout_s)
-        if not above(self.stall_warning_s, 0):
-            raise ValueError(f"stall_warning_s must be > 0, got {self.stall_warning_s!r}")
+        check_waits(self.timeout_s, self.stall_warning_s)
+        check_whole(self, fusion_layers=1, lanes=1, node_size=1)
+        check_booleans(self)
         if self.tuner is not None and not isinstance(self.tuner, BucketTuner):
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
-        if self.tuner is not None and self.fusion != "size":
-            raise ValueError(f'tuner searches for fusion_mb, so it needs fusion="size", got {self.fusion!r}')
         if self.early_gathers is not None and not (at_least(self.early_gathers, 0) and self.early_gathers <= 1):
             raise ValueError(f"early_gathers must be None or from 0 to 1, got {self.early_gathers!r}")
-        for name in ("fusion_layers", "lanes", "node_size"):
-            if getattr(self, name) is not None and not at_least(getattr(self, name), 1):
-                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)!r}")
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Raise a ValueError if a setting has no effect beside the others."""
+        if self.tuner is not None and self.fusion != "size":
+            raise ValueError(f'tuner searches for fusion_mb, so it needs fusion="size", got {self.fusion!r}')
+        if self.fusion != "size":
+            refuse_unused(self, ("fusion_mb",), f'with fusion="{self.fusion}"')
+        if self.fusion != "layers":
+            refuse_unused(self, ("fusion_layers",), f'with fusion="{self.fusion}"')
+        if self.collective in ("ring", "log"):
+            refuse_unused(self, ("node_size",), f'with collective="{self.collective}", but with "two-level" or "auto"')
+        if self.update == "sharded":
+            replicated = 'with update="sharded", but with "replicated"'
+            refuse_unused(self, ("early_gathers", "assume_parameterwise"), replicated)
+        if self.early_gathers:
+            names = ("reduce_dtype", "max_grad_norm", "on_nonfinite")
+            given = [name for name in names if getattr(self, name) is not None]
+            if given:
+                refuse_unused(self, ("early_gathers",), f"with {given[0]}, which changes gradients after the backward")
+
+    @property
+    def layers_per_group(self) -> int:
+        """``fusion_layers``, or its default."""
+        return self.fusion_layers if self.fusion_layers is not None else _LAYERS

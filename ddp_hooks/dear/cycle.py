@@ -100,7 +100,7 @@ class StepCycle:
             config, group, self.device, self._recorder, model_bytes, replicates
         )
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
-        rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers)
+        rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
         self._watches = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
         self._arrangement = Arrangement(
             self._parameters,

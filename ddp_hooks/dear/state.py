@@ -264,7 +264,7 @@ class DearState(StepCycle):
         )
         problem = None
         try:
-            DearConfig(fusion=rule.fusion, fusion_mb=rule.mb, fusion_layers=rule.layers)
+            DearConfig(fusion=fusion, fusion_mb=mb, fusion_layers=layers)
         except ValueError as error:
             problem = str(error)
         agree({"fusion": rule}, problem, self._lanes.group, "the fusion rule")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import check_timeout
+from ddp_hooks.comm import check_booleans, check_waits
 
 Schedule: TypeAlias = Literal["2d", "horizontal", "none"]
 Clip: TypeAlias = Literal["all", "dense_only"]
@@ -44,4 +44,5 @@ class TableConfig:
         for name, choices in (("schedule", get_args(Schedule)), ("clip", get_args(Clip))):
             if getattr(self, name) not in choices:
                 raise ValueError(f"{name} must be one of {', '.join(choices)}, got {getattr(self, name)!r}")
-        check_timeout(self.timeout_s)
+        check_waits(self.timeout_s, self.stall_warning_s)
+        check_booleans(self)

@@ -31,6 +31,7 @@ from ddp_hooks.comm import (
     agree,
     at_exit,
     bruck_all_gather,
+    check_waits,
     compat,
     pairwise_exchange,
     see,
@@ -65,7 +66,7 @@ class EmbeddingState:
         stall_warning_s: a wait that takes longer is logged, with what it waits for.
 
     Raises:
-        ValueError: on every rank, if there is no sparse table, or ranks differ.
+        ValueError: on every rank, if there is no sparse table, a limit is none, or ranks differ.
 
     Creating a state is collective: all ranks of the DDP module's group do it.
     """
@@ -75,7 +76,7 @@ class EmbeddingState:
     ) -> None:
         group = getattr(ddp, "process_group", None) or dist.group.WORLD
         assert group is not None, "torch.distributed is not initialised"
-        problem = _find_problem(ddp)
+        problem = _find_problem(ddp, timeout_s, stall_warning_s)
         names = compat.sparse_parameters(ddp) if problem is None else {}
         entries = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in names.items()}
         agree(entries, problem, group, "the set-up of EmbeddingState")
@@ -261,7 +262,7 @@ def _unpack(message: Tensor, count: int, like: RowSum) -> RowSum:
     return RowSum(rows.view(like.rows.dtype), as_rows(values, count, like.values.shape[1], like.values.dtype))
 
 
-def _find_problem(ddp: Any) -> str | None:
+def _find_problem(ddp: Any, timeout_s: object, stall_warning_s: object) -> str | None:
     if not isinstance(ddp, DistributedDataParallel):
         return f"EmbeddingState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
     if compat.comm_hook_registered(ddp):
@@ -274,4 +275,8 @@ def _find_problem(ddp: Any) -> str | None:
             "the model has no sparse table: construct embeddings with nn.Embedding(..., sparse=True), or split them "
             "with shard_embeddings(), which needs no hook"
         )
+    try:
+        check_waits(timeout_s, stall_warning_s)
+    except ValueError as error:
+        return str(error)
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import above, at_least, check_timeout
+from ddp_hooks.comm import above, at_least, check_booleans, check_waits, check_whole, positive, refuse_unused, whole
 from ddp_hooks.topk.ledger import Collection
 from ddp_hooks.topk.spardl import Split
 from ddp_hooks.topk.wire import Format
@@ -17,6 +17,7 @@ Sag: TypeAlias = Literal["r", "b", "auto"]
 OnNonfinite: TypeAlias = Literal["skip", "raise"]
 Pipeline: TypeAlias = Literal["backward", "forward"]
 
+_DENSITY, _WARMUP_DENSITY = 0.01, 0.25
 _ALGORITHMS = (*get_args(AlgorithmName), "auto")
 
 
@@ -24,8 +25,11 @@ _ALGORITHMS = (*get_args(AlgorithmName), "auto")
 class TopKConfig:
     """What is kept of a gradient, and how it travels; what is left out is added to the next gradient.
 
+    A setting that has no effect beside the others raises a ValueError.
+
     Args:
-        density: part of the elements that is kept, in (0, 1]. 1: everything, as plain DDP.
+        density: part of the elements that is kept, in (0, 1]. 1: everything, as plain DDP. None: 0.01, and with
+            ``"dense"`` 1.
         algorithm: ``"spardl"``, one of its baselines ``"topka"``, ``"topkdsa"``, ``"gtopk"``, ``"oktopk"``, or
             ``"dense"``. ``"auto"``: per group SparDL or dense, whichever a few steps show to be faster.
         teams: of SparDL; a divisor of the number of ranks. ``"auto"``: the fastest, found in the same way. As many
@@ -45,7 +49,7 @@ class TopKConfig:
         momentum: momentum correction (deep gradient compression): it is summed up here, before the selection, so the
             optimizer must have none. None: none. Costs another copy of the gradients.
         warmup_steps: steps in which the density falls from ``warmup_density`` to ``density``, by the same factor each.
-        warmup_density: density of the first step, if there are any of those.
+        warmup_density: density of the first step, if there are any of those. None: 0.25.
         on_nonfinite: if a gradient is infinite or not a number on any rank: ``"skip"`` the update on all of them (with
             a gradient scaler it does that), or ``"raise"`` on all of them. What is not finite enters no residual; what
             is finite in that step is kept for the next one where gradients are sparse, and dropped where not.
@@ -60,7 +64,7 @@ class TopKConfig:
         stall_warning_s: a wait that takes longer is logged, with what it waits for.
     """
 
-    density: float = 0.01
+    density: float | None = None
     algorithm: AlgorithmName | Choice = "spardl"
     teams: int | Choice = 1
     sag: Sag = "auto"
@@ -72,7 +76,7 @@ class TopKConfig:
     dense_below_numel: int = 0
     momentum: float | None = None
     warmup_steps: int = 0
-    warmup_density: float = 0.25
+    warmup_density: float | None = None
     on_nonfinite: OnNonfinite = "skip"
     pipeline: Pipeline = "backward"
     assume_parameterwise: bool = False
@@ -82,8 +86,9 @@ class TopKConfig:
 
     def __post_init__(self) -> None:
         for name in ("density", "warmup_density"):
-            if not (above(getattr(self, name), 0) and getattr(self, name) <= 1):
-                raise ValueError(f"{name} must be in (0, 1], got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if value is not None and not (above(value, 0) and value <= 1):
+                raise ValueError(f"{name} must be None, or in (0, 1], got {value!r}")
         allowed = {
             "algorithm": _ALGORITHMS,
             "sag": get_args(Sag),
@@ -98,20 +103,38 @@ class TopKConfig:
                 raise ValueError(f"{name} must be one of {values}, got {getattr(self, name)!r}")
         if self.tuner is not None and not isinstance(self.tuner, BucketTuner):
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
-        if self.teams != "auto" and (not isinstance(self.teams, int) or self.teams < 1):
-            raise ValueError(f'teams must be a number >= 1 or "auto", got {self.teams!r}')
+        if self.teams != "auto" and not whole(self.teams, 1):
+            raise ValueError(f'teams must be a whole number >= 1 or "auto", got {self.teams!r}')
         if self.momentum is not None and not (at_least(self.momentum, 0) and self.momentum < 1):
             raise ValueError(f"momentum must be None or in [0, 1), got {self.momentum!r}")
-        for name in ("group_mb", "stall_warning_s"):
-            if not above(getattr(self, name), 0):
-                raise ValueError(f"{name} must be > 0, got {getattr(self, name)!r}")
-        check_timeout(self.timeout_s)
-        for name, least in (("lanes", 1), ("warmup_steps", 0), ("dense_below_numel", 0)):
-            if not at_least(getattr(self, name), least):
-                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")
+        if not positive(self.group_mb):
+            raise ValueError(f"group_mb must be > 0 and finite, got {self.group_mb!r}")
+        check_waits(self.timeout_s, self.stall_warning_s)
+        check_whole(self, lanes=1, warmup_steps=0, dense_below_numel=0)
+        check_booleans(self)
+        self._refuse_unused()
+
+    def _refuse_unused(self) -> None:
+        """Raise a ValueError if a setting has no effect beside the others."""
+        if self.algorithm == "dense":
+            if self.density != 1:
+                refuse_unused(self, ("density",), 'with algorithm="dense", which sends everything')
+            refuse_unused(self, ("collection", "warmup_steps"), 'with algorithm="dense", which sends everything')
+        if self.algorithm not in ("spardl", "auto"):
+            refuse_unused(self, ("teams", "sag", "split"), f'with algorithm="{self.algorithm}", but with "spardl"')
+        if self.teams == 1:
+            refuse_unused(self, ("sag",), "with teams=1, but with several")
+        if not self.warmup_steps:
+            refuse_unused(self, ("warmup_density",), "without warmup_steps")
+        if self.pipeline == "backward":
+            refuse_unused(self, ("assume_parameterwise",), 'with pipeline="backward", but with "forward"')
 
     def density_at(self, step: int) -> float:
         """The density of a step, counted from 0."""
+        density, first = self.density, self.warmup_density
+        if density is None:
+            density = 1.0 if self.algorithm == "dense" else _DENSITY
         if step >= self.warmup_steps:
-            return self.density
-        return float(self.warmup_density * (self.density / self.warmup_density) ** (step / self.warmup_steps))
+            return density
+        first = first if first is not None else _WARMUP_DENSITY
+        return float(first * (density / first) ** (step / self.warmup_steps))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
-from ddp_hooks.comm import above, at_least, whole
+from ddp_hooks.comm import at_least, check_whole, positive, whole
 
 
 @dataclass(frozen=True)
@@ -47,16 +47,17 @@ class TuneConfig:
         for name in ("block_mb", "prefetch", "lanes"):
             if not isinstance(getattr(self, name), tuple) or not getattr(self, name):
                 raise ValueError(f"{name} must be a tuple of at least one value, got {getattr(self, name)!r}")
-        if not all(above(size, 0) for size in (*self.block_mb, self.default_block_mb)):
-            raise ValueError(f"block_mb and default_block_mb must be > 0, got {self.block_mb}, {self.default_block_mb}")
+        if not all(positive(size) for size in (*self.block_mb, self.default_block_mb)):
+            sizes = f"{self.block_mb!r}, {self.default_block_mb!r}"
+            raise ValueError(f"block_mb and default_block_mb must be > 0 and finite, got {sizes}")
         if not all(depth is None or whole(depth, 0) for depth in self.prefetch):
             raise ValueError(f"prefetch must have whole numbers >= 0, or None, got {self.prefetch}")
         if not all(number is None or whole(number, 1) for number in self.lanes):
             raise ValueError(f"lanes must have whole numbers >= 1, or None, got {self.lanes}")
         # The first forward learns the order of modules, and lists of what to prefetch are set in the second.
-        for name, least in (("max_trials", 1), ("dropped_steps", 2), ("steps_per_trial", 1), ("keep_bytes", 0)):
-            if not at_least(getattr(self, name), least):
-                raise ValueError(f"{name} must be >= {least}, got {getattr(self, name)!r}")
+        check_whole(self, max_trials=1, dropped_steps=2, steps_per_trial=1, keep_bytes=0, seed=0)
         for name in ("xi", "min_gain"):
             if not at_least(getattr(self, name), 0):
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
+        if self.profile is not None and not isinstance(self.profile, str | os.PathLike):
+            raise TypeError(f"profile must be None or a path, got {self.profile!r}")

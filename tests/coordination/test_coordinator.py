@@ -302,12 +302,12 @@ def test_settings_are_compared(workers: WorkerPools) -> None:
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"cycle_ms": -1}, "cycle_ms must be >= 0, got -1"),
-        ({"capacity": -1}, "capacity must be >= 0"),
-        ({"fusion_mb": "x"}, "fusion_mb must be >= 0, got 'x'"),
+        ({"cycle_ms": -1}, "cycle_ms must be >= 0 and finite, got -1"),
+        ({"capacity": -1}, "capacity must be a whole number >= 0"),
+        ({"fusion_mb": "x"}, "fusion_mb must be >= 0 and finite, got 'x'"),
         ({"timeout_s": 0}, "timeout_s must be > 0"),
-        ({"lanes": 0}, "lanes must be >= 1, got 0"),
-        ({"fan_out": 1}, "fan_out must be >= 2, got 1"),
+        ({"lanes": 0}, "lanes must be None, or a whole number >= 1, got 0"),
+        ({"fan_out": 1}, "fan_out must be None, or a whole number >= 2, got 1"),
     ],
 )
 def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:

@@ -26,6 +26,7 @@ from tests.dear.test_refusals import message_of
 from tests.dear.twins import CONFIG, Trainee, compare
 from tests.workers import WorkerPools
 
+SMALL = replace(CONFIG, atom_mb=0.0005, fusion="none", fusion_mb=None)
 BACKEND = "aot_eager"  # the machinery of torch.compile without a C++ compiler
 
 
@@ -205,7 +206,7 @@ def wrap(
 ) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState]:
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, **options)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    state = DearState(ddp, optimizer, config or replace(CONFIG, atom_mb=0.0005, fusion="none"))
+    state = DearState(ddp, optimizer, config or SMALL)
     ddp.register_comm_hook(state, dear_hook)
     return ddp, optimizer, state
 

@@ -60,7 +60,9 @@ def test_loops(gpu_workers: WorkerPools, loop: Callable[[Trainee, int], None]) -
 
 
 @pytest.mark.parametrize(
-    "config", [replace(CONFIG, update="replicated"), replace(CONFIG, lanes=1, fusion="none")], ids=["replicated", "one"]
+    "config",
+    [replace(CONFIG, update="replicated"), replace(CONFIG, lanes=1, fusion="none", fusion_mb=None)],
+    ids=["replicated", "one"],
 )
 @pytest.mark.parametrize("loop", [twins.plain, twins.accumulate], ids=lambda loop: loop.__name__)
 def test_settings(gpu_workers: WorkerPools, config: DearConfig, loop: Any) -> None:

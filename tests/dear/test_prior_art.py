@@ -176,7 +176,7 @@ class SlowGradients(torch.autograd.Function):
 
 def start_of_reductions(rank: int, world_size: int) -> list[str]:
     """D6, on CPUs: what travels is the gradient that backward has finished, never what the bucket held before."""
-    config = replace(CONFIG, trace=True, fusion="none")
+    config = replace(CONFIG, trace=True, fusion="none", fusion_mb=None)
     ddp = DistributedDataParallel(twins.WholeNumbers(world_size), gradient_as_bucket_view=True, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
     state = DearState(ddp, optimizer, config)
@@ -216,7 +216,7 @@ def test_d6_gradients_are_complete_when_they_travel(workers: WorkerPools, world_
 
 def waits_of_a_step(rank: int, world_size: int) -> tuple[int, int]:
     """D7: how often ``optimizer.step()`` waits for a gather, and how many groups are gathered in the forward."""
-    config = replace(CONFIG, trace=True, fusion="none")
+    config = replace(CONFIG, trace=True, fusion="none", fusion_mb=None)
     ddp = DistributedDataParallel(twins.WholeNumbers(world_size), gradient_as_bucket_view=True, bucket_cap_mb=0.01)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     state = DearState(ddp, optimizer, config)

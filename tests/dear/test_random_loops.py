@@ -95,7 +95,9 @@ def agrees(
     workers: WorkerPools, world_size: int, script: list[list[Callable[[Trainee, int], None]]], update: Any
 ) -> None:
     model, batches, optimizer = MODELS["encoder"]
-    config = replace(CONFIG, check_replicas=len(script) % 2 == 0, update=update, early_gathers=0.5)
+    config = replace(CONFIG, check_replicas=len(script) % 2 == 0, update=update)
+    if update == "replicated":
+        config = replace(config, early_gathers=0.5)
     run = partial(compare, config=config)
     for outcome in workers(world_size).run(run, model, batches, optimizer, partial(play, script), len(script)):
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome

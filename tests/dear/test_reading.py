@@ -187,8 +187,8 @@ def read_while_it_travels(rank: int, world_size: int) -> tuple[bool, bool]:
         run_slices(lane, submission)
 
     with mock.patch.object(ThreadLane, "_run_slices", slowly):
-        ours, _ = train("vector", replace(CONFIG, fusion="none"))
-        replicated, _ = train("clamp", replace(CONFIG, update="replicated", fusion="none"))
+        ours, _ = train("vector", replace(CONFIG, fusion="none", fusion_mb=None))
+        replicated, _ = train("clamp", replace(CONFIG, update="replicated", fusion="none", fusion_mb=None))
     vector, _ = train("vector", None)
     clamped, _ = train("clamp", None)
     return torch.equal(ours[-1], vector[-1]), torch.equal(replicated[-1], clamped[-1])

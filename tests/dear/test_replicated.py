@@ -70,8 +70,8 @@ def test_loops(
 @pytest.mark.parametrize("config", [
     replace(REPLICATED, overlap_forward=False),
     replace(REPLICATED, check_replicas=True),
-    replace(REPLICATED, reduce_dtype=torch.bfloat16),
-    replace(REPLICATED, max_grad_norm=1e9, on_nonfinite="raise"),
+    replace(REPLICATED, early_gathers=None, reduce_dtype=torch.bfloat16),
+    replace(REPLICATED, early_gathers=None, max_grad_norm=1e9, on_nonfinite="raise"),
     replace(REPLICATED, early_gathers=1.0, lanes=3),
     LATE,
     DearConfig(update="replicated"),
@@ -232,7 +232,7 @@ def wrapped(update: Any = "replicated", **changes: Any) -> tuple[DistributedData
     torch.manual_seed(0)
     ddp = DistributedDataParallel(Matrices(), bucket_cap_mb=0.005, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    config = replace(CONFIG, **{"update": update, "atom_mb": 0.002, "fusion": "none", **changes})
+    config = replace(CONFIG, **{"update": update, "atom_mb": 0.002, "fusion": "none", "fusion_mb": None, **changes})
     state = DearState(ddp, optimizer, config)
     ddp.register_comm_hook(state, dear_hook)
     return ddp, optimizer, state

@@ -81,7 +81,7 @@ def test_parts_of_the_last_bucket_travel_before_it_is_complete(workers: WorkerPo
 
 
 def test_parts_of_the_first_bucket_travel_before_it_is_complete(workers: WorkerPools) -> None:
-    alone = replace(CONFIG, fusion="none", atom_mb=0.01)
+    alone = replace(CONFIG, fusion="none", fusion_mb=None, atom_mb=0.01)
     for events in workers(2).run(events_of_a_backward, {}, False, alone):
         assert events[: events.index("bucket")] == [NAMES[5], NAMES[4]], events
 

@@ -158,6 +158,8 @@ def refusals(rank: int, world_size: int) -> list[str]:
         message_of(lambda: EmbeddingState(hooked)),
         message_of(lambda: DearState(sparse, optimizer)),
         message_of(lambda: TopKState(sparse)),
+        message_of(lambda: EmbeddingState(sparse, timeout_s=0)),
+        message_of(lambda: EmbeddingState(sparse, stall_warning_s="x")),  # type: ignore[arg-type]
     ]
     dist.barrier()
     return messages
@@ -166,5 +168,6 @@ def refusals(rank: int, world_size: int) -> list[str]:
 def test_refusals(workers: WorkerPools) -> None:
     expected = ["has no sparse table", "wrap the model first", "already has a communication hook"]
     expected += ["create an EmbeddingState before"] * 2
+    expected += ["timeout_s must be > 0 and finite, got 0", "stall_warning_s must be > 0, got 'x'"]
     for messages in workers(2).run(refusals):
         assert all(part in message for part, message in zip(expected, messages, strict=True)), messages

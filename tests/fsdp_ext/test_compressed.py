@@ -5,7 +5,6 @@ Prevents: parameters that differ between ranks; gradients that rounding eats for
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +18,7 @@ from fsdp_ext import ExtConfig, codecs
 from fsdp_ext.codecs import Bf16, Codec, Int8Blocks, codec_of
 from fsdp_ext.compressed import compressed_all_gather, compressed_reduce_scatter, sliced
 from tests.fsdp_ext import twins
-from tests.fsdp_ext.twins import CONFIG, Trainee
+from tests.fsdp_ext.twins import CONFIG, Trainee, with_codecs
 from tests.workers import WorkerPools
 
 CODECS: list[Codec] = [Bf16(), Int8Blocks(4), Int8Blocks(256)]
@@ -202,10 +201,6 @@ def test_slices_cover_every_range() -> None:
 
 
 # -- between processes ------------------------------------------------------------------------------------------------
-
-
-def with_codecs(gather: Any, scatter: Any, **more: Any) -> ExtConfig:
-    return replace(CONFIG, all_gather=gather, reduce_scatter=scatter, block=64, **more)
 
 
 def train(rank: int, world_size: int, config: ExtConfig, loop: Any, idle: bool) -> tuple[list[float], int]:

@@ -22,7 +22,7 @@ from fsdp_ext.native import NativeAllGather, NativeReduceScatter
 from tests.devices import rank_device
 from tests.fsdp_ext import test_native, test_tables, test_tuning, twins
 from tests.fsdp_ext.test_native import CASES, HOWS
-from tests.fsdp_ext.twins import CONFIG, Trainee
+from tests.fsdp_ext.twins import CONFIG, Trainee, with_codecs
 from tests.workers import WorkerPools
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
@@ -57,7 +57,7 @@ def test_exact(
 def test_the_same_as_on_processors(
     workers: WorkerPools, gpu_workers: WorkerPools, gather: Any, scatter: Any, how: str
 ) -> None:
-    config = replace(CONFIG, all_gather=gather, reduce_scatter=scatter, block=64)
+    config = with_codecs(gather, scatter)
     world_size = HOWS[how].get("world_size", 3)
     rings = workers(world_size).run(test_native.train, config, False, HOWS[how])
     native = gpu_workers(world_size).run(test_native.train, config, False, HOWS[how])

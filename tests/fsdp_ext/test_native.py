@@ -16,7 +16,7 @@ from fsdp_ext import ExtConfig, checks
 from tests.devices import rank_device
 from tests.fsdp_ext import twins
 from tests.fsdp_ext.test_life import communication
-from tests.fsdp_ext.twins import CONFIG, Trainee
+from tests.fsdp_ext.twins import CONFIG, Trainee, with_codecs
 from tests.workers import WorkerPools
 
 
@@ -64,7 +64,7 @@ CASES = [("int8", "int8", how) for how in HOWS] + [("bf16", "exact", "plain"), (
 
 @pytest.mark.parametrize(("gather", "scatter", "how"), CASES)
 def test_the_same_as_rings(workers: WorkerPools, gather: Any, scatter: Any, how: str) -> None:
-    config = replace(CONFIG, all_gather=gather, reduce_scatter=scatter, block=64)
+    config = with_codecs(gather, scatter)
     world_size = HOWS[how].get("world_size", 3)
     rings = workers(world_size).run(train, config, False, HOWS[how])
     native = workers(world_size).run(train, config, True, HOWS[how])

@@ -340,7 +340,7 @@ def _everything(model: nn.Module, extension: Extension) -> list[float]:
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("name", ["sparse", "int8"])
 def test_resumes_bit_for_bit(workers: WorkerPools, tmp_path: Path, world_size: int, name: Any) -> None:
-    config = replace(SPARSE, reduce_scatter=name, wire="compact", block=64)
+    config = replace(SPARSE, wire=None) if name == "sparse" else replace(CONFIG, reduce_scatter="int8", block=64)
     expected = workers(world_size).run(train_and_save, str(tmp_path), config)[0]
     assert all(found == expected for found in workers(world_size).run(resume, str(tmp_path), config, 3))
 

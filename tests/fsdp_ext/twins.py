@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,12 @@ from tests.devices import rank_device
 NUM_STEPS = 10
 # Small slices and two lanes, so that even small models are sliced and spread.
 CONFIG = ExtConfig(lanes=2, slice_mb=0.002, timeout_s=20, stall_warning_s=10)
+
+
+def with_codecs(gather: Any, scatter: Any, **more: Any) -> ExtConfig:
+    """Settings for gathers and reduce-scatters that round."""
+    block = 64 if "int8" in (gather, scatter) else None
+    return replace(CONFIG, all_gather=gather, reduce_scatter=scatter, block=block, **more)
 
 
 class Whole(nn.Module):

@@ -344,7 +344,7 @@ def test_optimizers(workers: WorkerPools, make: Callable[[Any], torch.optim.Opti
         replace(CONFIG, warmup_steps=4),
         replace(CONFIG, momentum=0.5),
         replace(CONFIG, density=1.0),
-        replace(CONFIG, algorithm="dense"),
+        replace(CONFIG, algorithm="dense", density=None),
         replace(CONFIG, algorithm="topka", lanes=1),
         replace(CONFIG, algorithm="oktopk", wire="exact"),
         replace(CONFIG, dense_below_numel=10_000),

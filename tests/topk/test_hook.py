@@ -32,6 +32,7 @@ from tests.workers import WorkerPools
 
 # Small groups, so that a small model has several, and a threshold that some of its parameters are below.
 CONFIG = TopKConfig(density=0.05, wire="exact", group_mb=0.03, timeout_s=20, stall_warning_s=10)
+DENSE: dict[str, Any] = {"algorithm": "dense", "density": None}
 
 
 def sum_and_divide(_, bucket):  # type: ignore[no-untyped-def]
@@ -237,7 +238,7 @@ def test_settings_of_ddp(workers: WorkerPools, options: dict[str, Any]) -> None:
     check(workers(3).run(partial(conserve, **options), CONFIG, plain, 5))
 
 
-@pytest.mark.parametrize("changes", [{"density": 1.0}, {"algorithm": "dense"}], ids=["everything", "dense"])
+@pytest.mark.parametrize("changes", [{"density": 1.0}, DENSE], ids=["everything", "dense"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_everything_is_plain_ddp(workers: WorkerPools, world_size: int, changes: dict[str, Any]) -> None:
     check(workers(world_size).run(conserve, replace(CONFIG, **changes), accumulate, 5), keeps=False)
@@ -353,7 +354,7 @@ class WithNothing(WholeNumbers):
         return super().forward(seed) + self.nothing.sum()
 
 
-@pytest.mark.parametrize("changes", [{}, {"density": 1.0}, {"algorithm": "dense"}, {"group_mb": 1e-6}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"density": 1.0}, DENSE, {"group_mb": 1e-6}], ids=str)
 def test_parameters_without_elements(workers: WorkerPools, changes: dict[str, Any]) -> None:
     run = partial(conserve, model=WithNothing)
     check(workers(2).run(run, replace(CONFIG, **changes), plain, 4), keeps=changes in ({}, {"group_mb": 1e-6}))

@@ -20,26 +20,26 @@ from tests.workers import WorkerPools
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
-    ({"density": 0.0}, "density must be in (0, 1], got 0.0"),
-    ({"density": 1.5}, "density must be in (0, 1], got 1.5"),
-    ({"warmup_density": 0}, "warmup_density must be in (0, 1]"),
+    ({"density": 0.0}, "density must be None, or in (0, 1], got 0.0"),
+    ({"density": 1.5}, "density must be None, or in (0, 1], got 1.5"),
+    ({"warmup_density": 0}, "warmup_density must be None, or in (0, 1]"),
     ({"algorithm": "topk"}, "algorithm must be one of ('spardl', "),
     ({"sag": "c"}, "sag must be one of"),
     ({"collection": "all"}, "collection must be one of"),
     ({"split": "half"}, "split must be one of"),
     ({"wire": "tiny"}, "wire must be one of"),
     ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of"),
-    ({"teams": 0}, 'teams must be a number >= 1 or "auto", got 0'),
-    ({"teams": "all"}, "teams must be a number"),
+    ({"teams": 0}, 'teams must be a whole number >= 1 or "auto", got 0'),
+    ({"teams": "all"}, "teams must be a whole number"),
     ({"momentum": 1.0}, "momentum must be None or in [0, 1)"),
     ({"group_mb": 0}, "group_mb must be > 0"),
     ({"timeout_s": -1}, "timeout_s must be > 0"),
     ({"timeout_s": float("inf")}, "timeout_s must be > 0 and finite, got inf"),
-    ({"lanes": 0}, "lanes must be >= 1"),
-    ({"lanes": "two"}, "lanes must be >= 1, got 'two'"),
-    ({"density": "1%"}, "density must be in (0, 1], got '1%'"),
+    ({"lanes": 0}, "lanes must be a whole number >= 1"),
+    ({"lanes": "two"}, "lanes must be a whole number >= 1, got 'two'"),
+    ({"density": "1%"}, "density must be None, or in (0, 1], got '1%'"),
     ({"momentum": True}, "momentum must be None or in [0, 1), got True"),
-    ({"warmup_steps": -1}, "warmup_steps must be >= 0"),
+    ({"warmup_steps": -1}, "warmup_steps must be a whole number >= 0"),
 ])  # fmt: skip
 def test_settings(changes: dict[str, Any], expected: str) -> None:
     with pytest.raises(ValueError) as caught:
@@ -61,6 +61,9 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
     taken.register_comm_hook(None, lambda state, bucket: None)
     sparse = DistributedDataParallel(nn.Embedding(5, 3, sparse=True))
     complex_ones = DistributedDataParallel(nn.Linear(3, 3, dtype=torch.complex64))
+    transposed = linear()
+    if rank == 1:  # after DDP has compared them
+        transposed.module.weight.data = transposed.module.weight.data.t().contiguous().t()
     used = linear()
     used.register_comm_hook(TopKState(used), topk_hook)
     cases: dict[str, Any] = {
@@ -72,6 +75,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "teams": lambda: TopKState(linear(), TopKConfig(teams=2)),
         "sag": lambda: TopKState(linear(), TopKConfig(teams=3, sag="r")),
         "differing": lambda: TopKState(linear(), TopKConfig(density=0.1 if rank else 0.2)),
+        "strides": lambda: TopKState(transposed),
         "one rank": lambda: TopKState(linear(), {} if rank == 1 else None),  # type: ignore[arg-type]
         "copy": lambda: copy.deepcopy(used),
         "pickle": lambda: pickle.dumps(used),
@@ -89,6 +93,7 @@ def test_set_up(workers: WorkerPools) -> None:
         "teams": "teams must divide the number of ranks, 3: got 2, possible are [1, 3]",
         "sag": 'use sag="b" or "auto"',
         "differing": "make them equal",
+        "strides": "strides (3, 1) on ranks [0, 2], (3, 3) torch.float32 strides (1, 3) on ranks [1]",
         "one rank": "on ranks [1]: TopKState takes",
         "copy": "Copy ddp.module",
         "pickle": "save ddp.module.state_dict()",

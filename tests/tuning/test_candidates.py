@@ -79,16 +79,16 @@ def test_every_size_is_a_candidates(parts: list[int], start_mb: float, default_m
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"low_mb": 0}, "low_mb and high_mb must be"),
+        ({"low_mb": 0}, "low_mb must be > 0 and finite"),
         ({"low_mb": 30}, "start_mb must be from 30"),
         ({"high_mb": 20}, "start_mb must be from 1"),
         ({"scale": "cubic"}, "scale must be one of"),
         ({"search": "guess"}, "search must be one of"),
         ({"xi": -1}, "xi must be >= 0"),
-        ({"max_trials": 1}, "max_trials must be >= 2"),
-        ({"steps_per_trial": 0}, "steps_per_trial must be >= 1"),
-        ({"first_step": 1}, "first_step must be >= 2"),
-        ({"max_lanes": 0}, "max_lanes must be None or >= 1"),
+        ({"max_trials": 1}, "max_trials must be a whole number >= 2"),
+        ({"steps_per_trial": 0}, "steps_per_trial must be a whole number >= 1"),
+        ({"first_step": 1}, "first_step must be a whole number >= 2"),
+        ({"max_lanes": 0}, "max_lanes must be None, or a whole number >= 1"),
         ({"min_gain": float("nan")}, "min_gain must be >= 0"),
     ],
 )
