@@ -152,7 +152,7 @@ def show(plan: Plan) -> None:
     for index, column in enumerate(("strategy", "s/step", "× DDP", "exposed, s", "MB sent", "bound, s")):
         table.add_column(column, justify="right" if index else "left")
     for each in plan.predictions:
-        mark = " *" if each is plan.recommended else ""
+        mark = " *" if each is plan.recommended and plan.doubt is None else ""
         bound = f"{each.bound_s:.3f}" if not each.strategy.startswith("SparDL") else ""
         speedup = plan.present.step_s / each.step_s
         table.add_row(
@@ -177,12 +177,16 @@ def show(plan: Plan) -> None:
         say("Assumed: messages cost this processor nothing; copies and selections are measured in this process alone.")
     if network.node_size > 1:
         say("SparDL is not among them: it is simulated with one worker per link only.")
-    say(f"What limits it: {plan.limit}.")
+    say(f"What limits {plan.present.strategy}: {plan.limit_of(plan.present)}.")
+    if plan.doubt is not None:
+        say(f"Nothing is recommended: {plan.doubt}.")
+        return
     if plan.recommended is plan.present:
         say("Stay with plain DDP: nothing here would be faster by more than predictions are wrong by.")
         return
     lines = plan.recommended_line.replace("\n", "\n    ")
     say(f"Recommended (*): {plan.recommended.strategy}. Write\n    {lines}")
+    say(f"What limits it then: {plan.limit}.")
     if plan.recommended.strategy.startswith("DeAR"):
         update = "" if plan.recommended_update == "sharded" else 'update="replicated", '
         config = f"DearConfig({update}tuner=BucketTuner(start_mb={plan.tuner().start_mb:.3g}))"

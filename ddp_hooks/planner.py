@@ -42,6 +42,8 @@ DENSITY = 0.01
 _WORTH_WHILE = 1.03  # less is within what the simulator is wrong by
 _WORTH_LOSING = 1.2  # what leaves something out has to be faster by this
 _HIDDEN = 0.05  # part of a step
+_NOISY = 0.3  # a network that fits worse says too little about which strategy is faster
+_SMALL_BUCKET_MB = 5.0  # of DDP: beside its 25 MB, what costs nothing to try
 _REHEARSED = 16  # workers whose selections are rehearsed, at most
 
 
@@ -54,7 +56,7 @@ class Plan:
         network: between workers.
         costs: of a worker's processor.
         fit: how the network was measured; None: it was described.
-        predictions: of all strategies, the present one first.
+        predictions: of all strategies, the present one first, then the simpler ones first.
         lines: what to write for each.
     """
 
@@ -72,11 +74,15 @@ class Plan:
 
     @property
     def recommended(self) -> Prediction:
-        """The fastest one that is exact, or one that is not where it gains a lot more; DDP where nothing gains."""
+        """The simplest one that is about as fast as the fastest exact one, or SparDL where it gains a lot more.
+
+        DDP as it is where computing limits it, and where the measurement is too noisy to tell.
+        """
+        if self.doubt is not None or self._hides(self.present):
+            return self.present
         exact = [each for each in self.predictions if not each.strategy.startswith("SparDL")]
-        best = min(exact, key=lambda each: each.step_s)
-        if self.present.step_s < best.step_s * _WORTH_WHILE:
-            best = self.present
+        least_s = min(each.step_s for each in exact)
+        best = next(each for each in exact if each.step_s < least_s * _WORTH_WHILE)
         fastest = min(self.predictions, key=lambda each: each.step_s)
         return fastest if fastest.step_s * _WORTH_LOSING < best.step_s else best
 
@@ -86,10 +92,28 @@ class Plan:
         return self.lines[self.predictions.index(self.recommended)]
 
     @property
+    def doubt(self) -> str | None:
+        """Why the measurement is too noisy for a recommendation; None if it is not."""
+        if self.fit is None or self.fit.error <= _NOISY:
+            return None
+        return (
+            f"the measurement of the network is too noisy: it fits to {self.fit.error:.0%}, and a recommendation needs "
+            f"{_NOISY:.0%}. Measure again while nothing else runs on these machines and links, or describe the network "
+            f"(--workers and --rate)"
+        )
+
+    @property
     def limit(self) -> str:
         """What keeps the recommended strategy from being faster."""
-        best = self.recommended
-        if best.exposed_s - self.profile.optimizer_s <= _HIDDEN * best.step_s:
+        return self.limit_of(self.recommended)
+
+    def _hides(self, prediction: Prediction) -> bool:
+        """Whether communication takes next to nothing of the step."""
+        return prediction.exposed_s - self.profile.optimizer_s <= _HIDDEN * prediction.step_s
+
+    def limit_of(self, best: Prediction) -> str:
+        """What keeps one of the strategies from being faster."""
+        if self._hides(best):
             return "computing: communication is hidden behind it, or there is none"
         busy = best.sent_bytes * self.network.link.beta_s_per_byte / best.step_s
         if busy > 1 - 2 * _HIDDEN:
@@ -132,6 +156,7 @@ class Plan:
             "predictions": [each | {"line": line} for each, line in zip(predictions, self.lines, strict=True)],
             "recommended": self.recommended.strategy,
             "recommended_line": self.recommended_line,
+            "doubt": self.doubt,
             "limit": self.limit,
         }
         Path(path).write_text(json.dumps(data, indent=1))
@@ -159,7 +184,8 @@ class Plan:
 
 def strategies(bucket_mb: float = 25.0, node_size: int = 1) -> tuple[Strategy, ...]:
     """What a plan compares; plain DDP first, with this bucket size. SparDL is simulated on one level only."""
-    exact: tuple[Strategy, ...] = (Ddp(bucket_mb), Dear(), Dear("replicated"))
+    small = () if bucket_mb == _SMALL_BUCKET_MB else (Ddp(_SMALL_BUCKET_MB),)
+    exact: tuple[Strategy, ...] = (Ddp(bucket_mb), *small, Dear(), Dear("replicated"))
     return (*exact, SparDL(DENSITY)) if node_size == 1 else exact
 
 
@@ -177,7 +203,7 @@ def predict(
         network: between workers.
         costs: of a worker's processor.
         fit: how the network was measured, if it was.
-        compared: the present strategy first; None: :func:`strategies`.
+        compared: the present strategy first, then the simpler ones first; None: :func:`strategies`.
     """
     chosen = tuple(compared or strategies(node_size=network.node_size))
     predictions = tuple(simulate(strategy, profile, network, costs) for strategy in chosen)

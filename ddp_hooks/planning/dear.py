@@ -57,11 +57,17 @@ class Dear:
     @property
     def line(self) -> str:
         """What a user writes."""
-        config = "" if self.update == "sharded" else ', DearConfig(update="replicated")'
-        return (
-            f"ddp = DistributedDataParallel(model, bucket_cap_mb={self.bucket_mb:g}, gradient_as_bucket_view=True)\n"
-            f"ddp.register_comm_hook(DearState(ddp, optimizer{config}), dear_hook)"
-        )
+        is_sharded = self.update == "sharded"
+        config = "" if is_sharded else ', DearConfig(update="replicated")'
+        lines = [
+            f"ddp = DistributedDataParallel(model, bucket_cap_mb={self.bucket_mb:g}, gradient_as_bucket_view=True)",
+            f"state = DearState(ddp, optimizer{config})",
+            "ddp.register_comm_hook(state, dear_hook)",
+            "state.clip_grad_norm_(max_norm)  # where the loop clips, in place of torch.nn.utils.clip_grad_norm_",
+        ]
+        if is_sharded:
+            lines.append("state.consolidate()  # on all ranks, before rank 0 saves optimizer.state_dict()")
+        return "\n".join(lines)
 
     def train(self, run: Run) -> Process:
         """See :class:`~ddp_hooks.planning.simulation.Strategy`."""

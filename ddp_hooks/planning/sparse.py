@@ -41,7 +41,9 @@ class SparDL:
         """What a user writes."""
         return (
             f"ddp = DistributedDataParallel(model, bucket_cap_mb=5, gradient_as_bucket_view=True)\n"
-            f"ddp.register_comm_hook(TopKState(ddp, TopKConfig(density={self.density:g})), topk_hook)"
+            f"state = TopKState(ddp, TopKConfig(density={self.density:g}))\n"
+            f"ddp.register_comm_hook(state, topk_hook)\n"
+            f"state.state_dict()  # what this rank has left out: every rank saves its own, beside the checkpoint"
         )
 
     def pattern(self, workers: int, num_elements: float) -> Pattern:

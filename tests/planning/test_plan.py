@@ -15,8 +15,19 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
 from ddp_hooks import __main__ as command_line
+from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planner import Plan, plan, predict
-from ddp_hooks.planning import Costs, Ddp, Dear, Network, link_of, profile_of_layers
+from ddp_hooks.planning import (
+    Costs,
+    Ddp,
+    Dear,
+    LinkFit,
+    Network,
+    Prediction,
+    SparDL,
+    link_of,
+    profile_of_layers,
+)
 from ddp_hooks.planning.scripts import ScriptError, profile_script
 from tests.workers import WorkerPools
 
@@ -78,6 +89,56 @@ def test_fast_networks_need_nothing() -> None:
     assert found.limit.startswith("computing")
 
 
+def prediction(strategy: str, step_s: float, exposed_s: float) -> Prediction:
+    return Prediction(strategy, step_s, exposed_s, 1e6, 0.0, (), ())
+
+
+def plan_of(steps_s: dict[str, float], error: float | None = None) -> Plan:
+    """A plan in which each strategy takes so long; a step computes for 0.3 s."""
+    predictions = tuple(prediction(name, step_s, step_s - 0.3) for name, step_s in steps_s.items())
+    fit = None if error is None else LinkFit(AlphaBeta(1e-4, 1e-8), 0.0, 0.0, 0.0, error, {})
+    return Plan(STEP, Network(4, link_of(1.0)), Costs(), fit, predictions, tuple(steps_s))
+
+
+@pytest.mark.parametrize(("steps_s", "recommended"), [
+    ({"DDP": 0.50, "DDP, 5 MB": 0.50, "DeAR, sharded": 0.49, "DeAR, replicated": 0.49}, "DDP"),
+    ({"DDP": 0.50, "DDP, 5 MB": 0.41, "DeAR, sharded": 0.40, "DeAR, replicated": 0.40}, "DDP, 5 MB"),
+    ({"DDP": 0.50, "DDP, 5 MB": 0.45, "DeAR, sharded": 0.41, "DeAR, replicated": 0.40}, "DeAR, sharded"),
+    ({"DDP": 0.50, "DDP, 5 MB": 0.45, "DeAR, sharded": 0.44, "DeAR, replicated": 0.40}, "DeAR, replicated"),
+    ({"DDP": 0.50, "DeAR, sharded": 0.41, "SparDL, 0.01": 0.35}, "DeAR, sharded"),
+    ({"DDP": 0.50, "DeAR, sharded": 0.41, "SparDL, 0.01": 0.30}, "SparDL, 0.01"),
+    ({"DDP": 0.31, "DeAR, sharded": 0.29}, "DDP"),  # computing limits: 5 % is the optimizer, say
+])  # fmt: skip
+def test_the_simplest_within_the_noise(steps_s: dict[str, float], recommended: str) -> None:
+    assert plan_of(steps_s).recommended.strategy == recommended
+
+
+def test_nothing_is_recommended_where_computing_limits(capsys: pytest.CaptureFixture[str]) -> None:
+    command_line.show(plan_of({"DDP": 0.31, "DeAR, sharded": 0.25}))
+    printed = capsys.readouterr().out
+    assert "What limits DDP: computing: communication is hidden" in printed and "Stay with plain DDP" in printed
+    command_line.show(plan_of({"DDP": 0.50, "DeAR, sharded": 0.31}))
+    printed = capsys.readouterr().out
+    assert "What limits DDP: dependencies" in printed and "What limits it then: computing" in printed
+
+
+def test_nothing_is_recommended_on_a_noisy_measurement(capsys: pytest.CaptureFixture[str]) -> None:
+    times_s = {"DDP": 0.50, "DeAR, sharded": 0.35}
+    assert plan_of(times_s, error=0.3).recommended.strategy == "DeAR, sharded"
+    noisy = plan_of(times_s, error=1.09)
+    assert noisy.recommended is noisy.present
+    command_line.show(noisy)
+    printed = capsys.readouterr().out
+    assert "Nothing is recommended: the measurement of the network is too noisy: it fits to 109%" in printed
+    assert "*" not in printed and "Stay with plain DDP" not in printed
+
+
+def test_lines_for_clipping_and_saving() -> None:
+    assert "state.clip_grad_norm_(max_norm)" in Dear().line and "state.consolidate()" in Dear().line
+    assert "state.clip_grad_norm_" in Dear("replicated").line and "consolidate" not in Dear("replicated").line
+    assert "state.state_dict()" in SparDL().line
+
+
 def test_dear_where_communication_shows() -> None:
     found = plan_for(2.5)
     assert found.recommended.strategy == "DeAR, sharded"
@@ -99,11 +160,12 @@ def test_plans_are_files(tmp_path: Path) -> None:
     found.draw(tmp_path / "plan.png")
     found.write_trace(tmp_path / "trace.json")
     data = json.loads((tmp_path / "plan.json").read_text())
-    assert data["recommended"] == "DeAR, sharded" and len(data["predictions"]) == 4
+    assert data["recommended"] == "DeAR, sharded" and len(data["predictions"]) == 5
+    assert data["doubt"] is None and data["predictions"][1]["strategy"] == "DDP, 5 MB"
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     titles = [event["args"]["name"] for event in events if event["name"] == "process_name"]
-    assert titles[1].startswith("DeAR, sharded: ") and titles[1].endswith("(simulated)")
+    assert titles[2].startswith("DeAR, sharded: ") and titles[2].endswith("(simulated)")
 
 
 # -- in a program ------------------------------------------------------------------------------------------------------
@@ -136,7 +198,7 @@ def test_ranks_have_the_same_plan(workers: WorkerPools) -> None:
     outcomes = workers(2).run(plan_here)
     assert outcomes[0] == outcomes[1]
     predicted, fit, same, _ = outcomes[0]
-    assert len(predicted) == 4 and min(predicted) > 0 and same
+    assert len(predicted) == 5 and min(predicted) > 0 and same
     assert "microseconds per message" in fit
 
 
