@@ -181,7 +181,8 @@ def report(args: argparse.Namespace, result: Result) -> None:
         table.add_section()
         table.add_row("last step sent, received", f"{sent_mb:.2f} MB, {received_mb:.2f} MB")
         table.add_row("in fusion groups, lanes", f"{stats.num_groups}, {stats.num_lanes}")
-        table.add_row("communicating for", f"{stats.comm_s:.3f} s, {stats.overlap:.0%} of it hidden")
+        if stats.overlap is not None:
+            table.add_row("communicating for", f"{stats.comm_s:.3f} s, {stats.overlap:.0%} of it hidden")
         table.add_row("waiting in step", f"{stats.step_stall_s:.3f} s")
         table.add_row("waiting in forward", f"{stats.forward_stall_s:.3f} s")
     Console().print(table)

@@ -495,16 +495,18 @@ def evaluate(network: ResNet, held_out: Dataset[tuple[Tensor, Tensor]]) -> tuple
 
 
 def typical_steps(variant: Variant, num_steps: int) -> Timeline:
-    """Those consecutive steps whose total is nearest to what the median step says."""
-    expected_s = median_step_s(variant)
+    """Those consecutive steps, of which spans are kept, whose total is nearest to what the median step says."""
+    expected_s, communication = median_step_s(variant), variant.communication()
+    kept_s = communication[0].start_s if communication else 0.0
     runs = [
         [reading.time_s for reading in readings[start : start + num_steps + 1]]
         for readings in variant.segments[1:]
         for start in range(max(1, len(readings) - num_steps))
     ]
-    ends_s = min((run for run in runs if len(run) > 1), key=lambda run: abs(_mean_step_s(run) - expected_s))
+    candidates = [run for run in runs if len(run) > 1 and run[0] >= kept_s]
+    ends_s = min(candidates, key=lambda run: abs(_mean_step_s(run) - expected_s))
     title = f"{variant.name}: {_mean_step_s(ends_s) * 1e3:.0f} ms per step"
-    return Timeline(title, ends_s, variant.loop_spans + variant.communication())
+    return Timeline(title, ends_s, variant.loop_spans + communication)
 
 
 def _mean_step_s(ends_s: Sequence[float]) -> float:

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
+
+KEPT_STEPS, KEPT_SPANS = 100, 50_000
+"""Steps, where it is told of them, of which a :class:`Recorder` keeps spans, and the most spans: about 12 MB."""
 
 
 class Span(NamedTuple):
@@ -49,19 +53,34 @@ class Traffic:
 
 @dataclass
 class Recorder:
-    """Collects spans when ``enabled``; threads may add to it at the same time."""
+    """Collects spans when ``enabled``; threads may add to it at the same time.
+
+    Those of the last :data:`KEPT_STEPS` steps are kept, but not more than :data:`KEPT_SPANS`.
+    """
 
     enabled: bool = False
-    spans: list[Span] = field(default_factory=list)
+    spans: deque[Span] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))
+    _num_added: int = 0
+    _added_before: deque[int] = field(default_factory=lambda: deque([0], maxlen=KEPT_STEPS), repr=False)  # each step
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     def add(self, track: str, name: str, start_s: float, end_s: float) -> None:
         if self.enabled:
             with self._lock:
                 self.spans.append(Span(track, name, start_s, end_s))
+                self._num_added += 1
+
+    def end_step(self) -> None:
+        """A step ends: let go of spans of steps long ago."""
+        if self.enabled:
+            with self._lock:
+                kept = self._num_added - self._added_before[0]
+                while len(self.spans) > kept:
+                    self.spans.popleft()
+                self._added_before.append(self._num_added)
 
     def snapshot(self) -> list[Span]:
-        """The spans so far, in order of their start."""
+        """The last spans, in order of their start."""
         with self._lock:
             return sorted(self.spans, key=lambda span: span.start_s)
 

@@ -398,6 +398,7 @@ class StepCycle:
         )
 
     def _next_stats(self) -> DearStats:
+        self._recorder.end_step()
         before = self._mark
         self._mark = _Mark(
             self._lanes.traffic, self._arrival.stall.seconds, self._pipe.stall.seconds, time.perf_counter()
@@ -410,7 +411,7 @@ class StepCycle:
             fusion_mb=self._arrangement.rule.mb if self._arrangement.rule.fusion == "size" else None,
             sent_bytes=traffic.sent_bytes,
             received_bytes=traffic.received_bytes,
-            comm_s=traffic.busy_s,
+            comm_s=None if self._lanes.native else traffic.busy_s,
             step_stall_s=self._mark.step_stall_s - before.step_stall_s,
             forward_stall_s=self._mark.forward_stall_s - before.forward_stall_s,
             wall_s=self._mark.time_s - before.time_s,

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from ddp_hooks.comm import check_whole
+
 
 @dataclass(frozen=True)
 class DearStats:
@@ -17,10 +19,11 @@ class DearStats:
         num_lanes: lanes that carried them.
         fusion_mb: largest group, in MiB, in the next step; None where sizes do not matter.
         sent_bytes, received_bytes: payload of all messages.
-        comm_s: seconds in which lanes were at work, added over lanes. 0 on accelerators, where streams run ahead.
+        comm_s: seconds in which lanes were at work, added over lanes. None on accelerators, where streams run ahead of
+            the processor: see ``torch.profiler``.
         step_stall_s: seconds that ``optimizer.step()``, or clipping before it, waited for reduce-scatters and for
-            scalars over the ranks.
-        forward_stall_s: seconds that forwards waited for all-gathers.
+            scalars over the ranks; of the processor's, also on accelerators, where streams wait.
+        forward_stall_s: likewise, seconds that forwards waited for all-gathers.
         wall_s: seconds the whole step took.
         grad_norm: 2-norm of the gradients before clipping, with ``max_grad_norm``; None without.
         skipped_steps: updates left out so far, with ``on_nonfinite="skip"``.
@@ -32,7 +35,7 @@ class DearStats:
     fusion_mb: float | None = None
     sent_bytes: int = 0
     received_bytes: int = 0
-    comm_s: float = 0.0
+    comm_s: float | None = 0.0
     step_stall_s: float = 0.0
     forward_stall_s: float = 0.0
     wall_s: float = 0.0
@@ -41,14 +44,18 @@ class DearStats:
 
     @property
     def stall_s(self) -> float:
-        """Seconds in which the training thread waited for communication."""
+        """Seconds in which the training thread, but no stream, waited for communication."""
         return self.step_stall_s + self.forward_stall_s
 
     @property
-    def overlap(self) -> float:
-        """Share of the communication time, per lane, that was hidden behind other work, from 0 to 1."""
-        per_lane_s = self.comm_s / max(1, self.num_lanes)
-        return max(0.0, 1.0 - self.stall_s / per_lane_s) if per_lane_s > 0 else 1.0
+    def overlap(self) -> float | None:
+        """Share of the communication time, per lane, that was hidden behind other work, from 0 to 1.
+
+        None where that time is not measured, or there was none.
+        """
+        if not self.comm_s:
+            return None
+        return max(0.0, 1.0 - self.stall_s * max(1, self.num_lanes) / self.comm_s)
 
 
 class ScalarWriter(Protocol):
@@ -67,8 +74,7 @@ class StatsLog:
     prefix: str
 
     def __post_init__(self) -> None:
-        if self.every < 1:
-            raise ValueError(f"every must be >= 1, got {self.every}")
+        check_whole(self, every=1)
 
     def write(self, step: int, measure: Callable[[], DearStats]) -> None:
         """Write the statistics of ``step``, which ``measure`` tells, if it is its turn."""

@@ -398,7 +398,7 @@ class TopKState:
             group_mb=self._grouping.mb,
             sent_bytes=traffic.sent_bytes,
             received_bytes=traffic.received_bytes,
-            comm_s=traffic.busy_s,
+            comm_s=None if self._lanes.native else traffic.busy_s,
             stall_s=now[1] - before[1],
             skipped_steps=self._num_skipped,
         )

@@ -17,8 +17,8 @@ class TopKStats:
         num_lanes: lanes that carried them.
         group_mb: largest group, in MiB, that is not a single parameter.
         sent_bytes, received_bytes: payload of all messages.
-        comm_s: seconds in which lanes were at work, selections among it, added over lanes. 0 on accelerators, where
-            streams run ahead.
+        comm_s: seconds in which lanes were at work, selections among it, added over lanes. None on accelerators,
+            where streams run ahead of the processor.
         stall_s: seconds that the end of the backward waited for them.
         skipped_steps: steps so far whose gradients were not finite.
     """
@@ -31,6 +31,6 @@ class TopKStats:
     group_mb: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
-    comm_s: float = 0.0
+    comm_s: float | None = 0.0
     stall_s: float = 0.0
     skipped_steps: int = 0

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 from pathlib import Path
+from unittest import mock
 
 import torch
 
+from ddp_hooks import DearStats
+from ddp_hooks.comm import Lanes, Recorder, accounting
+from ddp_hooks.comm.accounting import KEPT_SPANS, KEPT_STEPS
 from tests.dear.test_refusals import message_of, trained
 from tests.dear.twins import CONFIG, whole_batches
 from tests.workers import WorkerPools
@@ -71,7 +75,66 @@ def bad_interval(rank: int, world_size: int) -> str:
 
 
 def test_log_interval_is_checked(workers: WorkerPools) -> None:
-    assert workers(1).run(bad_interval)[0].startswith("ValueError: every must be >= 1")
+    assert workers(1).run(bad_interval)[0].startswith("ValueError: every must be a whole number >= 1, got 0")
+
+
+def test_overlap_where_it_is_measured() -> None:
+    assert DearStats(num_lanes=2, comm_s=4.0, step_stall_s=0.25, forward_stall_s=0.25).overlap == 0.75
+    assert DearStats(num_lanes=1, comm_s=1.0, step_stall_s=2.0).overlap == 0.0
+    assert DearStats(num_lanes=1, comm_s=0.0).overlap is None, "there was no communication"
+    assert DearStats(num_lanes=1, comm_s=None, step_stall_s=0.1).overlap is None, "streams are not measured"
+
+
+def native_stats(rank: int, world_size: int) -> tuple[float | None, float | None, int]:
+    """With lanes that are streams, which do nothing on processors."""
+    with mock.patch.object(Lanes, "native", property(lambda lanes: True, lambda lanes, value: None), create=True):
+        _ddp, _optimizer, state = trained(rank, world_size)
+        stats = state.stats()
+        state.close()
+    return stats.comm_s, stats.overlap, stats.sent_bytes
+
+
+def test_streams_tell_no_overlap(workers: WorkerPools) -> None:
+    for comm_s, overlap, sent_bytes in workers(2).run(native_stats):
+        assert comm_s is None and overlap is None and sent_bytes > 0
+
+
+def test_spans_of_the_last_steps_are_kept() -> None:
+    recorder = Recorder(enabled=True)
+    for step in range(3 * KEPT_STEPS):
+        for number in range(1 + step % 3):
+            recorder.add("lane 0", f"work {number} of step {step}", step, step + 1)
+        recorder.end_step()
+        spans = recorder.snapshot()
+        assert spans[-1].start_s == step and spans[0].start_s == max(0, step - KEPT_STEPS + 1)
+    assert len(spans) == sum(1 + step % 3 for step in range(2 * KEPT_STEPS, 3 * KEPT_STEPS))
+
+
+def traced(rank: int, world_size: int) -> list[int]:
+    """How many spans are kept after each step, where two steps are kept."""
+    with mock.patch.object(accounting, "KEPT_STEPS", 2):
+        ddp, optimizer, state = trained(rank, world_size, 0, replace(CONFIG, trace=True))
+    numbers = []
+    for step in range(8):
+        optimizer.zero_grad()
+        ddp(*whole_batches(rank, world_size, step)).backward()
+        optimizer.step()
+        numbers.append(len(state.timeline()))
+    state.close()
+    return numbers
+
+
+def test_a_trace_does_not_grow(workers: WorkerPools) -> None:
+    for numbers in workers(2).run(traced):
+        assert 0 < max(numbers[5:]) < 2 * numbers[2], "a span more or less is a lane's that has not ended"
+
+
+def test_the_last_spans_are_kept() -> None:
+    recorder = Recorder(enabled=True)
+    for number in range(KEPT_SPANS + 5):
+        recorder.add("lane 0", f"work {number}", number, number + 1)
+    spans = recorder.snapshot()
+    assert [spans[0].name, spans[-1].name] == ["work 5", f"work {KEPT_SPANS + 4}"] and len(spans) == KEPT_SPANS
 
 
 def profile(rank: int, world_size: int) -> list[tuple[str, float, float]]:

@@ -507,7 +507,8 @@ def halve_or_step_half_as_far(rank: int, world_size: int, deferred: bool) -> flo
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Matrices(), gradient_as_bucket_view=True)
         optimizer = kind(ddp.parameters(), lr=lr)
-        state = DearState(ddp, optimizer, replace(REPLICATED, assume_parameterwise=deferred))
+        config = REPLICATED if deferred else replace(REPLICATED, early_gathers=None)
+        state = DearState(ddp, optimizer, replace(config, assume_parameterwise=deferred))
         ddp.register_comm_hook(state, dear_hook)
         for step in range(6):
             optimizer.zero_grad()
