@@ -382,3 +382,8 @@ def comm_hook_registered(ddp: DistributedDataParallel) -> bool:
 def delays_all_reduce(ddp: DistributedDataParallel) -> bool:
     """Whether some parameters were set to bypass communication hooks."""
     return bool(getattr(ddp, "_delay_all_reduce_params", None))
+
+
+def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether ``step()`` calls hooks, for which ``Optimizer.__init__`` must have run."""
+    return hasattr(optimizer, "_optimizer_state_dict_pre_hooks") and getattr(type(optimizer).step, "hooked", False)

@@ -13,6 +13,7 @@ from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.registry import state_of
 from ddp_hooks.dear.storage import overlapping
 from ddp_hooks.feed import ELEMENTWISE, PARAMETERWISE
+from ddp_hooks.feed.optimizers import find_problem_of_hooks
 
 _claimed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
@@ -28,6 +29,9 @@ def find_problem(
             f"DearState needs the torch.optim.Optimizer that steps on the model, got {type(optimizer).__name__}: "
             f"pass the inner optimizer if it is wrapped"
         )
+    problem = find_problem_of_hooks(optimizer)
+    if problem is not None:
+        return problem
     if not isinstance(config, DearConfig):
         return f"DearState takes its settings as DearConfig(...), got {type(config).__name__}"
     if state_of(optimizer) is not None:

@@ -25,6 +25,7 @@ from ddp_hooks.embedding.prefetch import BatchIds, PrefetchedLoader, ids_by_tabl
 from ddp_hooks.embedding.stats import TableStats
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.feed import InertOnCopy, companions, extend_zero_grad
+from ddp_hooks.feed.optimizers import find_problem_of_hooks
 
 Batch = TypeVar("Batch")
 
@@ -87,9 +88,13 @@ class EmbeddingTables(TableFlow):
         """Step and zero gradients together with ``optimizer``, the model's, from now on.
 
         Raises:
-            ValueError: the optimizer holds a weight that was sharded: make it after ``shard_embeddings``.
+            ValueError: the optimizer holds a weight that was sharded: make it after ``shard_embeddings``. Or it calls
+                no hooks.
         """
         self._refuse_closed()
+        problem = find_problem_of_hooks(optimizer)
+        if problem is not None:
+            raise ValueError(problem)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         stale = [self._all[index].name for index, weight in self._replaced.items() if id(weight()) in held]
         if stale:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from ddp_hooks.comm import compat
+
 # Whose update of an element looks at no other one.
 ELEMENTWISE = tuple(
     getattr(torch.optim, name)
@@ -16,3 +18,15 @@ ELEMENTWISE = tuple(
 PARAMETERWISE = ELEMENTWISE + tuple(
     getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
 )
+
+
+def find_problem_of_hooks(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why hooks of an optimizer would never be called, with a remedy; None if they are."""
+    if compat.calls_hooks(optimizer):
+        return None
+    kind = type(optimizer).__name__
+    return (
+        f"{kind} does not run the constructor of torch.optim.Optimizer, so its step() calls no hooks: call "
+        f"super().__init__(params, defaults) in {kind}.__init__, or take another optimizer. If it wraps one, as "
+        f"Accelerate does, pass the inner one, unless {kind} changes parameters itself, as Lookahead does"
+    )

@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import compat, see
 from ddp_hooks.feed import PARAMETERWISE
+from ddp_hooks.feed.optimizers import find_problem_of_hooks
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.variants import candidates
 
@@ -46,6 +47,9 @@ def find_problem_of_pipeline(
             'pipeline="forward" runs the updates in forwards, so it needs the optimizer: '
             "TopKState(ddp, config, optimizer=optimizer)"
         )
+    problem = find_problem_of_hooks(optimizer)
+    if problem is not None:
+        return problem
     if not ddp.gradient_as_bucket_view:
         return 'pipeline="forward" needs DistributedDataParallel(..., gradient_as_bucket_view=True)'
     addresses = [p.data_ptr() for p in compat.managed_parameters(ddp).values() if p.numel()]

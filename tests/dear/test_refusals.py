@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -69,6 +71,17 @@ class SharedMemory(nn.Module):
         self.two = nn.Parameter(self.one.data[:2])
 
 
+class Wrapping(torch.optim.Optimizer):
+    """As timm's Lookahead: it leaves out the constructor of torch's optimizers, and with it their hooks."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
 class Unknown(torch.optim.SGD):
     """An optimizer of which nothing is known."""
 
@@ -92,6 +105,8 @@ def construct(rank: int, world_size: int, case: str) -> str:
         matrix = next(parameter for parameter in ddp.parameters() if parameter.dim() == 2)
         matrix.data = matrix.data.t().contiguous().t()
     optimizer: Any = sgd(ddp)
+    if case == "without a constructor":
+        optimizer, config = Wrapping(optimizer), replace(CONFIG, update="auto")
     if case == "lbfgs":
         optimizer = torch.optim.LBFGS(ddp.parameters())
     if case == "adafactor":
@@ -140,6 +155,7 @@ CONSTRUCTION = {
     "shared memory": "share memory",
     "mixed precision": "torch.autocast",
     "optimizer in backward": "plain optimizer.step()",
+    "without a constructor": "Wrapping does not run the constructor of torch.optim.Optimizer",
     "lbfgs": "LBFGS evaluates its closure several times per step",
     "adafactor": "assume_elementwise=True",
     "missing": "not in the optimizer",

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TableConfig, shard_embeddings
-from tests.dear.test_refusals import message_of
+from tests.dear.test_refusals import Wrapping, message_of
 from tests.embedding.twins import CONFIG, Side, Twins, batches, ids_of
 from tests.workers import WorkerPools
 
@@ -304,6 +304,7 @@ def misuse(rank: int, world_size: int) -> list[str]:
     stale = torch.optim.SGD(old.parameters(), lr=0.1)
     other = shard_embeddings(holder(old), config=CONFIG)
     messages.append(message_of(lambda: other.follow(stale)))
+    messages.append(message_of(lambda: other.follow(Wrapping(stale))))
     other.close()
     with side.ddp.no_sync():
         side.ddp(batch).backward()
@@ -325,6 +326,7 @@ def test_misuse(workers: WorkerPools) -> None:
         "must return ids by table",
         "ddp_hooks.clip_grad_norm_([ddp.parameters(), tables], max_norm)",
         "the optimizer still holds the whole weight of table",
+        "Wrapping does not run the constructor of torch.optim.Optimizer",
         "after backwards under no_sync() only",
         "belongs to a forward whose gradients have been sent",
         "the tables were closed",

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
 from tests.dear.test_models import Conditional
-from tests.dear.test_refusals import message_of
+from tests.dear.test_refusals import Wrapping, message_of
 from tests.devices import rank_device
 from tests.workers import WorkerPools
 
@@ -424,6 +424,7 @@ def refusals(rank: int, world_size: int) -> list[str]:
         message_of(lambda: state_of(part)),
         message_of(lambda: state_of(optimizer, gradient_as_bucket_view=False)),
         message_of(lambda: state_of(optimizer, scaler)),
+        message_of(lambda: state_of(Wrapping(optimizer))),
         message_of(
             lambda: TopKState(
                 DistributedDataParallel(twin, gradient_as_bucket_view=True),
@@ -447,13 +448,14 @@ def move_parameters(rank: int) -> None:
 
 
 def test_refusals(workers: WorkerPools) -> None:
-    for nothing, part, views, scaler, shared, moved in workers(2).run(refusals):
+    for nothing, part, views, scaler, wrapping, shared, moved in workers(2).run(refusals):
         assert "tie weights by assigning the parameter itself" in shared
         assert "param_groups are not those that it had" in moved
         assert "TopKState(ddp, config, optimizer=optimizer)" in nothing
         assert "one optimizer of all parameters" in part and "twice.weight" in part
         assert "gradient_as_bucket_view=True" in views
         assert "scaler reads gradients before the step" in scaler
+        assert "Wrapping does not run the constructor of torch.optim.Optimizer" in wrapping
 
 
 def resumed(rank: int, world_size: int) -> bool:
