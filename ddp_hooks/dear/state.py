@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -27,6 +28,8 @@ from ddp_hooks.feed import (
     when_step_fails,
 )
 
+logger = logging.getLogger("ddp_hooks")
+
 
 class DearState(StepCycle):
     """The state of :func:`~ddp_hooks.dear_hook`: DeAR (zhang2023dear, sections III and IV).
@@ -44,6 +47,8 @@ class DearState(StepCycle):
         optimizer: holding every parameter that DDP reduces; for sharded updates element-wise. From its first step on,
             its groups then hold shards of the parameters in their place.
         config: the settings.
+        saved_by_loop: whether a loop calls :meth:`consolidate` before it saves, as integrations do. Else the log says
+            once, here, that ``optimizer.state_dict()`` needs it.
 
     Raises:
         ValueError: on every rank, before anything is changed, when this cannot be right, or when ranks differ.
@@ -52,7 +57,12 @@ class DearState(StepCycle):
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig | None = None
+        self,
+        ddp: DistributedDataParallel,
+        optimizer: torch.optim.Optimizer,
+        config: DearConfig | None = None,
+        *,
+        saved_by_loop: bool = False,
     ) -> None:
         config = config if config is not None else DearConfig()
         problem = checks.find_problem(ddp, optimizer, config)
@@ -71,6 +81,12 @@ class DearState(StepCycle):
         self._companions += companions.companions_in(ddp.module)
         for companion in self._companions:
             companion.follow(optimizer)
+        if self._replicated is None and self._lanes.rank == 0 and not saved_by_loop:
+            logger.warning(
+                "each rank keeps a part of the optimizer's state: optimizer.state_dict() will need "
+                "state.consolidate() on all ranks before it, or use state.full_optimizer_state_dict()%s",
+                see("optimizer-state-is-sharded"),
+            )
 
     # -- what users call --------------------------------------------------------------------------------------------
 

@@ -80,7 +80,7 @@ class Binding:
         self.dear: DearState | None = None
         self.topk: TopKState | None = None
         if isinstance(dense, DearConfig):
-            self.dear = DearState(ddp, optimizer, dense)
+            self.dear = DearState(ddp, optimizer, dense, saved_by_loop=True)
             ddp.register_comm_hook(self.dear, dear_hook)
         elif dense is not None:
             self.topk = TopKState(ddp, dense, scaler=scaler, optimizer=optimizer)

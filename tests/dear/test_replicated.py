@@ -618,7 +618,9 @@ def lbfgs(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.LBFGS(model.parameters())
 
 
-def choose(rank: int, world_size: int, optimizer: Any, config: DearConfig) -> tuple[str, str]:
+def choose(
+    rank: int, world_size: int, optimizer: Any, config: DearConfig, saved_by_loop: bool = False
+) -> tuple[str, str]:
     ddp = DistributedDataParallel(Matrices(), gradient_as_bucket_view=True)
     stream = io.StringIO()
     handler = logging.StreamHandler(stream)
@@ -627,7 +629,7 @@ def choose(rank: int, world_size: int, optimizer: Any, config: DearConfig) -> tu
     logger.setLevel(logging.INFO)
     states: list[DearState] = []
     try:
-        message = message_of(lambda: states.append(DearState(ddp, optimizer(ddp), config)))
+        message = message_of(lambda: states.append(DearState(ddp, optimizer(ddp), config, saved_by_loop=saved_by_loop)))
     finally:
         logger.removeHandler(handler)
     kind = type(states[0]._sharded).__name__ if states else message
@@ -651,14 +653,23 @@ def choose(rank: int, world_size: int, optimizer: Any, config: DearConfig) -> tu
 def test_choices(workers: WorkerPools, optimizer: Any, update: Any, expected: str) -> None:
     outcomes = workers(2).run(choose, optimizer, replace(CONFIG, update=update))
     assert all(expected in kind for kind, _ in outcomes), outcomes
-    said = ["replicated" in log for _, log in outcomes]
+    said = ["updates are replicated" in log for _, log in outcomes]
     assert said == ([True, False] if (optimizer, update) == (adafactor, "auto") else [False, False]), "say it once"
+
+
+def test_consolidate_is_announced(workers: WorkerPools) -> None:
+    """Or users learn at the first checkpoint, which one rank saves alone, that all ranks must take part."""
+    said = [log.count("state.consolidate() on all ranks") for _, log in workers(2).run(choose, momentum_sgd, CONFIG)]
+    assert said == [1, 0], "say it once"
+    for config, saved_by_loop in ((CONFIG, True), (replace(CONFIG, update="replicated"), False)):
+        outcomes = workers(2).run(choose, momentum_sgd, config, saved_by_loop)
+        assert not any("consolidate" in log for _, log in outcomes), "nobody has to call it"
 
 
 def test_update_must_be_one_of_three() -> None:
     with pytest.raises(ValueError, match="update must be one of"):
         DearConfig(update="both")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="lanes must be >= 1, got 'two'"):
+    with pytest.raises(ValueError, match="lanes must be None, or a whole number >= 1, got 'two'"):
         DearConfig(lanes="two")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="early_gathers must be None or from 0 to 1, got 'half'"):
         DearConfig(early_gathers="half")  # type: ignore[arg-type]
