@@ -9,11 +9,12 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch.distributed as dist
 
 from ddp_hooks.comm.advice import see
+from ddp_hooks.comm.meeting import gather_objects
 
 VERIFY = "DDP_HOOKS_VERIFY"
 """Of the environment: see :mod:`ddp_hooks.comm.verifying`."""
@@ -27,13 +28,20 @@ class Disagreement(NamedTuple):
     difference: str | None = None  # the first entry that differs, its values, and the ranks on each side
 
 
-def agree(entries: Mapping[str, object], problem: str | None, group: dist.ProcessGroup, subject: str) -> None:
+def agree(
+    entries: Mapping[str, object],
+    problem: str | None,
+    group: dist.ProcessGroup,
+    subject: str,
+    patience: object = None,
+) -> None:
     """Compare as :func:`compare` does.
 
     Raises:
         ValueError: on every rank, if any rank has a problem or the entries differ.
+        LaneTimeout, LaneError: see :func:`~ddp_hooks.comm.gather_objects`.
     """
-    found = compare(entries, problem, group, subject)
+    found = compare(entries, problem, group, subject, patience)
     if found.problem is not None:
         raise ValueError(f"{found.problem}{see('set-up-is-refused', quoted=found.problem)}")
     if found.difference is not None:
@@ -41,18 +49,23 @@ def agree(entries: Mapping[str, object], problem: str | None, group: dist.Proces
 
 
 def compare(
-    entries: Mapping[str, object], problem: str | None, group: dist.ProcessGroup, subject: str
+    entries: Mapping[str, object],
+    problem: str | None,
+    group: dist.ProcessGroup,
+    subject: str,
+    patience: object = None,
 ) -> Disagreement:
     """Compare ``entries`` (name -> anything with a stable ``str``) and this rank's ``problem`` over all ranks.
 
-    Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ.
+    Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ. ``subject`` is what
+    messages say ranks wait in. ``patience`` has ``timeout_s`` and ``stall_warning_s``, as settings do.
     """
     global _num_agreements
     _num_agreements += 1
     lines = {name: str(value) for name, value in entries.items()}
     lines[VERIFY] = os.environ.get(VERIFY) or "0"  # or some ranks would wait for others' lines
     digest = hashlib.sha256("\n".join(f"{k}={v}" for k, v in lines.items()).encode()).hexdigest()
-    verdicts = _gather((problem, digest), group)
+    verdicts = gather_objects((problem, digest), group, subject, patience)
     ranks = dist.get_process_group_ranks(group)
     problems: dict[str, list[int]] = {}
     for rank, (found, _) in zip(ranks, verdicts, strict=True):
@@ -65,7 +78,7 @@ def compare(
         ]
         return Disagreement(problem="; ".join(texts))
     if len({digest for _, digest in verdicts}) > 1:
-        found = first_difference(_gather(lines, group), ranks)
+        found = first_difference(gather_objects(lines, group, subject, patience), ranks)
         return Disagreement(difference=f"{subject} differs between ranks: {found}")
     return Disagreement()
 
@@ -86,9 +99,3 @@ def first_difference(lines_by_rank: list[dict[str, str]], ranks: Sequence[int]) 
             sides = ", ".join(f"{value} on ranks {ranks}" for value, ranks in ranks_by_value.items())
             return f"{name} is {sides}; make them equal"
     return "the same entries come in another order"
-
-
-def _gather(item: Any, group: dist.ProcessGroup) -> list[Any]:
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, item, group=group)
-    return gathered

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import hashlib
+import os
 import sys
 import weakref
 from collections import Counter
@@ -29,6 +30,7 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.ending import Undo
 
 _num_groups: Counter[tuple[int, ...]] = Counter()  # that were made of these ranks
+_NOBODYS_TAG = (1 << 31) - 1
 _COMPILED_CALLS = ("compile_wrapper", "_fn")
 
 NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
@@ -103,6 +105,35 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 def default_store() -> Any:
     """The rendezvous store of the default group."""
     return dist.distributed_c10d._get_default_store()
+
+
+def serves(store: Any) -> bool:
+    """Whether this process, if it ends, may take the store along: torchrun's agent keeps it, where there is one."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and not agents
+
+
+def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """The values of keys that are there; in one request, where the store has it."""
+    found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    return found
+
+
+def connection_is_broken(group: dist.ProcessGroup, peer: int) -> bool:
+    """Whether gloo has lost the connection to the group's rank ``peer``; False where gloo does not carry the group.
+
+    It says so to whoever posts a receive. What is posted here meets no message, as nobody sends with such a tag, and
+    gloo forgets it with its memory.
+    """
+    if backend_of(group, torch.device("cpu")) != "gloo":
+        return False
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODYS_TAG)
+    except RuntimeError:
+        return True
+    return False
 
 
 def queue_engine_callback(function: Any) -> None:

@@ -7,15 +7,26 @@ anything, and a rank that finds such a note reports the note instead of its own 
 
 from __future__ import annotations
 
+import atexit
 import logging
+import sys
 import time
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+import torch.distributed as dist
 
 from ddp_hooks.comm import compat
 from ddp_hooks.comm.advice import see
 
 logger = logging.getLogger("ddp_hooks")
+
+_SHOWN = 8  # ranks that a message names
+_LINGER_S = 5.0  # the process that serves the store stays so long for others to read of a failure
+_witnesses: weakref.WeakSet[Witness] = weakref.WeakSet()
+_noted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # default groups with a note of this rank
+_expected: dict[str, tuple[Any, int]] = {}  # key of a count of readers -> its store, and how many there are to be
 
 
 class LaneError(RuntimeError):
@@ -34,15 +45,84 @@ def is_lost_connection(error: BaseException | None) -> bool:
     return isinstance(error, compat.NETWORK_ERRORS) or any(sign in str(error).lower() for sign in signs)
 
 
+def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages: bool = False) -> str:
+    """Return a sentence on the calls that ranks wait in.
+
+    Args:
+        calls: by rank.
+        silent: ranks that are in none.
+        are_messages: ranks wait for messages of lanes, which come of many calls.
+
+    >>> describe_waits({0: "consolidate()"}, [1])
+    'rank 0 waits in consolidate(); rank 1 has not called it: is it under `if rank == 0`?'
+    >>> describe_waits({0: "consolidate()", 1: "clip_grad_norm_()", 2: "consolidate()"}, [])
+    'ranks 0, 2 wait in consolidate(); rank 1 waits in clip_grad_norm_()'
+    """
+    ranks_by_call: dict[str, list[int]] = {}
+    for rank, call in sorted(calls.items()):
+        ranks_by_call.setdefault(call, []).append(rank)
+    parts = [
+        f"{_named(ranks)} {'waits' if len(ranks) == 1 else 'wait'} in {call}" for call, ranks in ranks_by_call.items()
+    ]
+    missing = sorted(silent)
+    if missing and are_messages:
+        reports = "reports" if len(missing) == 1 else "report"
+        parts.append(f"{_named(missing)} {reports} no wait so far, and may be the cause")
+    elif missing:
+        it = "it" if len(parts) == 1 else "any of these"
+        has = "has" if len(missing) == 1 else "have"
+        parts.append(f"{_named(missing)} {has} not called {it}: is it under `if rank == 0`?")
+    return "; ".join(parts)
+
+
+def _named(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:_SHOWN]))
+    return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
+
+
+class WaitNotes:
+    """Notes in the store of the call that each rank waits in, written only by ranks that have waited long.
+
+    A rank has one note, whatever groups it waits in. A wait that failed stays on record, for ranks that still wait.
+    """
+
+    def __init__(self, store: Any, rank: int) -> None:
+        self._store = store
+        self._rank = rank
+
+    def begin(self, call: str) -> None:
+        """Note that this rank waits in ``call``."""
+        _noted[dist.group.WORLD] = True
+        self._store.set(_wait_key(self._rank), call)
+
+    def end(self) -> None:
+        """Take this rank's note back, if it has written one."""
+        if _noted.pop(dist.group.WORLD, False):
+            self._store.delete_key(_wait_key(self._rank))
+
+    def of(self, ranks: Iterable[int]) -> dict[int, str]:
+        """Return the calls that these ranks have noted."""
+        noted = [rank for rank in ranks if self._store.check([_wait_key(rank)])]
+        return {rank: self._store.get(_wait_key(rank)).decode() for rank in noted}
+
+
+def _wait_key(rank: int) -> str:
+    return f"ddp_hooks/waiting/{rank}"
+
+
 class Witness:
-    """Writes and reads the first failure, and who waits for what, in the store under ``prefix``; ranks are global."""
+    """Writes and reads the first failure in the store under ``prefix``, and who waits for what; ranks are global."""
 
     def __init__(self, store: Any, prefix: str, rank: int, ranks: Sequence[int]) -> None:
         self._store = store
         self._prefix = f"ddp_hooks/{prefix}"
         self._rank = rank
         self._ranks = ranks
-        self._reported = False
+        self._notes = WaitNotes(store, rank)
+        self._knows = False  # of a failure
+        _witnesses.add(self)
 
     @property
     def prefix(self) -> str:
@@ -54,13 +134,14 @@ class Witness:
         mine = f"{self._rank}:{suspect}"
         try:
             first = self._store.compare_set(f"{self._prefix}/failure", "", mine).decode()
+            self._note_reading()
+            return self._sentence(first, mine)
         except Exception as error:  # whatever a dead store raises; its being dead is the news
             return (
                 f"the connection to rank {suspect} broke, and the rendezvous store does not answer either "
                 f"({type(error).__name__}), so the process that holds the store (rank 0, or torchrun's agent) "
                 f"probably died first"
             )
-        return f"rank {suspect} died or closed its connection" if first == mine else _sentence(first)
 
     def failure_of(self, error: Exception, peer: int, description: str) -> LaneError:
         """What the backend's, or a socket's, ``error`` about a message to or from ``peer`` means, ready to be raised.
@@ -90,32 +171,62 @@ class Witness:
         """What another rank has reported, or None; for ranks whose own connections still stand."""
         try:
             if self._store.check([f"{self._prefix}/failure"]):
-                return _sentence(self._store.get(f"{self._prefix}/failure").decode())
+                note = self._store.get(f"{self._prefix}/failure").decode()
+                self._note_reading()
+                return self._sentence(note)
         except Exception as error:  # see blame()
             return f"the rendezvous store does not answer ({type(error).__name__}): the process that holds it died"
         return None
 
     def report_wait(self, description: str) -> str:
-        """Note what this rank waits for; returns a sentence that names the ranks which report no wait."""
+        """Note that this rank waits in ``description``; returns a sentence on the calls that all ranks wait in."""
+        call = description.removeprefix(f"rank {self._rank}, ")
         try:
-            self._store.set(f"{self._prefix}/waiting/{self._rank}", description)
-            others = [rank for rank in self._ranks if rank != self._rank]
-            silent = [r for r in others if not self._store.check([f"{self._prefix}/waiting/{r}"])]
+            self._notes.begin(call)
+            calls = {self._rank: call} | self._notes.of(rank for rank in self._ranks if rank != self._rank)
         except Exception as error:  # a warning must not turn into a failure of its own
             return f"the rendezvous store does not answer ({type(error).__name__})"
-        self._reported = True
-        if not silent:
-            return "all other ranks report a wait of their own: compare their messages"
-        return f"ranks that report no wait so far, and may be the cause: {silent}"
+        return describe_waits(calls, [rank for rank in self._ranks if rank not in calls], are_messages=True)
 
     def end_wait(self) -> None:
         """The wait that was reported is over."""
-        if self._reported:
-            self._reported = False
-            try:
-                self._store.delete_key(f"{self._prefix}/waiting/{self._rank}")
-            except Exception as error:  # the wait has succeeded; only its note stays
-                logger.debug("could not take back the report of a wait: %s", error)
+        try:
+            self._notes.end()
+        except Exception as error:  # the wait has succeeded; only its note stays
+            logger.debug("could not take back the report of a wait: %s", error)
+
+    def close(self) -> None:
+        """Tell nobody of failures any more, and ask nobody."""
+        _witnesses.discard(self)
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks whose failures it knows of."""
+        return self._ranks
+
+    @property
+    def knows(self) -> bool:
+        """Whether this process has heard of a failure."""
+        return self._knows
+
+    def _note_reading(self) -> None:
+        if not self._knows:
+            self._knows = True
+            self._store.add(f"{self._prefix}/readers", 1)
+            expect_readers(self._store, f"{self._prefix}/readers", len(self._ranks) - 1)
+
+    def _sentence(self, note: str, mine: str | None = None) -> str:
+        witness, culprit, *reason = note.split(":", 2)
+        if reason:
+            return f"rank {culprit} ended first, with {reason[0]}"
+        end = end_of(self._store, int(culprit))
+        if end is not None:
+            return f"rank {culprit} ended first, with {end}"
+        waits = self._notes.of([int(culprit)])  # it may have given up
+        waited = f"; it had waited in {waits[int(culprit)]}" if waits else ""
+        if note == mine:
+            return f"rank {culprit} died or closed its connection{waited}"
+        return f"rank {culprit} died or closed its connection first (seen by rank {witness}){waited}"
 
     def wait_for_farewells(self, deadline_s: float) -> None:
         """Return when every rank has come here, or one has failed, or the store is gone.
@@ -132,8 +243,59 @@ class Witness:
             logger.debug("left without a farewell: %s", error)
 
 
-def _sentence(note: str) -> str:
-    witness, culprit, *reason = note.split(":", 2)
-    if reason:
-        return f"rank {culprit} ended first, with {reason[0]}"
-    return f"rank {culprit} died or closed its connection first (seen by rank {witness})"
+def failure_seen_by_lanes(ranks: Iterable[int]) -> str | None:
+    """Return a sentence on a failure that lanes over some of ``ranks`` know of, and this process does not yet."""
+    known = set(ranks)
+    for witness in [each for each in _witnesses if not each.knows and known.intersection(each.ranks)]:
+        failure = witness.first_failure()
+        if failure is not None:
+            return failure
+    return None
+
+
+def tell_lanes(lost: int) -> None:
+    """Let the lanes of this process know that rank ``lost`` died, before this rank ends, too."""
+    for witness in [each for each in _witnesses if lost in each.ranks]:
+        witness.blame(lost)
+
+
+def end_of(store: Any, rank: int) -> str | None:
+    """Return the error that ended rank ``rank``, if it has said so."""
+    found: str | None = store.get(f"ddp_hooks/end/{rank}").decode() if store.check([f"ddp_hooks/end/{rank}"]) else None
+    return found
+
+
+def expect_readers(store: Any, key: str, num_readers: int) -> None:
+    """Let this process, if it serves the store, not end before so many ranks have read of a failure.
+
+    Args:
+        store: the rendezvous store.
+        key: of the count of ranks that have read.
+        num_readers: with this one.
+    """
+    if compat.serves(store):
+        _expected[key] = store, num_readers
+
+
+@atexit.register
+def last_words() -> None:
+    """Say which error ends this process, if one does, and wait a little for ranks that have not read of a failure."""
+    error = getattr(sys, "last_value", None)
+    try:
+        if error is not None and dist.is_initialized():
+            end = shortened(f"{type(error).__name__}: {error}")
+            compat.default_store().set(f"ddp_hooks/end/{dist.get_rank()}", end)
+        deadline_s = time.monotonic() + _LINGER_S
+        while _expected and time.monotonic() < deadline_s:
+            for key, (store, num_readers) in list(_expected.items()):
+                if store.add(key, 0) >= num_readers:
+                    del _expected[key]
+            time.sleep(0.02)
+    except Exception as failure:  # whatever a dead store raises
+        logger.debug("left without last words: %s", failure)
+    _expected.clear()
+
+
+def shortened(reason: str) -> str:
+    """A reason that fits a note in the store; its end stays, where our own errors name the place that explains them."""
+    return reason if len(reason) <= 500 else f"{reason[:390]} … {reason[-100:]}"

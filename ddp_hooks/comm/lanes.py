@@ -35,7 +35,7 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.choice import CollectiveRule
 from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
-from ddp_hooks.comm.failure import LaneError, Witness, is_lost_connection
+from ddp_hooks.comm.failure import LaneError, Witness, is_lost_connection, shortened
 from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.verifying import content_of, difference, is_verifying, lines_of_all
 from ddp_hooks.comm.work import Joined, StreamWork, ThreadWork, Work
@@ -676,7 +676,7 @@ class Lanes:
         if explanation is not None:
             logger.error("this process ends with a lost connection: %s", explanation)
         elif self._witness is not None and not isinstance(error, LaneError):
-            self._witness.confess(_shortened(f"{type(error).__name__}: {error}"))
+            self._witness.confess(shortened(f"{type(error).__name__}: {error}"))
         self._end_threads(time.monotonic() + farewell_s, unfinished=True)
 
     @property
@@ -690,11 +690,6 @@ class Lanes:
         for thread in self._ending:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self.stuck
-
-
-def _shortened(reason: str) -> str:
-    """A reason that fits a note in the store; its end stays, where our own errors name the place that explains them."""
-    return reason if len(reason) <= 500 else f"{reason[:390]} … {reason[-100:]}"
 
 
 def _dismiss(lanes: list[Lane]) -> None:

@@ -1,0 +1,219 @@
+"""Meetings: every rank of a group makes one call, and each gets what all have brought.
+
+Ranks meet in the rendezvous store. So a meeting needs no lane, no device and no group but the caller's, and a rank
+knows who has come, and in which call the others are. A meeting ends with one verdict, the first that some rank writes:
+all have come, one died, or the time is over. Every rank obeys it, also one that comes later.
+
+For set-up, checkpoints and changes of settings. In a normal step nobody meets: small sums go through
+:meth:`ddp_hooks.comm.Lanes.reduce_small`.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch.distributed as dist
+
+from ddp_hooks.comm import compat
+from ddp_hooks.comm.advice import see
+from ddp_hooks.comm.failure import (
+    LaneError,
+    LaneTimeout,
+    WaitNotes,
+    describe_waits,
+    end_of,
+    expect_readers,
+    failure_seen_by_lanes,
+    is_lost_connection,
+    tell_lanes,
+)
+
+logger = logging.getLogger("ddp_hooks")
+
+_MET, _LOST, _TIMEOUT = "met", "lost ", "timeout "
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.1  # between two looks into the store
+_LOOK_S = 0.25  # how often connections and the verdict are looked at
+_INLINE_BYTES = 32 << 10  # larger items do not go through the store, which one process serves
+
+_numbers: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
+"""How many meetings each group had, by its name, for each default group: a new one has a new store."""
+_numbering = threading.Lock()
+
+
+class Patience(NamedTuple):
+    """How long a rank waits for others."""
+
+    timeout_s: float = 600.0
+    stall_warning_s: float = 60.0
+
+    @classmethod
+    def of(cls, settings: object) -> Patience:
+        """Return the patience of ``settings``: anything with such attributes; defaults where it has none."""
+        found = (getattr(settings, name, None) for name in cls._fields)
+        return cls(*(v if isinstance(v, int | float) else d for v, d in zip(found, cls(), strict=True)))
+
+
+def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: object = None) -> list[Any]:
+    """Return every rank's ``item``, in the order of the group's ranks; collective over ``group``.
+
+    Args:
+        item: anything that can be pickled; tensors are on the CPU.
+        group: the ranks, of any backend.
+        what: the call as users know it, the same on every rank, such as ``"consolidate()"``.
+        patience: settings with ``timeout_s`` and ``stall_warning_s``; None: 600 s and 60 s.
+
+    Raises:
+        LaneTimeout: on every rank that waits: some rank has not called this within ``timeout_s``.
+        LaneError: on every rank: a rank died, or ranks have called different things.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1:
+        return [item]
+    data = pickle.dumps(item)
+    head = pickle.dumps((what, data if len(data) <= _INLINE_BYTES else None))
+    heads = [pickle.loads(each) for each in _Meeting(group, ranks, what, Patience.of(patience)).hold(head)]
+    calls = [call for call, _ in heads]
+    if len(set(calls)) > 1:
+        found = describe_waits(dict(zip(ranks, calls, strict=True)), ())
+        raise LaneError(f"ranks have called different things: {found}{see('ranks-differ')}")
+    items = [inline for _, inline in heads]
+    if None not in items:
+        return [pickle.loads(each) for each in items]
+    gathered: list[Any] = [None] * len(ranks)
+    try:
+        dist.all_gather_object(gathered, item, group=group)  # all are here
+    except RuntimeError as error:
+        if not is_lost_connection(error):
+            raise
+        lost = lost_ranks(group, ranks)
+        raise LaneError(f"{what} failed: {_died(lost) if lost else error}{see('a-rank-died')}") from error
+    return gathered
+
+
+def broadcast_object(item: Any, group: dist.ProcessGroup, what: str, patience: object = None) -> Any:
+    """Return the item of the group's first rank, on every rank; collective, see :func:`gather_objects`."""
+    return gather_objects(item if dist.get_rank(group) == 0 else None, group, what, patience)[0]
+
+
+def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float = 0.0) -> list[int]:
+    """Return the ranks whose connection to this one is broken, waiting ``patience_s`` for the first; gloo only."""
+    deadline_s = time.monotonic() + patience_s
+    while True:
+        own = dist.get_rank(group)
+        lost = [r for i, r in enumerate(ranks) if i != own and compat.connection_is_broken(group, i)]
+        if lost or time.monotonic() >= deadline_s:
+            return lost
+        time.sleep(0.05)
+
+
+class _Meeting:
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], what: str, patience: Patience) -> None:
+        self._group, self._ranks, self._what, self._patience = group, ranks, what, patience
+        self._rank = ranks[dist.get_rank(group)]
+        self._store = compat.default_store()
+        self._notes = WaitNotes(self._store, self._rank)
+        with _numbering:
+            numbers = _numbers.setdefault(dist.group.WORLD, Counter())
+            number = numbers[group.group_name]
+            numbers[group.group_name] += 1
+        self._prefix = f"ddp_hooks/meeting/{group.group_name}/{number}"
+        self._keys = [f"{self._prefix}/{rank}" for rank in ranks]
+        self._verdict, self._done = f"{self._prefix}/verdict", f"{self._prefix}/done"
+
+    def hold(self, head: bytes) -> list[bytes]:
+        """Return every rank's ``head``; raises as :func:`gather_objects` does."""
+        try:
+            self._notes.end()
+            self._store.set(f"{self._prefix}/{self._rank}", head)
+            verdict = self._await_verdict()
+            heads = compat.get_all(self._store, self._keys) if verdict == _MET else []
+            self._leave(verdict)
+        except LaneError:
+            raise
+        except Exception as error:  # whatever a dead store raises
+            raise LaneError(self._without_store(error)) from error
+        if verdict == _MET:
+            self._notes.end()
+            return heads
+        if verdict.startswith(_TIMEOUT):
+            raise LaneTimeout(f"{verdict.removeprefix(_TIMEOUT)}{see('a-wait-timed-out')}")
+        found = verdict.removeprefix(_LOST)
+        raise LaneError(f"{self._what} cannot end: {found}{see('a-rank-died', quoted=found)}")
+
+    def _await_verdict(self) -> str:
+        start_s = time.monotonic()
+        timeout_s, warn_s = self._patience.timeout_s, min(self._patience)
+        look_s, pause_s, warned = start_s + _LOOK_S / 2, _FIRST_PAUSE_S, False
+        while not self._store.check(self._keys):
+            now_s = time.monotonic()
+            if now_s >= look_s:
+                look_s = now_s + _LOOK_S
+                if self._store.check([self._verdict]):
+                    break
+                failure = self._failure()
+                if failure is not None and not self._store.check(self._keys):
+                    return self._decide(f"{_LOST}{failure}")
+            if now_s - start_s >= warn_s and not warned:
+                warned = True
+                self._notes.begin(self._what)
+                logger.warning("waited %.0f s: %s", now_s - start_s, self._describe())
+            if now_s - start_s >= timeout_s:
+                return self._decide(f"{_TIMEOUT}waited {now_s - start_s:.0f} s: {self._describe()}")
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 1.5 * pause_s)
+        return self._decide(_MET)
+
+    def _decide(self, verdict: str) -> str:
+        found: str = self._store.compare_set(self._verdict, "", verdict).decode()
+        return found
+
+    def _failure(self) -> str | None:
+        """Return a sentence on the rank that was lost, if one was."""
+        lost = [rank for rank in lost_ranks(self._group, self._ranks) if rank in self._missing()]
+        if lost:
+            end = end_of(self._store, lost[0])
+            tell_lanes(lost[0])
+            return _died(lost) if end is None else f"rank {lost[0]} ended first, with {end}"
+        return failure_seen_by_lanes(self._ranks)
+
+    def _missing(self) -> list[int]:
+        return [rank for rank, key in zip(self._ranks, self._keys, strict=True) if not self._store.check([key])]
+
+    def _describe(self) -> str:
+        """Return a sentence on the call that each rank is in."""
+        missing = self._missing()
+        heads = [rank for rank in self._ranks if rank not in missing]
+        calls = {rank: pickle.loads(self._store.get(f"{self._prefix}/{rank}"))[0] for rank in heads}
+        noted = self._notes.of(missing)
+        return describe_waits(calls | noted, [rank for rank in missing if rank not in noted])
+
+    def _leave(self, verdict: str) -> None:
+        """The last rank that leaves takes everything away; after a failure all are given time to come and read."""
+        left = self._store.add(self._done, 1)
+        if left == len(self._ranks):
+            for key in (*self._keys, self._verdict, self._done):
+                self._store.delete_key(key)
+        elif verdict != _MET:
+            expected = len(self._ranks) - (1 if verdict.startswith(_LOST) else len(self._missing()))
+            expect_readers(self._store, self._done, expected)
+
+    def _without_store(self, error: Exception) -> str:
+        lost = lost_ranks(self._group, self._ranks, patience_s=1.0)
+        who = _died(lost) if lost else "the process that holds it (rank 0, or torchrun's agent) probably died"
+        return (
+            f"{self._what} cannot end: the rendezvous store does not answer ({type(error).__name__}), and {who}"
+            f"{see('a-rank-died')}"
+        )
+
+
+def _died(ranks: Sequence[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]} died or closed its connection"
+    return f"ranks {list(ranks)} died or closed their connections"

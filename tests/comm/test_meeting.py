@@ -1,0 +1,150 @@
+"""Ranks meet by name: they get what all have brought, or the same error, which says who called what."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from ddp_hooks.comm import LaneError, Patience, broadcast_object, compat, failure, gather_objects, meeting
+from ddp_hooks.comm.failure import describe_waits
+from tests.workers import WorkerPools
+
+BRIEF = Patience(timeout_s=1.5, stall_warning_s=0.3)
+
+
+@pytest.mark.parametrize(
+    ("calls", "silent", "expected"),
+    [
+        ({0: "save()"}, [2, 1], "rank 0 waits in save(); ranks 1, 2 have not called it: is it under `if rank == 0`?"),
+        ({0: "a()", 2: "b()"}, [], "rank 0 waits in a(); rank 2 waits in b()"),
+        ({0: "a()", 1: "a()", 3: "b()"}, [2], "ranks 0, 1 wait in a(); rank 3 waits in b(); rank 2 has not called any"),
+        (dict.fromkeys(range(20), "a()"), [20], "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 12 more wait in a(); rank 20 has"),
+    ],
+)
+def test_a_sentence_names_ranks_and_calls(calls: dict[int, str], silent: list[int], expected: str) -> None:
+    assert describe_waits(calls, silent).startswith(expected)
+
+
+def test_lanes_do_not_speak_of_calls() -> None:
+    sentence = describe_waits({0: "lane 0: all-gather of a"}, [1], are_messages=True)
+    assert sentence == "rank 0 waits in lane 0: all-gather of a; rank 1 reports no wait so far, and may be the cause"
+
+
+def test_patience_is_that_of_any_settings() -> None:
+    assert Patience.of(SimpleNamespace(timeout_s=7)) == (7, Patience().stall_warning_s)
+    assert Patience.of(None) == Patience() and Patience.of(SimpleNamespace(timeout_s="7")) == Patience()
+
+
+def world() -> dist.ProcessGroup:
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
+
+
+def message_of(call: Any) -> str:
+    try:
+        call()
+    except LaneError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@contextmanager
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("ddp_hooks").addHandler(handler)
+    try:
+        yield lines
+    finally:
+        logging.getLogger("ddp_hooks").removeHandler(handler)
+
+
+def keys_left() -> int:
+    store = compat.default_store()
+    return sum(store.check([f"ddp_hooks/meeting/{world().group_name}/{n}/{r}"]) for n in range(50) for r in range(3))
+
+
+def meet(rank: int, world_size: int) -> None:
+    large = bytes(range(256)) * 512 * (rank + 1)
+    for item in (rank, None, {"rank": rank}, large if rank == 1 else b"short"):
+        everyone = gather_objects(item, world(), "meet()")
+        assert everyone[rank] == item and len(everyone) == world_size
+    assert everyone == [b"short", bytes(range(256)) * 1024, b"short"]
+    assert broadcast_object(rank, world(), "begin()") == 0
+    subgroup = dist.new_group([0, 2])
+    if rank != 1:
+        assert isinstance(subgroup, dist.ProcessGroup)
+        assert gather_objects(rank, subgroup, "meet()") == [0, 2]
+    assert gather_objects(rank, world(), "meet()") == [0, 1, 2]
+    dist.barrier()
+    dist.barrier()
+    assert keys_left() == 0
+
+
+def test_ranks_get_what_all_have_brought_and_leave_nothing(workers: WorkerPools) -> None:
+    workers(3).run(meet)
+
+
+def part(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    with logged() as lines:
+        # One rank alone: all that wait are told so, in the same words, and so is the one that comes too late.
+        early = "no error" if rank == 1 else message_of(lambda: gather_objects(rank, world(), "consolidate()", BRIEF))
+        dist.barrier()
+        late = message_of(lambda: gather_objects(rank, world(), "consolidate()", BRIEF)) if rank == 1 else early
+        # Two calls at once: nobody waits until the time is over.
+        call = "consolidate()" if rank == 0 else "set_fusion()"
+        differing = message_of(lambda: gather_objects(rank, world(), call, Patience(1e6, 1e6)))
+    assert gather_objects(rank, world(), "meet()") == [0, 1, 2]  # goes on
+    return [late, differing], lines
+
+
+def test_ranks_that_part_are_named(workers: WorkerPools) -> None:
+    results = workers(3).run(part)
+    sentence = "ranks 0, 2 wait in consolidate(); rank 1 has not called it: is it under `if rank == 0`?"
+    for rank, ((alone, differing), lines) in enumerate(results):
+        assert alone.startswith("LaneTimeout: waited ") and sentence in alone
+        assert "rank 0 waits in consolidate(); ranks 1, 2 wait in set_fusion()" in differing
+        assert any(sentence in line for line in lines) == (rank != 1)
+    assert len({alone for (alone, _), _ in results}) == 1
+
+
+def lose_one(rank: int, world_size: int, victim: int) -> str:
+    dist.barrier()
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return message_of(lambda: gather_objects(rank, world(), "the set-up of DearState", Patience(60, 60)))
+
+
+def test_a_rank_that_dies_before_it_comes_is_named_at_once(workers: WorkerPools) -> None:
+    pool = workers(3)
+    outcomes = pool.outcomes(lose_one, 1, timeout_s=30)
+    pool.end()
+    for outcome in (outcomes[0], outcomes[2]):
+        assert outcome[0] == "ok", outcome
+        assert "LaneError: the set-up of DearState cannot end: rank 1 died" in outcome[1]
+
+
+def test_a_dead_store_is_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Dead:
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("Broken pipe")
+
+    group: Any = SimpleNamespace(group_name="0")
+    monkeypatch.setattr(compat, "default_store", Dead)
+    for module, name in ((meeting, "_numbers"), (failure, "_noted")):
+        monkeypatch.setattr(module, name, {})
+    monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 3])
+    monkeypatch.setattr(dist, "get_rank", lambda _=None: 1)
+    for lost, expected in (([0], "rank 0 died"), ([], "rank 0, or torchrun's agent")):
+        monkeypatch.setattr(meeting, "lost_ranks", lambda *_, lost=lost, **__: lost)
+        message = message_of(lambda: gather_objects(1, group, "consolidate()"))
+        assert "the rendezvous store does not answer" in message and expected in message
