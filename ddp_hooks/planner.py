@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import agree
+from ddp_hooks.comm import agree, broadcast_object
 from ddp_hooks.planning import (
     Costs,
     Ddp,
@@ -265,7 +265,7 @@ def plan_profiled(
         select_s = partial(compute_s, density=DENSITY, workers=min(network.workers, _REHEARSED))
         costs = [measure_alone(device, select_s)]
         if group is not None:
-            dist.broadcast_object_list(costs, group=group, group_src=0)
+            costs = broadcast_object(costs, group, "plan()")
         return predict(profile, network, costs[0], None, strategies(bucket_mb, network.node_size))
     assert group is not None
     workers = dist.get_world_size(group)

@@ -93,6 +93,12 @@ def destroy_group(group: dist.ProcessGroup) -> None:
         dist.destroy_process_group(group)
 
 
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Give a group's connections back without waiting for other ranks, and cut short what is under way."""
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group(group)
+
+
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
     """The backend that ``group`` uses for tensors on ``device``, also where it has one per kind of device."""
     for entry in dist.get_backend_config(group).split(","):

@@ -9,6 +9,8 @@ import sys
 import weakref
 from collections.abc import Callable
 
+from ddp_hooks.comm.failure import last_words
+
 logger = logging.getLogger("ddp_hooks")
 
 
@@ -26,7 +28,7 @@ def at_exit(
 
     The last gathers must reach the other ranks before this process goes. If ``is_stuck`` afterwards, a thread waits in
     the backend for another rank. It would abort the process if it came back while the interpreter ends, so the
-    process ends here.
+    process ends here, with status 1: others do not have what it had to send.
     """
     references = weakref.WeakMethod(close), weakref.WeakMethod(abandon), weakref.WeakMethod(is_stuck)
 
@@ -41,11 +43,12 @@ def at_exit(
         else:
             close()
         if is_stuck():
-            logger.warning("leaving while another rank is still waited for")
+            logger.error("leaving with status 1 while another rank is still waited for")
+            last_words()
             logging.shutdown()
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(0 if error is None else 1)
+            os._exit(1)
 
     atexit.register(finish)
     return Undo(lambda: atexit.unregister(finish))

@@ -75,6 +75,13 @@ def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages
     return "; ".join(parts)
 
 
+def refuse_different_calls(ranks: Sequence[int], calls: Sequence[str]) -> None:
+    """Raise a :class:`LaneError` unless ``ranks`` are all in one call; ``calls`` are theirs."""
+    if len(set(calls)) > 1:
+        found = describe_waits(dict(zip(ranks, calls, strict=True)), ())
+        raise LaneError(f"ranks have called different things: {found}{see('ranks-differ')}")
+
+
 def _named(ranks: Sequence[int]) -> str:
     if len(ranks) == 1:
         return f"rank {ranks[0]}"
@@ -228,8 +235,8 @@ class Witness:
             return f"rank {culprit} died or closed its connection{waited}"
         return f"rank {culprit} died or closed its connection first (seen by rank {witness}){waited}"
 
-    def wait_for_farewells(self, deadline_s: float) -> None:
-        """Return when every rank has come here, or one has failed, or the store is gone.
+    def wait_for_farewells(self, deadline_s: float) -> bool:
+        """Wait until every rank has come here, or one has failed, or the store is gone; whether all have come.
 
         Args:
             deadline_s: when to return in any case, in ``time.monotonic()``'s seconds.
@@ -239,8 +246,26 @@ class Witness:
             while present < len(self._ranks) and time.monotonic() < deadline_s and self.first_failure() is None:
                 time.sleep(0.02)
                 present = self._store.add(f"{self._prefix}/farewells", 0)
+            return present >= len(self._ranks)
         except Exception as error:  # whoever held the store has left already
             logger.debug("left without a farewell: %s", error)
+            return False
+
+
+def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float = 0.0) -> list[int]:
+    """Return the ranks whose connection to this one is broken, waiting ``patience_s`` for the first; gloo only."""
+    deadline_s, own = time.monotonic() + patience_s, dist.get_rank(group)
+    while True:
+        lost = [r for i, r in enumerate(ranks) if i != own and compat.connection_is_broken(group, i)]
+        if lost or time.monotonic() >= deadline_s:
+            return lost
+        time.sleep(0.05)
+
+
+def died(ranks: Sequence[int]) -> str:
+    """Return a sentence on ranks whose connections broke."""
+    connections = "connection" if len(ranks) == 1 else "connections"
+    return f"{_named(ranks)} died or closed {'its' if len(ranks) == 1 else 'their'} {connections}"
 
 
 def failure_seen_by_lanes(ranks: Iterable[int]) -> str | None:

@@ -35,8 +35,10 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.choice import CollectiveRule
 from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
-from ddp_hooks.comm.failure import LaneError, Witness, is_lost_connection, shortened
+from ddp_hooks.comm.failure import LaneError, Witness, died, is_lost_connection, lost_ranks, shortened
+from ddp_hooks.comm.meeting import broadcast_object, call_named, gather_objects
 from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
+from ddp_hooks.comm.small import SmallExchange
 from ddp_hooks.comm.verifying import content_of, difference, is_verifying, lines_of_all
 from ddp_hooks.comm.work import Joined, StreamWork, ThreadWork, Work
 
@@ -45,7 +47,9 @@ logger = logging.getLogger("ddp_hooks")
 _FIRST_SPECIAL_TAG = 1 << 30  # tags below are those of slices
 _ROLL_CALL_TAG = _FIRST_SPECIAL_TAG
 _TAGS_PER_KIND = 1 << 20
-_VERIFYING = 1 << 9  # a kind of exchange that nobody else has
+_VERIFYING, _SMALL = 1 << 9, (1 << 9) + 1  # kinds of exchanges that nobody else has
+_SMALL_SUMS = "of small sums"
+_LONGEST_PAUSE_S = 0.1  # between two looks at streams that are to end
 WINDOW = 4  # slices under way per lane, and so slice buffers per lane and dtype
 
 
@@ -136,7 +140,7 @@ class ThreadLane:
     """A lane for CPU backends: one thread, one process group, collectives over isend and irecv."""
 
     def __init__(
-        self, index: int, group: dist.ProcessGroup, settings: LaneSettings, witness: Witness, recorder: Recorder
+        self, index: int | str, group: dist.ProcessGroup, settings: LaneSettings, witness: Witness, recorder: Recorder
     ) -> None:
         self.traffic = Traffic()
         self._index = index
@@ -189,7 +193,8 @@ class ThreadLane:
         self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
     ) -> ThreadWork:
         """Run ``algorithm`` as one slice; see :class:`Lane`."""
-        content = None if tag == _ROLL_CALL_TAG else ""  # ranks call the roll from different places
+        # Ranks call the roll from different places, and small sums say themselves which they are.
+        content = None if tag == _ROLL_CALL_TAG or self._index == _SMALL_SUMS else ""
         return self._submit("exchange", [Slice(lambda scratch: algorithm, 0, torch.uint8, tag)], label, after, content)
 
     def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: tuple[int, int]) -> ThreadWork:
@@ -445,10 +450,19 @@ class StreamLane:
     def choose(self, rule: CollectiveRule) -> None:
         """NCCL chooses by itself; see :class:`Lane`."""
 
+    def all_reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Work:
+        """Reduce a few numbers natively, in place."""
+        with _StreamOrder(self._stream) as order:
+            dist.all_reduce(value, op, group=self._group)
+        return StreamWork(f"sum of {label}", order.event, self._device)
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is under way on the stream."""
+        return self._stream is None or self._stream.query()
+
     def dismiss(self, unfinished: bool = False) -> None:
-        """Wait for the stream: nothing may be under way when the group goes."""
-        if self._stream is not None and not unfinished:
-            self._stream.synchronize()
+        """Do nothing: a stream takes no more by itself; see :attr:`is_idle`."""
 
     def _body(self, flat: Tensor, bounds: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         share = bounds[1] - bounds[0] if self._world_size > 1 else flat.numel()
@@ -538,29 +552,41 @@ class Lanes:
         self._witness: Witness | None = None
         self._lanes: list[Lane] = []
         self._groups: list[dist.ProcessGroup] = []
+        self._small: list[Lane] = []  # a lane of its own for small sums, when there is the first
+        self._num_small = 0
         self._submitted = 0
         self._in_use: int | None = None  # lanes that get work; None: all of them
         self.rule = CollectiveRule()
         """Which collective moves what."""
         self._ending: list[threading.Thread] = []
-        weakref.finalize(self, _dismiss, self._lanes).atexit = False  # at exit, close() or abandon() come first
+        self._stuck_streams = False
+        # At exit, close() or abandon() come first.
+        weakref.finalize(self, _dismiss, self._lanes, self._small).atexit = False
         self.grow(num_lanes)
 
     def grow(self, num_lanes: int) -> None:
         """Add lanes until there are ``num_lanes``; collective."""
         while len(self._lanes) < num_lanes:
             index = len(self._lanes)
-            name = f"ddp_hooks lane {index}"
-            group = compat.new_group_like(self.group, self.backend, self._settings.timeout_s, name)
+            group = self._new_group(f"ddp_hooks lane {index}")
             self._groups.append(group)
-            if self.native:
-                self._lanes.append(StreamLane(index, group, self._device, self._recorder))
-                continue
             if self._witness is None:
                 ranks = dist.get_process_group_ranks(group)
                 self._witness = Witness(compat.default_store(), group.group_name, ranks[self.rank], ranks)
+            if self.native:
+                self._lanes.append(StreamLane(index, group, self._device, self._recorder))
+                continue
             self._lanes.append(ThreadLane(index, group, self._settings, self._witness, self._recorder))
             self._lanes[-1].choose(self.rule)
+
+    def _new_group(self, name: str) -> dist.ProcessGroup:
+        try:
+            return compat.new_group_like(self.group, self.backend, self._settings.timeout_s, name)
+        except RuntimeError as error:
+            lost = lost_ranks(self.group, dist.get_process_group_ranks(self.group), patience_s=1.0)
+            if not lost:
+                raise
+            raise LaneError(f"{name} cannot be made: {died(lost)} ({error}){see('a-rank-died')}") from error
 
     def __len__(self) -> int:
         """Lanes that get work."""
@@ -568,13 +594,55 @@ class Lanes:
 
     @property
     def witness(self) -> Witness | None:
-        """Who knows of ranks that failed; None on NCCL."""
+        """Who knows of ranks that failed."""
         return self._witness
 
     @property
     def traffic(self) -> Traffic:
         """The totals of all lanes."""
-        return sum((lane.traffic for lane in self._lanes), Traffic())
+        return sum((lane.traffic for lane in (*self._lanes, *self._small)), Traffic())
+
+    def gather_objects(self, item: Any, what: str) -> list[Any]:
+        """Return every rank's ``item``, as :func:`~ddp_hooks.comm.gather_objects` does; not for normal steps."""
+        return gather_objects(item, self.group, what, self._settings)
+
+    def broadcast_object(self, item: Any, what: str) -> Any:
+        """Return the first rank's ``item``, likewise."""
+        return broadcast_object(item, self.group, what, self._settings)
+
+    def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
+        """Return the sum of ``value`` over the ranks, in their order, or its largest elements; collective.
+
+        For a few numbers in a step. On CPUs one round of messages, P - 1 per rank, which do not queue behind what
+        lanes move.
+
+        Args:
+            value: of the same shape and type on every rank; stays as it is.
+            what: the call as users know it, the same on every rank; see :func:`~ddp_hooks.comm.calling`.
+            largest: take the largest elements instead of sums; of numbers that are not NaN.
+
+        Raises:
+            LaneError: a rank died, or ranks have called different things.
+            LaneTimeout: some rank has not called this within ``timeout_s``.
+        """
+        what = call_named(what)
+        if self.world_size == 1:
+            return value.clone()
+        if self.native:
+            lane = self._lanes[0]
+            assert isinstance(lane, StreamLane)
+            result = value.clone()
+            lane.all_reduce(result, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, what).wait()
+            return result
+        if not self._small:
+            assert self._witness is not None
+            # Beside the first lane, on its connections: tags keep their messages apart.
+            self._small.append(ThreadLane(_SMALL_SUMS, self._groups[0], self._settings, self._witness, self._recorder))
+        exchange = SmallExchange(value.detach().cpu(), what, self.rank, self.world_size)
+        tag = special_tag(_SMALL, self._num_small)
+        self._num_small += 1
+        self._small[0].run(exchange.run(), what, tag=tag).wait()
+        return exchange.result(dist.get_process_group_ranks(self.group), largest).to(value.device)
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """:meth:`Lane.reduce_scatter` on the next lane."""
@@ -629,21 +697,54 @@ class Lanes:
             lane.choose(rule)
 
     def close(self, farewell_s: float = 10.0) -> None:
-        """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``."""
+        """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``.
+
+        Streams are waited for until ``timeout_s``. Where a rank died, or does not come, what is under way on streams is
+        cut short: to give NCCL's connections back otherwise waits for the other side.
+        """
         deadline_s = time.monotonic() + farewell_s
-        if self._end_threads(deadline_s) and self._witness is not None:
+        together = False
+        if self._end_threads(deadline_s) and self._end_streams() and self._witness is not None:
             # Through the store: a thread that waited in the backend for a rank that is late could not be woken.
-            self._witness.wait_for_farewells(deadline_s)
+            together = self._witness.wait_for_farewells(max(deadline_s, time.monotonic() + farewell_s / 2))
+        if self._witness is not None:
+            self._witness.close()
         self._lanes.clear()
+        self._small.clear()
         while self._groups:
-            compat.destroy_group(self._groups.pop())
+            if self.native and not together:
+                compat.abort_group(self._groups.pop())
+            else:
+                compat.destroy_group(self._groups.pop())
+
+    def _end_streams(self) -> bool:
+        """Wait for what streams have under way; whether it ended: without the ranks that died it does not."""
+        streams = [lane for lane in self._lanes if isinstance(lane, StreamLane)]
+        start_s, pause_s, warned = time.monotonic(), 0.0001, False
+        while not all(lane.is_idle for lane in streams):
+            waited_s = time.monotonic() - start_s
+            assert self._witness is not None
+            failure = self._witness.first_failure() if pause_s >= _LONGEST_PAUSE_S else None
+            if failure is not None or waited_s >= self._settings.timeout_s:
+                self._stuck_streams = True
+                hint = failure or self._witness.report_wait("close()")
+                logger.error("close() cuts short what is under way after %.0f s: %s", waited_s, hint)
+                return False
+            if waited_s >= self._settings.stall_warning_s and not warned:
+                warned = True
+                logger.warning("waited %.0f s in close(): %s", waited_s, self._witness.report_wait("close()"))
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+        if warned and self._witness is not None:
+            self._witness.end_wait()
+        return True
 
     def explain(self, error: BaseException | None, patience_s: float = 10.0) -> str | None:
         """Who was lost first, if ``error`` says that another group lost a connection; None if not, or not found out.
 
         Calls the roll on a lane: neighbours of a dead rank know at once, the others learn it from them.
         """
-        if self._witness is None or not self._lanes or not is_lost_connection(error):
+        if self._witness is None or self.native or not self._lanes or not is_lost_connection(error):
             return None
         tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
         lane = self._lanes[0]
@@ -681,20 +782,20 @@ class Lanes:
 
     @property
     def stuck(self) -> bool:
-        """Whether a thread still waits in the backend, for another rank, after the lanes were told to end."""
-        return any(thread.is_alive() for thread in self._ending)
+        """Whether another rank was still waited for, in the backend, after the lanes were told to end."""
+        return self._stuck_streams or any(thread.is_alive() for thread in self._ending)
 
     def _end_threads(self, deadline_s: float, unfinished: bool = False) -> bool:
         """Let the lanes' threads end; whether all of them have in time."""
-        self._ending = [thread for lane in self._lanes if (thread := lane.dismiss(unfinished)) is not None]
+        self._ending = [thread for lane in (*self._lanes, *self._small) if (thread := lane.dismiss(unfinished))]
         for thread in self._ending:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self.stuck
 
 
-def _dismiss(lanes: list[Lane]) -> None:
+def _dismiss(*lanes: list[Lane]) -> None:
     """Their owner is gone without having closed them: let threads end by themselves, before the interpreter does."""
-    for lane in lanes:
+    for lane in itertools.chain(*lanes):
         thread = lane.dismiss()
         if thread is not None:
             atexit.register(thread.join, 10.0)

@@ -16,7 +16,9 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch.distributed as dist
@@ -28,10 +30,13 @@ from ddp_hooks.comm.failure import (
     LaneTimeout,
     WaitNotes,
     describe_waits,
+    died,
     end_of,
     expect_readers,
     failure_seen_by_lanes,
     is_lost_connection,
+    lost_ranks,
+    refuse_different_calls,
     tell_lanes,
 )
 
@@ -45,6 +50,7 @@ _INLINE_BYTES = 32 << 10  # larger items do not go through the store, which one 
 _numbers: weakref.WeakKeyDictionary[Any, Counter[str]] = weakref.WeakKeyDictionary()
 """How many meetings each group had, by its name, for each default group: a new one has a new store."""
 _numbering = threading.Lock()
+_call: ContextVar[str | None] = ContextVar("call", default=None)
 
 
 class Patience(NamedTuple):
@@ -60,13 +66,31 @@ class Patience(NamedTuple):
         return cls(*(v if isinstance(v, int | float) else d for v, d in zip(found, cls(), strict=True)))
 
 
+@contextmanager
+def calling(what: str) -> Iterator[None]:
+    """Let messages about waits inside of this context, or of the function that it decorates, name the call ``what``.
+
+    Of contexts in each other the outermost counts. The same on every rank.
+    """
+    token = _call.set(_call.get() or what)
+    try:
+        yield
+    finally:
+        _call.reset(token)
+
+
+def call_named(what: str) -> str:
+    """Return the call that messages are to name: that of :func:`calling`, or ``what``."""
+    return _call.get() or what
+
+
 def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: object = None) -> list[Any]:
     """Return every rank's ``item``, in the order of the group's ranks; collective over ``group``.
 
     Args:
         item: anything that can be pickled; tensors are on the CPU.
         group: the ranks, of any backend.
-        what: the call as users know it, the same on every rank, such as ``"consolidate()"``.
+        what: the call as users know it, the same on every rank, such as ``"consolidate()"``; see :func:`calling`.
         patience: settings with ``timeout_s`` and ``stall_warning_s``; None: 600 s and 60 s.
 
     Raises:
@@ -76,13 +100,11 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return [item]
+    what = call_named(what)
     data = pickle.dumps(item)
     head = pickle.dumps((what, data if len(data) <= _INLINE_BYTES else None))
     heads = [pickle.loads(each) for each in _Meeting(group, ranks, what, Patience.of(patience)).hold(head)]
-    calls = [call for call, _ in heads]
-    if len(set(calls)) > 1:
-        found = describe_waits(dict(zip(ranks, calls, strict=True)), ())
-        raise LaneError(f"ranks have called different things: {found}{see('ranks-differ')}")
+    refuse_different_calls(ranks, [call for call, _ in heads])
     items = [inline for _, inline in heads]
     if None not in items:
         return [pickle.loads(each) for each in items]
@@ -93,24 +115,13 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
         if not is_lost_connection(error):
             raise
         lost = lost_ranks(group, ranks)
-        raise LaneError(f"{what} failed: {_died(lost) if lost else error}{see('a-rank-died')}") from error
+        raise LaneError(f"{what} failed: {died(lost) if lost else error}{see('a-rank-died')}") from error
     return gathered
 
 
 def broadcast_object(item: Any, group: dist.ProcessGroup, what: str, patience: object = None) -> Any:
     """Return the item of the group's first rank, on every rank; collective, see :func:`gather_objects`."""
     return gather_objects(item if dist.get_rank(group) == 0 else None, group, what, patience)[0]
-
-
-def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float = 0.0) -> list[int]:
-    """Return the ranks whose connection to this one is broken, waiting ``patience_s`` for the first; gloo only."""
-    deadline_s = time.monotonic() + patience_s
-    while True:
-        own = dist.get_rank(group)
-        lost = [r for i, r in enumerate(ranks) if i != own and compat.connection_is_broken(group, i)]
-        if lost or time.monotonic() >= deadline_s:
-            return lost
-        time.sleep(0.05)
 
 
 class _Meeting:
@@ -180,7 +191,7 @@ class _Meeting:
         if lost:
             end = end_of(self._store, lost[0])
             tell_lanes(lost[0])
-            return _died(lost) if end is None else f"rank {lost[0]} ended first, with {end}"
+            return died(lost) if end is None else f"rank {lost[0]} ended first, with {end}"
         return failure_seen_by_lanes(self._ranks)
 
     def _missing(self) -> list[int]:
@@ -206,14 +217,8 @@ class _Meeting:
 
     def _without_store(self, error: Exception) -> str:
         lost = lost_ranks(self._group, self._ranks, patience_s=1.0)
-        who = _died(lost) if lost else "the process that holds it (rank 0, or torchrun's agent) probably died"
+        who = died(lost) if lost else "the process that holds it (rank 0, or torchrun's agent) probably died"
         return (
             f"{self._what} cannot end: the rendezvous store does not answer ({type(error).__name__}), and {who}"
             f"{see('a-rank-died')}"
         )
-
-
-def _died(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]} died or closed its connection"
-    return f"ranks {list(ranks)} died or closed their connections"

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm.exchange import Algorithm, Recv, Send
@@ -61,8 +60,7 @@ def profile_link(lanes: Lanes) -> LinkProfile:
         start_s = time.perf_counter()
         lanes.run(_shift(outgoing, incoming, lanes.rank, lanes.world_size), "a probe of the link").wait()
         seconds.append(time.perf_counter() - start_s)
-    gathered: list[float] = [0.0] * lanes.world_size
-    dist.all_gather_object(gathered, statistics.median(seconds[1:]), group=lanes.group)
+    gathered = lanes.gather_objects(statistics.median(seconds[1:]), "set-up, which measures the link")
     return suited_to(_PROBE_BYTES / statistics.median(gathered))
 
 

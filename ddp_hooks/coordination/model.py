@@ -88,7 +88,7 @@ def coordinate(
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             entries[name] = f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}, {_trained_or_not(tensor)}"
-    agree(entries, problem, group, "the set-up of coordinate")
+    agree(entries, problem, group, "the set-up of coordinate", config)
     return CoordinatedModel(model, parameters, members, broadcast_buffers, group, config, coordinator)
 
 

@@ -14,7 +14,7 @@ from typing import Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import see
+from ddp_hooks.comm import calling, see
 
 
 @runtime_checkable
@@ -31,6 +31,7 @@ class GradientShards(Protocol):
         """The largest values of a small tensor over the ranks; collective."""
 
 
+@calling("clip_grad_norm_()")
 @torch.no_grad()
 def clip_grad_norm_(
     sources: Iterable[GradientShards | Tensor | Iterable[Tensor]],

@@ -11,10 +11,8 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 
 from ddp_hooks.comm import CollectiveRule, Lanes, Partition, aligned_bounds
 from ddp_hooks.comm.lanes import WINDOW
@@ -26,9 +24,9 @@ _SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20)  # bytes of what is moved in th
 _ENOUGH_S = 1.0  # of measuring
 _REPEATS = 3
 _GAIN = 1.05  # how much faster few rounds must be
+_CALL = "the set-up of DearState, which chooses collectives"
 _ALIKE = 2  # ranks for which all collectives are the same
 
-T = TypeVar("T")
 _RING = CollectiveRule()
 _LOG = CollectiveRule(log_numel=sys.maxsize)
 
@@ -45,7 +43,7 @@ def choose_collectives(config: DearConfig, lanes: Lanes) -> CollectiveRule:
         return _LOG
     node_size = config.node_size
     if node_size is None:
-        node_size = ranks_per_node(_gathered(socket.gethostname(), lanes.group))
+        node_size = ranks_per_node(lanes.gather_objects(socket.gethostname(), _CALL))
     elif lanes.world_size % node_size:
         raise ValueError(f"node_size must divide {lanes.world_size} ranks, got {node_size}")
     two_level = CollectiveRule(node_size=node_size) if node_size and 1 < node_size < lanes.world_size else None
@@ -112,16 +110,10 @@ def _seconds(lanes: Lanes, loads: Sequence[Sequence[Partition]], rule: Collectiv
 
     move()  # connects
     mine = statistics.median(_timed(move) for _ in range(_REPEATS))
-    return max(_gathered(mine, lanes.group))
+    return max(lanes.gather_objects(mine, _CALL))
 
 
 def _timed(action: Callable[[], None]) -> float:
     start_s = time.perf_counter()
     action()
     return time.perf_counter() - start_s
-
-
-def _gathered(item: T, group: dist.ProcessGroup) -> list[T]:
-    gathered: list[T] = [item] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, item, group=group)
-    return gathered

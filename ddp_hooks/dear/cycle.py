@@ -199,7 +199,8 @@ class StepCycle:
         bounds = tuple(range(lanes.world_size + 1))
         lanes.all_gather([Partition(digests, bounds)], "what was loaded before the first backward").wait()
         if len(set(digests.tolist())) > 1:
-            agree({"what was loaded": arranged.describe_earlier()}, None, lanes.group, "the checkpoint to resume from")
+            loaded = {"what was loaded": arranged.describe_earlier()}
+            agree(loaded, None, lanes.group, "the checkpoint to resume from", self.config)
         if self._lanes.rule != arranged.collectives:
             logger.info("collectives are those of the checkpoint: %s, not %s", arranged.collectives, self._lanes.rule)
             self._lanes.choose(arranged.collectives)
@@ -312,7 +313,7 @@ class StepCycle:
         """Make ``layout`` the one in force: move parameters, optimizer state and kept gradients to where it says."""
         reduction.wait()
         names = {f"bucket {i}": [self._names[p] for p in bucket] for i, bucket in enumerate(layout.buckets)}
-        agree({**names, "atoms": layout.atoms}, None, self._lanes.group, "the layout of buckets")
+        agree({**names, "atoms": layout.atoms}, None, self._lanes.group, "the layout of buckets", self.config)
         old = self._arrangement.layout
         for shard in self._sharded.shards:  # what was kept from earlier backwards travels with the state
             shard.tensor.grad = self._keeper.unless_discarded(shard, shard.base)
@@ -337,9 +338,9 @@ class StepCycle:
             self._plan_groups(self._arrangement.layout)
 
     def _common_order_of_need(self) -> list[int]:
-        order: list[list[int]] = [self._pipe.order_of_need()]
-        dist.broadcast_object_list(order, group=self._lanes.group, group_src=0)
-        return order[0]
+        mine = self._pipe.order_of_need()
+        order: list[int] = self._lanes.broadcast_object(mine, "the layout of buckets, in backward")
+        return order
 
     # -- 5. the optimizer has stepped -------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import see
+from ddp_hooks.comm import calling, gather_objects, see
 from ddp_hooks.dear.clipping import GradientShards, gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.shards import ShardSet
@@ -58,7 +58,9 @@ class Inspector:
             return self._approve(gradients)
 
     def _approve(self, gradients: Sequence[Tensor]) -> bool:
-        count, power = self.ranks.sum_over_ranks(torch.stack([self._nonfinite(gradients), self._power(gradients)]))
+        mine = torch.stack([self._nonfinite(gradients), self._power(gradients)])
+        with calling("optimizer.step(), which looks at all gradients"):
+            count, power = self.ranks.sum_over_ranks(mine)
         if self.config.on_nonfinite is not None and count > 0:
             found = self._where()
             if self.config.on_nonfinite == "raise":
@@ -100,7 +102,6 @@ class Inspector:
             if shard.tensor.grad is not None and not torch.isfinite(shard.tensor.grad).all()
         ]
         mine += ["a sharded table"] if any(companion.found_nonfinite() for companion in self.companions) else []
-        everyone: list[list[str]] = [[] for _ in range(dist.get_world_size(self.group))]
-        dist.all_gather_object(everyone, mine, group=self.group)
+        everyone = gather_objects(mine, self.group, "optimizer.step(), with gradients that are not finite", self.config)
         names = list(dict.fromkeys(name for found in everyone for name in found))
         return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, pairwise_exchange
@@ -51,7 +50,7 @@ def move_states(
         lanes: what they travel on, as tensors on ``device``.
         to: where the result is kept.
     """
-    schema = _agree_on_schema(states, lanes.group)
+    schema = _agree_on_schema(states, lanes)
     moved: dict[Interval, State] = {}
     for interval in new.intervals(lanes.rank):
         length = interval.end - interval.start
@@ -101,17 +100,15 @@ def is_elementwise(value: Any, interval: Interval) -> bool:
     return isinstance(value, Tensor) and value.shape == (interval.end - interval.start,)
 
 
-def _agree_on_schema(states: dict[Interval, State], group: dist.ProcessGroup) -> _Schema:
+def _agree_on_schema(states: dict[Interval, State], lanes: Lanes) -> _Schema:
     """What every parameter's state consists of, also for ranks that own none of it so far."""
     mine: _Schema = {}
     for interval, state in states.items():
         entries = mine.setdefault(interval.parameter, {})
         for key, value in state.items():
             entries[key] = value.dtype if is_elementwise(value, interval) else _Other.of(value)
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
     schema: _Schema = {}
-    for part in gathered:
+    for part in lanes.gather_objects(mine, "an exchange of the optimizer's state"):
         for parameter, entries in part.items():
             schema.setdefault(parameter, {}).update(entries)
     return {parameter: schema[parameter] for parameter in sorted(schema)}

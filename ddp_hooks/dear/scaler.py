@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
-from ddp_hooks.comm import see
+from ddp_hooks.comm import calling, see
 from ddp_hooks.dear.clipping import GradientShards
 from ddp_hooks.dear.registry import state_of
 from ddp_hooks.feed.companions import companions_of, left_behind_by
@@ -66,7 +66,9 @@ class GradScaler(torch.amp.GradScaler):
         flags = [found_inf, *found.values(), torch.tensor(float(any(overflowed)))]
         ranks: GradientShards = state if state is not None else companions[0]
         device = state.device if state is not None else found_inf.device
-        return {device: ranks.largest_over_ranks(torch.stack([flag.to(device) for flag in flags]).max()).to(device)}
+        with calling("GradScaler.unscale_() or step()"):
+            largest = ranks.largest_over_ranks(torch.stack([flag.to(device) for flag in flags]).max())
+        return {device: largest.to(device)}
 
 
 @dataclass

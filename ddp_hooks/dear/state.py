@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Span, agree, at_exit, see
+from ddp_hooks.comm import Span, agree, at_exit, calling, see
 from ddp_hooks.dear import checks, clipping, registry, seams
 from ddp_hooks.dear.config import DearConfig, Fusion
 from ddp_hooks.dear.cycle import StepCycle
@@ -69,7 +69,7 @@ class DearState(StepCycle):
         group = getattr(ddp, "process_group", None) or dist.group.WORLD
         assert group is not None, "torch.distributed is not initialised"
         entries = checks.fingerprint(ddp, optimizer, config) if problem is None else {}
-        agree(entries, problem, group, "the set-up of DearState")
+        agree(entries, problem, group, "the set-up of DearState", config)
 
         super().__init__(ddp, optimizer, config, group)
         self._inspector = Inspector(
@@ -175,6 +175,7 @@ class DearState(StepCycle):
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return [parameter for parameter in held if id(parameter) not in ours]
 
+    @calling("full_optimizer_state_dict()")
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's complete ``state_dict``, as plain DDP's optimizer would have it, on every rank; collective.
 
@@ -197,6 +198,7 @@ class DearState(StepCycle):
         """
         self._optimizer.load_state_dict(state_dict)
 
+    @calling("consolidate()")
     def consolidate(self, to: int = 0) -> None:
         """Gather the optimizer's state on rank ``to`` (of DDP's group), for code that saves there alone; collective.
 
@@ -219,6 +221,7 @@ class DearState(StepCycle):
         self.synchronize()
         return self._checkpoint.pieces()
 
+    @calling("load_sharded_optimizer()")
     def load_sharded_optimizer(self, path: str | os.PathLike[str], prefix: str = "optimizer") -> None:
         """Restore the optimizer from a ``torch.distributed.checkpoint``; collective, with any number of ranks.
 
@@ -238,18 +241,15 @@ class DearState(StepCycle):
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the ranks, on :attr:`device`; collective."""
-        return self._reduced(value, dist.ReduceOp.SUM)
+        with self._arrival.stall.measure(self._recorder, "a scalar over the ranks"):
+            return self._lanes.reduce_small(value.to(self.device), "sum_over_ranks()")
 
     def largest_over_ranks(self, value: Tensor) -> Tensor:
         """The largest values of a small tensor over the ranks, on :attr:`device`; collective."""
-        return self._reduced(value, dist.ReduceOp.MAX)
-
-    def _reduced(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        value = value.to(self.device, copy=True)
         with self._arrival.stall.measure(self._recorder, "a scalar over the ranks"):
-            dist.all_reduce(value, op, group=self._lanes.group)
-        return value
+            return self._lanes.reduce_small(value.to(self.device), "largest_over_ranks()", largest=True)
 
+    @calling("set_fusion()")
     def set_fusion(self, fusion: Fusion, *, mb: float | None = None, layers: int | None = None) -> None:
         """Change which atoms travel together, from the next backward on; moves no data.
 
@@ -283,7 +283,7 @@ class DearState(StepCycle):
             DearConfig(fusion=fusion, fusion_mb=mb, fusion_layers=layers)
         except ValueError as error:
             problem = str(error)
-        agree({"fusion": rule}, problem, self._lanes.group, "the fusion rule")
+        agree({"fusion": rule}, problem, self._lanes.group, "the fusion rule", self.config)
         self._regroup(rule)
 
     def close(self) -> None:

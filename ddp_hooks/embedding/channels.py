@@ -9,8 +9,10 @@ from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Stall, Work, special_tag
+from ddp_hooks.comm.small import SmallExchange
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
 
@@ -74,6 +76,10 @@ class Channels:
         tag = special_tag(_KINDS.index(kind), self._counts[kind])
         self._counts[kind] += 1
         return lanes.run(self.tally.counted(kind, algorithm), label, after, tag)
+
+    def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
+        """A few numbers' sum over the ranks, or their largest; see :meth:`ddp_hooks.comm.Lanes.reduce_small`."""
+        return self.urgent.reduce_small(value, what, largest)
 
     def run_now(self, algorithm: Algorithm, label: str) -> None:
         """Exchange whole tables, and wait."""
@@ -166,6 +172,12 @@ class CoordinatedChannels(Channels):
         handle = self._coordinator.exchange(self.tally.counted(kind, algorithm), name, priority, handles)
         self._asked[name] = asked = _Asked(label, handle)
         return asked
+
+    def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
+        """Through the coordinator, of which its ``what`` is the name."""
+        small = SmallExchange(value.cpu(), what, self.rank, self.world_size)
+        self._coordinator.exchange(small.run(), f"{what} of {self._name}", _IS_WAITED_FOR).wait()
+        return small.result(self.ranks, largest).to(value.device)
 
     def close(self) -> None:
         """Finish what was asked for; the coordinator goes on."""

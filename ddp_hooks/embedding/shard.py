@@ -68,7 +68,7 @@ def shard_embeddings(
             problem = str(error)
     entries = _fingerprint(chosen, optimizer_class, optimizer_options, config) if problem is None else {}
     entries["coordinator"] = coordinator is not None
-    agree(entries, problem, group, "the set-up of shard_embeddings")
+    agree(entries, problem, group, "the set-up of shard_embeddings", config)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
     tables = [_table_of(index, one, rank, world_size) for index, one in enumerate(chosen)]
     optimizer = optimizer_class([(table.name, table.weight) for table in tables], **optimizer_options)

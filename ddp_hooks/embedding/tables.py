@@ -223,11 +223,11 @@ class EmbeddingTables(TableFlow):
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """The sum of a small tensor over the ranks; collective."""
-        return self._reduced(value, dist.ReduceOp.SUM)
+        return self._channels.reduce_small(value.to(self.device), "sum_over_ranks()")
 
     def largest_over_ranks(self, value: Tensor) -> Tensor:
         """The largest values of a small tensor over the ranks; collective."""
-        return self._reduced(value, dist.ReduceOp.MAX)
+        return self._channels.reduce_small(value.to(self.device), "largest_over_ranks()", largest=True)
 
     def full_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict`` with whole tables, on the CPU, as the model without sharding has it; collective.
@@ -492,11 +492,6 @@ class EmbeddingTables(TableFlow):
     def _forget_kept(self) -> None:
         self._kept = None
         self._checkpoint.keep(None)
-
-    def _reduced(self, value: Tensor, op: dist.ReduceOp.RedOpType) -> Tensor:
-        value = value.to(self.device, copy=True)
-        dist.all_reduce(value, op, group=self._channels.group)
-        return value
 
     def __deepcopy__(self, memo: Any) -> EmbeddingTables:
         raise TypeError("sharded tables cannot be copied: build a model without them and load full_state_dict()")

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, mebibytes
+from ddp_hooks.comm import agree, broadcast_object, mebibytes
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.groups import GradientGroup, Members, form_groups
 
@@ -60,12 +60,12 @@ class Grouping:
         """Take over the order that the first rank has seen, if there is none yet; collective then."""
         if self._seen is None:
             return
-        order: list[list[int]] = [[*self._seen, *(index for index in self._order if index not in self._seen)]]
-        dist.broadcast_object_list(order, group=group, group_src=0)
+        order = [*self._seen, *(index for index in self._order if index not in self._seen)]
+        order = broadcast_object(order, group, "the groups of gradients, after the first backward", self._config)
         self._end_watch()
-        self._order = order[0]
+        self._order = order
         members = {f"group {i}": members for i, members in enumerate(self.members_of(self.mb))}
-        agree(members, None, group, "the groups of gradients")
+        agree(members, None, group, "the groups of gradients", self._config)
         self.form(self.mb)
 
     def restore(self, order: Sequence[str] | None, mb: float) -> None:

@@ -76,7 +76,7 @@ class TopKState:
         problem = checks.find_problem(ddp, config, dist.get_world_size(group))
         problem = problem or checks.find_problem_of_pipeline(ddp, config, scaler, optimizer)
         entries = checks.fingerprint(ddp, config, scaler is not None) if problem is None else {}
-        agree(entries, problem, group, "the set-up of TopKState")
+        agree(entries, problem, group, "the set-up of TopKState", config)
 
         managed = compat.managed_parameters(ddp)
         self._names = list(managed)
@@ -188,7 +188,7 @@ class TopKState:
         entries = {} if problem is not None else {key: saved[0][key] for key in ("step", "order", "chosen")}
         entries |= {key: saved[0].get(key) for key in ("group_mb", "lanes", "tuned")} if problem is None else {}
         entries |= {"what is loaded": "this rank's own state" if own else "a list of states"} if problem is None else {}
-        agree(entries, problem, self._lanes.group, "the state of TopKState")
+        agree(entries, problem, self._lanes.group, "the state of TopKState", self.config)
         first = saved[0]
         self._step, self._num_skipped = first["step"], first["num_skipped"]
         tuned = self.config.tuner is not None and "group_mb" in first

@@ -11,8 +11,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import torch.distributed as dist
-
 from ddp_hooks.comm import Lanes
 from ddp_hooks.topk.config import AlgorithmName, TopKConfig
 from ddp_hooks.topk.spardl import SpAllGather
@@ -130,8 +128,7 @@ class VariantChooser:
             [statistics.median(column) for column in zip(*self._times_s[variant][_WARM_UP:], strict=True)]
             for variant in self._candidates
         ]
-        everyone: list[list[list[float]]] = [[] for _ in range(self._lanes.world_size)]
-        dist.all_gather_object(everyone, mine, group=self._lanes.group)
+        everyone: list[list[list[float]]] = self._lanes.gather_objects(mine, "the choice of algorithms, after trials")
         self.chosen = []
         for group, name in enumerate(names):
             slowest_s = [

@@ -1,0 +1,82 @@
+"""A few numbers of every rank, brought together in one round: for norms and flags of a step."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm.exchange import Algorithm, Recv, Send
+from ddp_hooks.comm.failure import refuse_different_calls
+
+_CALL_BYTES, _TYPE_BYTES, _INLINE_BYTES = 96, 16, 128
+_HEAD = struct.Struct(f"<{_CALL_BYTES}s{_TYPE_BYTES}sq")
+
+
+class SmallExchange:
+    """Every rank's value, each with the call that it belongs to, so that two calls that meet are noticed.
+
+    Args:
+        value: on the CPU; up to 128 bytes travel in one round, more in two.
+        call: as users know it.
+        rank, world_size: of the lane.
+    """
+
+    def __init__(self, value: Tensor, call: str, rank: int, world_size: int) -> None:
+        self._rank, self._peers = rank, [(rank + step) % world_size for step in range(1, world_size)]
+        self._value = value = value.contiguous()
+        self._data = value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
+        name = str(value.dtype).removeprefix("torch.")
+        head = _HEAD.pack(call.encode()[:_CALL_BYTES], name.encode(), value.numel())
+        self._heads = [torch.zeros(_HEAD.size + _INLINE_BYTES, dtype=torch.uint8) for _ in range(world_size)]
+        self._heads[rank][: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        if self._data.numel() <= _INLINE_BYTES:
+            self._heads[rank][_HEAD.size : _HEAD.size + self._data.numel()] = self._data
+        self._large: list[Tensor] | None = None
+
+    def run(self) -> Algorithm:
+        """Exchange heads, and values that do not fit into them, directly with every other rank."""
+        yield self._round(self._heads)
+        if self._data.numel() > _INLINE_BYTES and len(set(self._described())) == 1:
+            self._large = [torch.empty_like(self._data) for _ in self._heads]
+            self._large[self._rank] = self._data
+            yield self._round(self._large)
+
+    def result(self, ranks: Sequence[int], largest: bool = False) -> Tensor:
+        """Return the sum in the order of ranks, or the largest values: the same bits on every rank.
+
+        Args:
+            ranks: the global ranks of the lane, for messages.
+            largest: the largest values, not sums.
+
+        Raises:
+            LaneError: on every rank: ranks are in different calls.
+        """
+        refuse_different_calls(ranks, self._calls())
+        nbytes = self._data.numel()
+        found = self._large or [head[_HEAD.size : _HEAD.size + nbytes].clone() for head in self._heads]
+        values = [each.view(self._value.dtype).view(self._value.shape) for each in found]
+        result = values[0].clone()
+        for value in values[1:]:
+            result = torch.maximum(result, value) if largest else result.add_(value)
+        return result
+
+    def _calls(self) -> list[str]:
+        """The call that every rank is in, with the type and size of its value if these differ."""
+        found = self._described()
+        if len({call for call, *_ in found}) > 1 or len(set(found)) == 1:
+            return [call for call, *_ in found]
+        return [f"{call} with {numel} of {dtype}" for call, dtype, numel in found]
+
+    def _round(self, buffers: Sequence[Tensor]) -> list[Send | Recv]:
+        receives = [Recv(peer, buffers[peer]) for peer in self._peers]
+        return [*receives, *(Send(peer, buffers[self._rank]) for peer in self._peers)]
+
+    def _described(self) -> list[tuple[str, str, int]]:
+        unpacked = [_HEAD.unpack(bytes(head[: _HEAD.size].numpy())) for head in self._heads]
+        return [
+            (call.rstrip(b"\0").decode(errors="replace"), dtype.rstrip(b"\0").decode(), numel)
+            for call, dtype, numel in unpacked
+        ]
