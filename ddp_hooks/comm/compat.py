@@ -31,6 +31,8 @@ from ddp_hooks.comm.ending import Undo
 
 _num_groups: Counter[tuple[int, ...]] = Counter()  # that were made of these ranks
 _NOBODYS_TAG = (1 << 31) - 1
+LETTER_TAG = (1 << 31) - 2
+"""Of messages about failures; tags of lanes are lower."""
 _COMPILED_CALLS = ("compile_wrapper", "_fn")
 
 NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)

@@ -6,12 +6,21 @@ import atexit
 import logging
 import os
 import sys
+import threading
 import weakref
 from collections.abc import Callable
+from typing import TypeVar
 
-from ddp_hooks.comm.failure import last_words
+import torch.distributed as dist
+
+from ddp_hooks.comm.advice import see
+from ddp_hooks.comm.failure import LaneError, died, last_words, lost_ranks
 
 logger = logging.getLogger("ddp_hooks")
+
+T = TypeVar("T")
+_LOOK_S = 0.25  # how often it is seen whether a rank died
+_GRACE_S = 1.0  # what waits for a rank that died may end by itself in this time
 
 
 class Undo:
@@ -19,6 +28,55 @@ class Undo:
 
     def __init__(self, function: Callable[[], None]) -> None:
         self.remove = function
+
+
+def while_all_live(action: Callable[[], T], group: dist.ProcessGroup, what: str) -> T:
+    """Return the result of ``action``, which waits for all ranks of ``group`` in torch, for a long time if one died.
+
+    Raises:
+        LaneError: a rank died; a thread may still wait for it.
+    """
+    results: list[T | BaseException] = []
+
+    def act() -> None:
+        try:
+            results.append(action())
+        except BaseException as error:
+            results.append(error)
+
+    thread = threading.Thread(target=act, name=f"ddp_hooks {what}", daemon=True)
+    thread.start()
+    ranks, lost = dist.get_process_group_ranks(group), list[int]()
+    thread.join(_LOOK_S)
+    while thread.is_alive() and not lost:
+        lost = lost_ranks(group, ranks)
+        thread.join(_LOOK_S)
+    thread.join(_GRACE_S if lost else None)
+    result = results[0] if results else None
+    if isinstance(result, RuntimeError) and not lost:
+        lost = lost_ranks(group, ranks, patience_s=_GRACE_S)
+    if lost and (result is None or isinstance(result, RuntimeError)):
+        atexit.register(_leave_without, thread)
+        text = f" ({str(result).splitlines()[0]})" if result is not None else ""
+        raise LaneError(f"{what} cannot end: {died(lost)}{text}{see('a-rank-died')}") from result
+    if isinstance(result, BaseException):
+        raise result
+    assert result is not None
+    return result
+
+
+def _leave_without(thread: threading.Thread) -> None:
+    """A thread that came back from torch while the interpreter ends would abort the process."""
+    if thread.is_alive():
+        _leave()
+
+
+def _leave() -> None:
+    last_words()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
 
 
 def at_exit(
@@ -44,11 +102,7 @@ def at_exit(
             close()
         if is_stuck():
             logger.error("leaving with status 1 while another rank is still waited for")
-            last_words()
-            logging.shutdown()
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(1)
+            _leave()
 
     atexit.register(finish)
     return Undo(lambda: atexit.unregister(finish))

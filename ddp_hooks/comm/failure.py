@@ -8,6 +8,7 @@ anything, and a rank that finds such a note reports the note instead of its own 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import sys
 import time
@@ -15,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import compat
@@ -23,6 +25,8 @@ from ddp_hooks.comm.advice import see
 logger = logging.getLogger("ddp_hooks")
 
 _SHOWN = 8  # ranks that a message names
+_LETTER_BYTES = 768
+_LETTERS_S = 1.0  # how long letters are waited for when the store is gone
 _LINGER_S = 5.0  # the process that serves the store stays so long for others to read of a failure
 _witnesses: weakref.WeakSet[Witness] = weakref.WeakSet()
 _noted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # default groups with a note of this rank
@@ -119,14 +123,55 @@ def _wait_key(rank: int) -> str:
     return f"ddp_hooks/waiting/{rank}"
 
 
-class Witness:
-    """Writes and reads the first failure in the store under ``prefix``, and who waits for what; ranks are global."""
+class Letters:
+    """Short texts to all ranks of a gloo group that arrive whether anybody waits or not: on a failure, from who knows.
 
-    def __init__(self, store: Any, prefix: str, rank: int, ranks: Sequence[int]) -> None:
+    Every rank posts a receive from each other one at the beginning, and looks at the memory when it has a reason to. So
+    a rank that asks late reads what another one knew that has ended since, with the rendezvous store perhaps.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._peers = [peer for peer in range(dist.get_world_size(group)) if peer != dist.get_rank(group)]
+        self._boxes = [torch.zeros(_LETTER_BYTES, dtype=torch.uint8) for _ in self._peers]
+        pairs = zip(self._boxes, self._peers, strict=True)
+        self._handles: list[Any] = [group.recv([box], peer, compat.LETTER_TAG) for box, peer in pairs]
+
+    def send(self, text: str) -> None:
+        """Send ``text`` to all ranks that are there; once."""
+        data = bytearray(text.encode()[: _LETTER_BYTES - 1].ljust(_LETTER_BYTES - 1, b"\0") + b"\1")
+        letter = torch.frombuffer(data, dtype=torch.uint8)
+        for peer in self._peers:
+            with contextlib.suppress(RuntimeError):  # the connection is broken
+                self._handles.append(self._group.send([letter], peer, compat.LETTER_TAG))
+
+    def first(self) -> str | None:
+        """Return a text that has come, if one has."""
+        for box in self._boxes:
+            if box[-1] == 1:  # it comes last
+                return bytes(box[:-1].numpy()).rstrip(b"\0").decode(errors="replace")
+        return None
+
+
+class Witness:
+    """Writes and reads the first failure in the store under ``prefix``, and who waits for what; ranks are global.
+
+    Args:
+        store: the rendezvous store.
+        prefix: of keys in it, of this group alone.
+        rank, ranks: this one, and all of the group.
+        group: whose connections carry letters about failures, if gloo carries it.
+    """
+
+    def __init__(
+        self, store: Any, prefix: str, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None = None
+    ) -> None:
         self._store = store
         self._prefix = f"ddp_hooks/{prefix}"
         self._rank = rank
         self._ranks = ranks
+        self._group = group
+        self._letters = Letters(group) if group is not None else None
         self._notes = WaitNotes(store, rank)
         self._knows = False  # of a failure
         _witnesses.add(self)
@@ -139,16 +184,15 @@ class Witness:
     def blame(self, suspect: int) -> str:
         """Report that the connection to ``suspect`` broke; returns a sentence on who failed first, as far as known."""
         mine = f"{self._rank}:{suspect}"
+        note = self._letter() or mine
         try:
-            first = self._store.compare_set(f"{self._prefix}/failure", "", mine).decode()
-            self._note_reading()
-            return self._sentence(first, mine)
+            note = self._store.compare_set(f"{self._prefix}/failure", "", note).decode()
         except Exception as error:  # whatever a dead store raises; its being dead is the news
-            return (
-                f"the connection to rank {suspect} broke, and the rendezvous store does not answer either "
-                f"({type(error).__name__}), so the process that holds the store (rank 0, or torchrun's agent) "
-                f"probably died first"
-            )
+            self._tell(note)
+            own = self._rank if note == mine else None
+            return f"{_plainly(note, own)}; the rendezvous store does not answer ({type(error).__name__})"
+        self._tell(note)
+        return self._sentence(note, mine)
 
     def failure_of(self, error: Exception, peer: int, description: str) -> LaneError:
         """What the backend's, or a socket's, ``error`` about a message to or from ``peer`` means, ready to be raised.
@@ -169,21 +213,47 @@ class Witness:
 
     def confess(self, reason: str) -> None:
         """Report that this rank ends by itself because of ``reason``."""
+        note = self._letter() or f"{self._rank}:{self._rank}:{reason}"
         try:
-            self._store.compare_set(f"{self._prefix}/failure", "", f"{self._rank}:{self._rank}:{reason}")
+            note = self._store.compare_set(f"{self._prefix}/failure", "", note).decode()
         except Exception as error:  # whatever a dead store raises; this rank ends anyway
             logger.debug("could not report the end of rank %d: %s", self._rank, error)
+        self._tell(note)
 
     def first_failure(self) -> str | None:
         """What another rank has reported, or None; for ranks whose own connections still stand."""
+        note = self._letter()
         try:
             if self._store.check([f"{self._prefix}/failure"]):
                 note = self._store.get(f"{self._prefix}/failure").decode()
-                self._note_reading()
-                return self._sentence(note)
         except Exception as error:  # see blame()
-            return f"the rendezvous store does not answer ({type(error).__name__}): the process that holds it died"
-        return None
+            return self._without_store(error)
+        if note is None:
+            return None
+        self._tell(note)
+        return self._sentence(note)
+
+    def find_failure(self) -> str | None:
+        """As :meth:`first_failure`, and looks at this rank's own connections, too: for waits without messages."""
+        failure = self.first_failure()
+        lost = lost_ranks(self._group, self._ranks) if failure is None and self._group is not None else []
+        return self.blame(lost[0]) if lost else failure
+
+    def _without_store(self, error: Exception) -> str:
+        """Return a sentence on who failed first where the store is gone: by letters, or by connections that broke."""
+        silence = f"the rendezvous store does not answer ({type(error).__name__})"
+        deadline_s = time.monotonic() + _LETTERS_S
+        while True:
+            note = self._letter()
+            lost = lost_ranks(self._group, self._ranks) if self._group is not None else []
+            if note is None and lost:
+                note = f"{self._rank}:{lost[0]}"
+            if note is not None:
+                self._tell(note)
+                return f"{_plainly(note)}; {silence}"
+            if time.monotonic() >= deadline_s:
+                return f"{silence}: the process that holds it (rank 0, or torchrun's agent) died"
+            time.sleep(0.05)
 
     def report_wait(self, description: str) -> str:
         """Note that this rank waits in ``description``; returns a sentence on the calls that all ranks wait in."""
@@ -216,25 +286,6 @@ class Witness:
         """Whether this process has heard of a failure."""
         return self._knows
 
-    def _note_reading(self) -> None:
-        if not self._knows:
-            self._knows = True
-            self._store.add(f"{self._prefix}/readers", 1)
-            expect_readers(self._store, f"{self._prefix}/readers", len(self._ranks) - 1)
-
-    def _sentence(self, note: str, mine: str | None = None) -> str:
-        witness, culprit, *reason = note.split(":", 2)
-        if reason:
-            return f"rank {culprit} ended first, with {reason[0]}"
-        end = end_of(self._store, int(culprit))
-        if end is not None:
-            return f"rank {culprit} ended first, with {end}"
-        waits = self._notes.of([int(culprit)])  # it may have given up
-        waited = f"; it had waited in {waits[int(culprit)]}" if waits else ""
-        if note == mine:
-            return f"rank {culprit} died or closed its connection{waited}"
-        return f"rank {culprit} died or closed its connection first (seen by rank {witness}){waited}"
-
     def wait_for_farewells(self, deadline_s: float) -> bool:
         """Wait until every rank has come here, or one has failed, or the store is gone; whether all have come.
 
@@ -250,6 +301,46 @@ class Witness:
         except Exception as error:  # whoever held the store has left already
             logger.debug("left without a farewell: %s", error)
             return False
+
+    def _letter(self) -> str | None:
+        return self._letters.first() if self._letters is not None else None
+
+    def _tell(self, note: str) -> None:
+        """Pass on what is known, before this rank ends and others take that for the first failure."""
+        if self._knows:
+            return
+        self._knows = True
+        if self._letters is not None:
+            self._letters.send(note)
+        try:
+            self._store.add(f"{self._prefix}/readers", 1)
+            expect_readers(self._store, f"{self._prefix}/readers", len(self._ranks) - 1)
+        except Exception as error:  # letters are on their way
+            logger.debug("could not say that a failure was noticed: %s", error)
+
+    def _sentence(self, note: str, mine: str | None = None) -> str:
+        _, culprit, *reason = note.split(":", 2)
+        waited = ""
+        if not reason:
+            try:
+                end = end_of(self._store, int(culprit))
+                if end is not None:
+                    return f"rank {culprit} ended first, with {end}"
+                waits = self._notes.of([int(culprit)])  # it may have given up
+                waited = f"; it had waited in {waits[int(culprit)]}" if waits else ""
+            except Exception as error:  # a note is enough
+                logger.debug("could not ask about the end of rank %s: %s", culprit, error)
+        return _plainly(note, self._rank if note == mine else None) + waited
+
+
+def _plainly(note: str, own: int | None = None) -> str:
+    """Return a sentence for a note, ``witness:culprit`` or ``rank:rank:reason``; ``own`` is the rank that is told."""
+    witness, culprit, *reason = note.split(":", 2)
+    if reason:
+        return f"rank {culprit} ended first, with {reason[0]}"
+    if own is not None and int(witness) == own:
+        return f"rank {culprit} died or closed its connection"
+    return f"rank {culprit} died or closed its connection first (seen by rank {witness})"
 
 
 def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float = 0.0) -> list[int]:

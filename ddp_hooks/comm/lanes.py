@@ -34,8 +34,9 @@ from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.choice import CollectiveRule
 from ddp_hooks.comm.collectives import Partition, ring_all_gather
+from ddp_hooks.comm.ending import while_all_live
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
-from ddp_hooks.comm.failure import LaneError, Witness, died, is_lost_connection, lost_ranks, shortened
+from ddp_hooks.comm.failure import LaneError, Witness, is_lost_connection, shortened
 from ddp_hooks.comm.meeting import broadcast_object, call_named, gather_objects
 from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.small import SmallExchange
@@ -572,7 +573,8 @@ class Lanes:
             self._groups.append(group)
             if self._witness is None:
                 ranks = dist.get_process_group_ranks(group)
-                self._witness = Witness(compat.default_store(), group.group_name, ranks[self.rank], ranks)
+                letters = group if self.backend == "gloo" else None
+                self._witness = Witness(compat.default_store(), group.group_name, ranks[self.rank], ranks, letters)
             if self.native:
                 self._lanes.append(StreamLane(index, group, self._device, self._recorder))
                 continue
@@ -580,13 +582,11 @@ class Lanes:
             self._lanes[-1].choose(self.rule)
 
     def _new_group(self, name: str) -> dist.ProcessGroup:
-        try:
+        def make() -> dist.ProcessGroup:
             return compat.new_group_like(self.group, self.backend, self._settings.timeout_s, name)
-        except RuntimeError as error:
-            lost = lost_ranks(self.group, dist.get_process_group_ranks(self.group), patience_s=1.0)
-            if not lost:
-                raise
-            raise LaneError(f"{name} cannot be made: {died(lost)} ({error}){see('a-rank-died')}") from error
+
+        # A thread has a CUDA device of its own, which NCCL would take.
+        return make() if self.native else while_all_live(make, self.group, f"the making of {name}")
 
     def __len__(self) -> int:
         """Lanes that get work."""

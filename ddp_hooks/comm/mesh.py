@@ -7,7 +7,6 @@ a millisecond, as no other thread stands between the socket and who waits for it
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import logging
 import os
@@ -25,6 +24,7 @@ logger = logging.getLogger("ddp_hooks")
 
 _SIOCGIFADDR = 0x8915
 _TRY_S = 5.0  # for one address of a rank
+_PAUSE_S = 0.005  # between two looks for another rank's address
 _LOOK_S = 1.0  # how often it is seen whether another rank has given up
 _TOKEN_BYTES = 16
 _RANK = struct.Struct("<I")
@@ -60,7 +60,8 @@ def connect_all(
         store.set(f"{key}/{rank}", json.dumps(place))
         try:
             for peer in range(rank):
-                peers[peer] = _connect(_place_of(store, f"{key}/{peer}", peer, deadline_s), rank, peer, deadline_s)
+                place = _place_of(store, f"{key}/{peer}", peer, deadline_s, witness)
+                peers[peer] = _connect(place, rank, peer, deadline_s)
             _accept(listener, token, range(rank + 1, world_size), peers, deadline_s, witness)
         except BaseException:
             for each in peers.values():
@@ -122,15 +123,30 @@ def _listener(backlog: int) -> Iterator[socket.socket]:
         yield made
 
 
-def _place_of(store: Any, key: str, peer: int, deadline_s: float) -> dict[str, Any]:
+def _place_of(store: Any, key: str, peer: int, deadline_s: float, witness: Witness | None) -> dict[str, Any]:
     try:
-        store.wait([key], datetime.timedelta(seconds=max(0.001, deadline_s - time.monotonic())))
+        look_s = time.monotonic() + _LOOK_S
+        while not store.check([key]):
+            if time.monotonic() >= look_s:
+                look_s += _LOOK_S
+                _refuse_failure(witness)
+            if time.monotonic() >= deadline_s:
+                raise LaneTimeout(f"rank {peer} of the group did not come to connect{see('a-wait-timed-out')}")
+            time.sleep(_PAUSE_S)
         found: dict[str, Any] = json.loads(store.get(key))
+    except LaneError:
+        raise
     except Exception as error:  # the kind differs by store
-        raise LaneTimeout(
-            f"rank {peer} of the group did not come to connect ({type(error).__name__}){see('a-wait-timed-out')}"
-        ) from error
+        _refuse_failure(witness)
+        raise LaneError(f"the rendezvous store does not answer ({error}){see('a-rank-died')}") from error
     return found
+
+
+def _refuse_failure(witness: Witness | None) -> None:
+    """Raise if it is known that a rank died."""
+    failure = None if witness is None else witness.find_failure()
+    if failure is not None:
+        raise LaneError(f"ranks cannot connect: {failure}{see('a-rank-died', quoted=failure)}")
 
 
 def _connect(place: dict[str, Any], rank: int, peer: int, deadline_s: float) -> socket.socket:
@@ -171,9 +187,7 @@ def _accept(
         try:
             found, _ = listener.accept()
         except TimeoutError as error:
-            failure = None if witness is None else witness.first_failure()
-            if failure is not None:
-                raise LaneError(f"ranks cannot connect: {failure}{see('a-wait-timed-out')}") from error
+            _refuse_failure(witness)
             if time.monotonic() < deadline_s:
                 continue
             raise LaneTimeout(

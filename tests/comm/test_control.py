@@ -94,7 +94,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_who_gave_up_is_named() -> None:
-    witness: Any = SimpleNamespace(first_failure=lambda: "rank 1 ended first, with no way to rank 0")
+    witness: Any = SimpleNamespace(find_failure=lambda: "rank 1 ended first, with no way to rank 0")
     start_s = time.monotonic()
     with pytest.raises(LaneError, match="ranks cannot connect: rank 1 ended first, with no way to rank 0"):
         mesh.connect_all(dist.HashStore(), "key", 0, 2, 60.0, witness)

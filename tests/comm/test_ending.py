@@ -98,6 +98,36 @@ def test_the_process_that_serves_the_store_waits_for_readers(tmp_path: Path) -> 
         assert "meet() cannot end: rank 1 died or closed its connection" in text, outcomes
 
 
+def ask_late(rank: int, port: int) -> None:
+    """Rank 0 serves the store, rank 1 dies, rank 2 asks when rank 0 has gone, with the store."""
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=3)
+    world = dist.group.WORLD
+    assert world is not None
+    lanes = Lanes(world, 1, torch.device("cpu"), LaneSettings(timeout_s=20), Recorder(False))
+    witness = lanes.witness
+    assert witness is not None
+    failure._LINGER_S = 0.0
+    dist.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    while (1 - rank // 2) not in failure.lost_ranks(world, range(3)):  # rank 0 waits for 1's end, rank 2 for 0's
+        time.sleep(0.02)
+    print(witness.blame(1) if rank == 0 else witness.first_failure())
+    if rank == 2:
+        print(witness.blame(0))
+        os._exit(0)  # the store is gone
+
+
+def test_who_asks_when_the_store_is_gone_reads_a_letter(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    outcomes = outcome_of(tmp_path, ask_late, *((rank, port) for rank in range(3)))
+    assert "rank 1 died or closed its connection" in outcomes[0][1], outcomes
+    assert outcomes[2][1].count("rank 1 died or closed its connection first (seen by rank 0)") == 2, outcomes
+    assert "the rendezvous store does not answer" in outcomes[2][1]
+
+
 class FakeStream:
     """A stream with work that a dead peer keeps from ending."""
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +17,7 @@ import pytest
 import torch.distributed as dist
 
 from ddp_hooks.comm import LaneError, Patience, broadcast_object, compat, failure, gather_objects, meeting
+from ddp_hooks.comm.ending import while_all_live
 from ddp_hooks.comm.failure import describe_waits
 from tests.workers import WorkerPools
 
@@ -121,7 +125,9 @@ def lose_one(rank: int, world_size: int, victim: int) -> str:
     dist.barrier()
     if rank == victim:
         os.kill(os.getpid(), signal.SIGKILL)
-    return message_of(lambda: gather_objects(rank, world(), "the set-up of DearState", Patience(60, 60)))
+    # In a call of torch that would wait much longer, and in a meeting.
+    making = message_of(lambda: while_all_live(lambda: time.sleep(60), world(), "the making of a lane"))
+    return f"{making}; {message_of(lambda: gather_objects(rank, world(), 'the set-up of DearState', Patience(60, 60)))}"
 
 
 def test_a_rank_that_dies_before_it_comes_is_named_at_once(workers: WorkerPools) -> None:
@@ -130,7 +136,8 @@ def test_a_rank_that_dies_before_it_comes_is_named_at_once(workers: WorkerPools)
     pool.end()
     for outcome in (outcomes[0], outcomes[2]):
         assert outcome[0] == "ok", outcome
-        assert "LaneError: the set-up of DearState cannot end: rank 1 died" in outcome[1]
+        for what in ("the making of a lane", "the set-up of DearState"):
+            assert f"LaneError: {what} cannot end: rank 1 died or closed its connection" in outcome[1]
 
 
 def test_a_dead_store_is_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,3 +155,27 @@ def test_a_dead_store_is_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(meeting, "lost_ranks", lambda *_, lost=lost, **__: lost)
         message = message_of(lambda: gather_objects(1, group, "consolidate()"))
         assert "the rendezvous store does not answer" in message and expected in message
+
+
+# Collectives of torch have no name and a time-out of their own. What uses them says why.
+_EXCUSED = {
+    "ddp_hooks/comm/compat.py": "names of torch, which lanes use",
+    "ddp_hooks/comm/lanes.py": "what NCCL does itself, with the time-out of lanes",
+    "ddp_hooks/comm/meeting.py": "large items, when all ranks have come",
+    "ddp_hooks/coordination/model.py": "the model of rank 0, when all ranks have agreed",
+    "ddp_hooks/embedding/replicated.py": "what DDP does without a hook, which DDP waits for",
+    "ddp_hooks/planning/measure.py": "is measured",
+    "ddp_hooks/planning/processor.py": "is measured",
+    "ddp_hooks/planning/profiling.py": "a tool, alone in its process",
+    "fsdp_ext/native.py": "what FSDP2 does itself, which it waits for",
+    "fsdp_ext/output.py": "a docstring",
+    "fsdp_ext/residuals.py": "when all ranks have come",
+}
+
+
+def test_nothing_waits_in_a_collective_of_torch() -> None:
+    root = Path(meeting.__file__).parents[2]
+    collective = re.compile(r"dist\.(all_|broadcast|barrier|gather|scatter|reduce)")
+    paths = [path for package in ("ddp_hooks", "fsdp_ext") for path in (root / package).rglob("*.py")]
+    found = {str(path.relative_to(root)) for path in paths if collective.search(path.read_text())}
+    assert found == set(_EXCUSED), "use ddp_hooks.comm.gather_objects, or Lanes.reduce_small"
