@@ -85,7 +85,7 @@ class Coordinator:
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         entries = {"config": self.config, "groups": self.groups, "torch": torch.__version__}
         problem = _problem_of(self.config, self.groups, torch.device(device))
-        agree(entries, problem, group, "the set-up of Coordinator")
+        agree(entries, problem, group, "the set-up of Coordinator", config)
         self.recorder = Recorder(self.config.trace)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
@@ -218,17 +218,25 @@ class Coordinator:
         return self.recorder.snapshot()
 
     def close(self, farewell_s: float = 10.0) -> None:
-        """Finish what was asked for, and end; collective. Waits at most ``farewell_s`` for ranks that do not close."""
+        """Finish what was asked for, and end; collective.
+
+        Waits at most ``farewell_s`` for ranks that do not close, or do not ask for what is pending here; that fails.
+        """
+        deadline_s = time.monotonic() + farewell_s
         with self._desk.changed:
             if self._desk.closing:
                 return
             self._desk.closing = True
             self._desk.tell(is_urgent=True)
             # What is pending is done when others ask for it, or fails because they close, too.
-            self._desk.changed.wait_for(lambda: not self._desk.is_awaiting or self._desk.error is not None)
-        ended = self._control.ended.wait(farewell_s)
+            self._desk.changed.wait_for(lambda: not self._desk.is_awaiting or self._desk.error is not None, farewell_s)
+            names = self._desk.awaited
+        ended = self._control.ended.wait(max(0.0, deadline_s - time.monotonic()))
         # Those that still wait for something shall know why.
-        self._desk.fail(LaneError(f"this coordinator was closed{see('the-state-was-closed')}"))
+        lacking = f" after {farewell_s:g} s; other ranks have not asked for {', '.join(names[:5])}" if names else ""
+        if names and self._desk.error is None:
+            logger.error("close() gives up%s", lacking)
+        self._desk.fail(LaneError(f"this coordinator was closed{lacking}{see('the-state-was-closed')}"))
         if not ended:
             self._channel.let_go()
         self._control.join(farewell_s)

@@ -140,6 +140,11 @@ class Desk:
         """Whether something that was asked for has not left."""
         return bool(self.pending or self.held or self.queued)
 
+    @property
+    def awaited(self) -> list[str]:
+        """The names of what was asked for and has not been agreed upon."""
+        return [*self.pending, *self.held]
+
     @contextmanager
     def being_waited_for(self) -> Iterator[None]:
         """A thread does nothing meanwhile, so that what is to be agreed upon is agreed upon soon."""

@@ -402,6 +402,28 @@ def closes_early(rank: int, world_size: int) -> str:
     return message
 
 
+def closes_with_a_request(rank: int, world_size: int) -> str:
+    coordinator = Coordinator(config=replace(FAST, timeout_s=600, stall_warning_s=600))
+    coordinator.all_reduce(torch.ones(1), "x").wait()
+    message = ""
+    if rank == 0:
+        handle = coordinator.all_reduce(torch.ones(1), "y")
+        coordinator.close(farewell_s=0.5)
+        with pytest.raises(LaneError) as error:
+            handle.wait()
+        message = str(error.value)
+    agree({}, None, dist.group.WORLD, "the end")  # type: ignore[arg-type]
+    coordinator.close(farewell_s=3)
+    return message
+
+
+def test_a_request_that_nobody_else_makes_ends_with_the_farewell(workers: WorkerPools) -> None:
+    pool = workers(2)
+    messages = pool.run(closes_with_a_request)
+    pool.end()
+    assert "closed after 0.5 s; other ranks have not asked for y" in messages[0]
+
+
 def test_a_rank_that_closes_early_is_named(workers: WorkerPools) -> None:
     messages = workers(2).run(closes_early)
     assert "y waits for ranks [1], which have closed their coordinator" in messages[0]
