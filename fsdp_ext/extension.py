@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import LaneError, Recorder, Span, Stall, Traffic, agree, at_exit, mebibytes, see
+from ddp_hooks.comm import LaneError, Recorder, Span, Stall, Traffic, agree, at_exit, gather_objects, mebibytes, see
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.early import Turns
@@ -87,6 +87,13 @@ def restore(model: nn.Module) -> None:
     extension = _extension_of(model)
     if extension is not None:
         extension.close()
+
+
+def abandon(model: nn.Module, error: BaseException) -> None:
+    """Tell ranks that wait for this one's parts of the model that ``error`` ends its step; nothing if not extended."""
+    extension = _extension_of(model)
+    if extension is not None:
+        extension._abandon(error)
 
 
 @dataclass
@@ -166,6 +173,8 @@ class Extension:
         """
         self.pending.abandon()  # there is something only after a backward that failed
         state: dict[str, DTensor] = {}
+        for group in dict.fromkeys(group for residuals in self._residuals for group in residuals.groups):
+            gather_objects(None, group, "Extension.state_dict()", self.config)  # or some would wait without a name
         for residuals in self._residuals:
             residuals.settle()
             state |= residuals.state_dict()
@@ -291,7 +300,7 @@ def _agree(model: nn.Module, config: ExtConfig, extended: str) -> None:
     failure = None
     for group in _groups_of(_meshes_of(model)):
         try:
-            agree(entries, problem, group, "the set-up of fsdp_ext.extend")
+            agree(entries, problem, group, "the set-up of fsdp_ext.extend", config)
         except ValueError as error:  # ranks of the mesh's other dimensions are to hear of it, too
             if group is dist.group.WORLD:
                 raise  # everybody has

@@ -80,13 +80,21 @@ class Residuals:
         for kept in (*self._loaded.values(), *([self._flat] if self._flat is not None else [])):
             kept.mul_(factor)
 
+    @property
+    def groups(self) -> list[dist.ProcessGroup]:
+        """The groups over which :meth:`settle` is collective."""
+        if self._flat is None or self._group is None:
+            return []
+        return [self._group] if self._replicas is None else [self._group, self._replicas]
+
     def settle(self) -> None:
         """Move everything to the rank whose shard it belongs to; collective, between steps.
 
         So a run that goes on after a checkpoint has the same as one that begins with it.
         """
-        if self._flat is None or self._group is None:
+        if not self.groups:
             return
+        assert self._flat is not None and self._group is not None
         shares = self._flat.view(dist.get_world_size(self._group), -1)
         own = torch.empty_like(shares[0])
         dist.reduce_scatter_tensor(own, self._flat, group=self._group)

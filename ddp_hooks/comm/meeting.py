@@ -37,6 +37,7 @@ from ddp_hooks.comm.failure import (
     is_lost_connection,
     lost_ranks,
     refuse_different_calls,
+    shortened,
     tell_lanes,
 )
 
@@ -100,14 +101,17 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1:
         return [item]
-    what = call_named(what)
     data = pickle.dumps(item)
-    head = pickle.dumps((what, data if len(data) <= _INLINE_BYTES else None))
-    heads = [pickle.loads(each) for each in _Meeting(group, ranks, what, Patience.of(patience)).hold(head)]
-    refuse_different_calls(ranks, [call for call, _ in heads])
-    items = [inline for _, inline in heads]
+    head = _Head(call_named(what), what, None, data if len(data) <= _INLINE_BYTES else None)
+    heads = _Meeting(group, ranks, head, Patience.of(patience)).hold()
+    for rank, each in zip(ranks, heads, strict=True):
+        if each.error is not None:
+            reported = f"rank {rank} ended first, with {each.error}"
+            raise ReportedError(f"{head.call} cannot end: {reported}{see('a-rank-died', quoted=reported)}")
+    refuse_different_calls(ranks, _distinguished(heads))
+    items = [each.data for each in heads]
     if None not in items:
-        return [pickle.loads(each) for each in items]
+        return [pickle.loads(each) for each in items if each is not None]
     gathered: list[Any] = [None] * len(ranks)
     try:
         dist.all_gather_object(gathered, item, group=group)  # all are here
@@ -115,8 +119,23 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
         if not is_lost_connection(error):
             raise
         lost = lost_ranks(group, ranks)
-        raise LaneError(f"{what} failed: {died(lost) if lost else error}{see('a-rank-died')}") from error
+        raise LaneError(f"{head.call} failed: {died(lost) if lost else error}{see('a-rank-died')}") from error
     return gathered
+
+
+def report_error(error: BaseException, group: dist.ProcessGroup, patience: object = None) -> None:
+    """Let all ranks of ``group`` raise in the meeting that they come to next: this rank will not.
+
+    For an error on this rank alone, which is raised afterwards. Waits for the others, as ``patience`` has it.
+    """
+    ranks = dist.get_process_group_ranks(group)
+    if len(ranks) == 1 or isinstance(error, ReportedError):
+        return
+    text = shortened(f"{type(error).__name__}: {error}")
+    try:
+        _Meeting(group, ranks, _Head("an error", "an error", text, None), Patience.of(patience)).hold()
+    except LaneError as failure:  # the error that is reported is more to the point
+        logger.debug("others were not told of an error: %s", failure)
 
 
 def broadcast_object(item: Any, group: dist.ProcessGroup, what: str, patience: object = None) -> Any:
@@ -124,9 +143,29 @@ def broadcast_object(item: Any, group: dist.ProcessGroup, what: str, patience: o
     return gather_objects(item if dist.get_rank(group) == 0 else None, group, what, patience)[0]
 
 
+class ReportedError(LaneError):
+    """Another rank has come to a meeting to report an error; the message names both."""
+
+
+class _Head(NamedTuple):
+    """What a rank brings to a meeting."""
+
+    call: str  # as users know it
+    what: str  # in that call
+    error: str | None  # that ends this rank's part
+    data: bytes | None  # None: too much for the store
+
+
+def _distinguished(heads: Sequence[_Head]) -> list[str]:
+    """The calls, with what goes on in them if only that differs."""
+    if len({head.call for head in heads}) > 1 or len({head.what for head in heads}) == 1:
+        return [head.call for head in heads]
+    return [f"{head.call}: {head.what}" for head in heads]
+
+
 class _Meeting:
-    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], what: str, patience: Patience) -> None:
-        self._group, self._ranks, self._what, self._patience = group, ranks, what, patience
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], head: _Head, patience: Patience) -> None:
+        self._group, self._ranks, self._head, self._patience = group, ranks, head, patience
         self._rank = ranks[dist.get_rank(group)]
         self._store = compat.default_store()
         self._notes = WaitNotes(self._store, self._rank)
@@ -138,13 +177,13 @@ class _Meeting:
         self._keys = [f"{self._prefix}/{rank}" for rank in ranks]
         self._verdict, self._done = f"{self._prefix}/verdict", f"{self._prefix}/done"
 
-    def hold(self, head: bytes) -> list[bytes]:
-        """Return every rank's ``head``; raises as :func:`gather_objects` does."""
+    def hold(self) -> list[_Head]:
+        """Return what every rank brings; raises as :func:`gather_objects` does."""
         try:
             self._notes.end()
-            self._store.set(f"{self._prefix}/{self._rank}", head)
+            self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(tuple(self._head)))
             verdict = self._await_verdict()
-            heads = compat.get_all(self._store, self._keys) if verdict == _MET else []
+            found = compat.get_all(self._store, self._keys) if verdict == _MET else []
             self._leave(verdict)
         except LaneError:
             raise
@@ -152,11 +191,11 @@ class _Meeting:
             raise LaneError(self._without_store(error)) from error
         if verdict == _MET:
             self._notes.end()
-            return heads
+            return [_Head(*pickle.loads(each)) for each in found]
         if verdict.startswith(_TIMEOUT):
             raise LaneTimeout(f"{verdict.removeprefix(_TIMEOUT)}{see('a-wait-timed-out')}")
-        found = verdict.removeprefix(_LOST)
-        raise LaneError(f"{self._what} cannot end: {found}{see('a-rank-died', quoted=found)}")
+        lost = verdict.removeprefix(_LOST)
+        raise LaneError(f"{self._head.call} cannot end: {lost}{see('a-rank-died', quoted=lost)}")
 
     def _await_verdict(self) -> str:
         start_s = time.monotonic()
@@ -173,7 +212,7 @@ class _Meeting:
                     return self._decide(f"{_LOST}{failure}")
             if now_s - start_s >= warn_s and not warned:
                 warned = True
-                self._notes.begin(self._what)
+                self._notes.begin(self._head.call)
                 logger.warning("waited %.0f s: %s", now_s - start_s, self._describe())
             if now_s - start_s >= timeout_s:
                 return self._decide(f"{_TIMEOUT}waited {now_s - start_s:.0f} s: {self._describe()}")
@@ -219,6 +258,6 @@ class _Meeting:
         lost = lost_ranks(self._group, self._ranks, patience_s=1.0)
         who = died(lost) if lost else "the process that holds it (rank 0, or torchrun's agent) probably died"
         return (
-            f"{self._what} cannot end: the rendezvous store does not answer ({type(error).__name__}), and {who}"
+            f"{self._head.call} cannot end: the rendezvous store does not answer ({type(error).__name__}), and {who}"
             f"{see('a-rank-died')}"
         )

@@ -18,17 +18,18 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from ddp_hooks.comm import Patience, gather_objects, report_error
 from ddp_hooks.tuning.clock import StepClock
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
-from fsdp_ext.extension import extend, restore
+from fsdp_ext.extension import abandon, extend, restore
 from fsdp_ext.tuning.config import TuneConfig
 from fsdp_ext.tuning.found import Profile, Tuned, keep, wrapped
 from fsdp_ext.tuning.keeping import Keepable, choose_kept
@@ -38,6 +39,7 @@ logger = logging.getLogger("fsdp_ext")
 T = TypeVar("T")
 _FIXED_TRIALS = 2  # before a process knows anything
 _FEWEST_TRIALS = 8  # before what it expects of two or three dimensions is reason enough to end
+_FAREWELL_S = 10.0  # how long a rank that failed waits for others to hear of it
 _NUM_CHECKS = 2  # of each of two settings that are compared in turns
 
 
@@ -68,6 +70,7 @@ def tune(
 
     Raises:
         ValueError: on every rank, if the model cannot be extended.
+        LaneError: ``build`` or ``step`` failed on another rank, where its own error is raised.
     """
     return _Search(build, step, config or ExtConfig(), tuner or TuneConfig()).run(progress)
 
@@ -78,6 +81,15 @@ class _Setting(NamedTuple):
     block_mb: float
     config: ExtConfig | None  # None: stock
     kept: tuple[str, ...] = ()
+
+
+class _Trial(NamedTuple):
+    """What a trial has found on one rank."""
+
+    seconds: float  # per step
+    link_bytes_s: float | None
+    nbytes: dict[str, int]  # of modules that may be kept whole, by name
+    waits_s: dict[str, float]  # for them, in backwards
 
 
 class _Search:
@@ -121,20 +133,38 @@ class _Search:
     # -- trials -----------------------------------------------------------------------------------------------------
 
     def _measure(self, setting: _Setting) -> float:
-        """Seconds per step, of the slowest rank."""
-        model = self._build(setting.block_mb)
+        """Seconds per step, of the slowest rank; what fails on one rank raises on all."""
+        model = None
         try:
-            slowest_s = self._time(model, setting)
+            model = self._build(setting.block_mb)
+            mine = self._time(model, setting)
+        except Exception as error:
+            logger.error("a trial failed on this rank, which tells the others: %s: %s", type(error).__name__, error)
+            if model is not None:
+                abandon(model, error)  # others may wait for its parts
+            assert dist.group.WORLD is not None
+            # Ranks that are in one of FSDP2's own collectives hear of it when this process has ended.
+            patience = Patience(min(_FAREWELL_S, self._config.timeout_s), self._config.stall_warning_s)
+            report_error(error, dist.group.WORLD, patience)
+            raise
+        else:
+            trials = self._everyones(mine)
         finally:
-            restore(model)
+            if model is not None:
+                restore(model)
             del model
             gc.collect()  # FSDP2's states refer to each other
+        self._keepable = [
+            Keepable(name, nbytes, max(each.waits_s[name] for each in trials)) for name, nbytes in mine.nbytes.items()
+        ]
+        self._link_bytes_s = self._link_bytes_s or mine.link_bytes_s
+        slowest_s = max(each.seconds for each in trials)
         self._num_trials += 1
         if self._is_leader:
             logger.info("trial %d: %s: %.4g s per step", self._num_trials, _described(setting), slowest_s)
         return slowest_s
 
-    def _time(self, model: nn.Module, setting: _Setting) -> float:
+    def _time(self, model: nn.Module, setting: _Setting) -> _Trial:
         tuner = self._tuner
         keep(wrapped(model, setting.kept))
         extension = extend(model, setting.config) if setting.config is not None else None
@@ -146,23 +176,21 @@ class _Search:
         for _ in range(tuner.steps_per_trial):
             self._step(model)
             clock.tick()
-        slowest_s = max(_everyones(statistics.median(clock.seconds())))
-        if extension is not None:
-            self._look_at(model, extension, waited)
-        return slowest_s
+        return self._look_at(statistics.median(clock.seconds()), model, extension, waited)
 
-    def _look_at(self, model: nn.Module, extension: Any, waited: dict[str, float]) -> None:
-        """Note what the link carries, what the model is, and for which modules backwards have waited."""
-        self._link_bytes_s = self._link_bytes_s or extension.link_bytes_s
+    def _look_at(self, seconds: float, model: nn.Module, extension: Any, waited: dict[str, float]) -> _Trial:
+        """What the link carries, what the model is, and for which modules backwards have waited."""
+        if extension is None:
+            return _Trial(seconds, None, {}, {})
         if not self._key:
             self._key = self._key_of(model)
-        self._keepable = []
+        nbytes, waits_s = {}, {}
         for name, module in checks.fsdp_modules(model):
             columns = compat.columns_of(module)
             if columns and not compat.keeps_parameters(module):
-                nbytes = sum((column.stop - column.start) * column.parameter.element_size() for column in columns)
-                wait_s = max(_everyones(extension.backward_waits.get(name, 0.0) - waited.get(name, 0.0)))
-                self._keepable.append(Keepable(name, nbytes, wait_s))
+                nbytes[name] = sum((column.stop - column.start) * column.parameter.element_size() for column in columns)
+                waits_s[name] = extension.backward_waits.get(name, 0.0) - waited.get(name, 0.0)
+        return _Trial(seconds, extension.link_bytes_s, nbytes, waits_s)
 
     def _in_turns(self, first: _Setting, second: _Setting) -> tuple[float, float]:
         """Medians of both."""
@@ -231,10 +259,12 @@ class _Search:
 
     def _leaders(self, decide: Callable[[], T]) -> T:
         """The first rank's decision, on all of them."""
-        answer: list[Any] = [decide() if self._is_leader else None]
-        dist.broadcast_object_list(answer, src=0)
-        decided: T = answer[0]
-        return decided
+        decided: Any = self._everyones(decide() if self._is_leader else None)[0]
+        return cast("T", decided)
+
+    def _everyones(self, item: T) -> list[T]:
+        assert dist.group.WORLD is not None
+        return gather_objects(item, dist.group.WORLD, "fsdp_ext.tune()", self._config)
 
     # -- what is remembered -----------------------------------------------------------------------------------------
 
@@ -279,12 +309,6 @@ def _described(setting: _Setting) -> str:
         return f"blocks of {setting.block_mb:g} MB, stock FSDP2"
     kept = f", {len(setting.kept)} modules kept" if setting.kept else ""
     return f"blocks of {setting.block_mb:g} MB, prefetch={config.prefetch}, lanes={config.lanes}{kept}"
-
-
-def _everyones(value: float) -> list[float]:
-    gathered = [0.0] * dist.get_world_size()
-    dist.all_gather_object(gathered, value)
-    return gathered
 
 
 def _device_of(model: nn.Module) -> torch.device:

@@ -16,7 +16,17 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from ddp_hooks.comm import LaneError, Patience, broadcast_object, compat, failure, gather_objects, meeting
+from ddp_hooks.comm import (
+    LaneError,
+    Patience,
+    broadcast_object,
+    calling,
+    compat,
+    failure,
+    gather_objects,
+    meeting,
+    report_error,
+)
 from ddp_hooks.comm.ending import while_all_live
 from ddp_hooks.comm.failure import describe_waits
 from tests.workers import WorkerPools
@@ -107,18 +117,27 @@ def part(rank: int, world_size: int) -> tuple[list[str], list[str]]:
         # Two calls at once: nobody waits until the time is over.
         call = "consolidate()" if rank == 0 else "set_fusion()"
         differing = message_of(lambda: gather_objects(rank, world(), call, Patience(1e6, 1e6)))
+        # In one call, and at different places of it.
+        with calling("train()"):
+            inside = message_of(lambda: gather_objects(rank, world(), call, Patience(1e6, 1e6)))
+        # One rank reports an error, to whatever others call.
+        if rank == 1:
+            report_error(ZeroDivisionError("on purpose"), world())
+        reported = message_of(lambda: gather_objects(rank, world(), "meet()")) if rank != 1 else ""
     assert gather_objects(rank, world(), "meet()") == [0, 1, 2]  # goes on
-    return [late, differing], lines
+    return [late, differing, inside, reported], lines
 
 
 def test_ranks_that_part_are_named(workers: WorkerPools) -> None:
     results = workers(3).run(part)
     sentence = "ranks 0, 2 wait in consolidate(); rank 1 has not called it: is it under `if rank == 0`?"
-    for rank, ((alone, differing), lines) in enumerate(results):
+    for rank, ((alone, differing, inside, reported), lines) in enumerate(results):
         assert alone.startswith("LaneTimeout: waited ") and sentence in alone
         assert "rank 0 waits in consolidate(); ranks 1, 2 wait in set_fusion()" in differing
+        assert "rank 0 waits in train(): consolidate(); ranks 1, 2 wait in train(): set_fusion()" in inside
+        assert rank == 1 or "meet() cannot end: rank 1 ended first, with ZeroDivisionError: on purpose" in reported
         assert any(sentence in line for line in lines) == (rank != 1)
-    assert len({alone for (alone, _), _ in results}) == 1
+    assert len({alone for (alone, *_), _ in results}) == 1
 
 
 def lose_one(rank: int, world_size: int, victim: int) -> str:

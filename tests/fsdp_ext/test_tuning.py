@@ -313,6 +313,41 @@ def test_refusals_change_nothing(workers: WorkerPools) -> None:
     assert "density names 'nope'" in message and not keeps
 
 
+def failing(rank: int, world_size: int, where: str) -> str:
+    """The error of a search that fails on rank 1: as it builds, or in a step between two parts of the model."""
+    calls = []
+
+    def fail() -> None:
+        calls.append(where)
+        if rank == 1 and len(calls) == (2 if where == "build" else 1):
+            raise ZeroDivisionError("on purpose")
+
+    def build(block_mb: float) -> Any:
+        if where == "build":
+            fail()
+        model = twins.shard(WholeNumbers(world_size))
+        if where == "step":
+            model.get_submodule("blocks.2").register_forward_pre_hook(lambda *_: fail())
+        return model
+
+    try:
+        tune(build, lambda model: model(1).backward(), replace(CONFIG, timeout_s=60), TuneConfig(max_trials=3))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+@pytest.mark.parametrize("where", ["build", "step"])
+def test_an_error_on_one_rank_ends_the_search_on_all(workers: WorkerPools, where: str) -> None:
+    pool = workers(3)
+    messages = pool.run(failing, where)
+    pool.end()
+    assert messages[1] == "ZeroDivisionError: on purpose"
+    for message in (messages[0], messages[2]):
+        assert message.startswith("LaneError: ") or message.startswith("ReportedError: "), message
+        assert "rank 1 ended first, with ZeroDivisionError: on purpose" in message
+
+
 def kept_at_run_time(rank: int, world_size: int) -> tuple[int, int]:
     """Gathers of a step, without and with modules that are kept."""
     numbers = []
