@@ -35,6 +35,8 @@ LETTER_TAG = (1 << 31) - 2
 """Of messages about failures; tags of lanes are lower."""
 _COMPILED_CALLS = ("compile_wrapper", "_fn")
 
+# torch asks this before it sets a converted gradient's .data.
+DATA_MAY_BE_SET: tuple[Any, ...] = (torch._has_compatible_shallow_copy_type,)
 NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
 
 
@@ -180,9 +182,14 @@ def backward_reaches_leaves() -> bool:
     return False
 
 
+def backward_id() -> int:
+    """A number of the backward pass that runs on this thread, different from those before; -1 outside of any."""
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
     """Whether this thread is inside of a backward pass."""
-    return torch._C._current_graph_task_id() != -1
+    return backward_id() != -1
 
 
 def increment_versions(tensors: Iterable[Tensor]) -> None:
@@ -198,6 +205,41 @@ def expects_sparse_gradient(module: torch.nn.Module) -> bool:
 def ignored_parameter_names(ddp: DistributedDataParallel) -> set[str]:
     """The parameters that DDP was told to leave alone."""
     return set(getattr(ddp, "parameters_to_ignore", ()))
+
+
+def problem_of_reduced_set(ddp: DistributedDataParallel, state: str) -> str | None:
+    """Why the parameters that DDP reduces are not those that the model trains now; None if they are.
+
+    DDP's reducer keeps the list that it was given when the model was wrapped.
+
+    Args:
+        ddp: the model.
+        state: that is being made, for the message.
+    """
+    ignored = ignored_parameter_names(ddp)
+    names = {id(p): name for name, p in ddp.module.named_parameters() if name not in ignored}
+    trained = {id(p) for p in ddp.module.parameters() if p.requires_grad and id(p) in names}
+    if ddp._get_ddp_logging_data()["num_parameter_tensors"] == len(trained):  # costs nothing, and is nearly always so
+        return None
+    reduced = {id(p) for bucket in ddp.reducer._get_zeros_like_grad_buckets() for p in bucket.parameters()}
+    frozen = [name for key, name in names.items() if key in reduced and key not in trained]
+    added = [name for key, name in names.items() if key in trained and key not in reduced]
+    if frozen:
+        return (
+            f"{shortened(frozen)} was frozen after the model was wrapped in DistributedDataParallel, which goes on to "
+            f"reduce it: freeze it before wrapping, or after creating {state}, with find_unused_parameters=True"
+        )
+    if added:
+        return (
+            f"{shortened(added)} was added, thawed or parametrised after the model was wrapped in "
+            f"DistributedDataParallel, which does not reduce it: do so before wrapping"
+        )
+    return None
+
+
+def shortened(names: Sequence[str], limit: int = 5) -> str:
+    """The first names of a list, for a message."""
+    return ", ".join(names[:limit]) + (f" and {len(names) - limit} more" if len(names) > limit else "")
 
 
 _left_to_another: weakref.WeakKeyDictionary[DistributedDataParallel, set[str]] = weakref.WeakKeyDictionary()
@@ -245,6 +287,11 @@ def unhooked_step(optimizer: torch.optim.Optimizer) -> Any:
     """The optimizer's own ``step``, without hooks; an unbound function."""
     step = type(optimizer).step
     return step.__wrapped__ if getattr(step, "hooked", False) else step  # type: ignore[attr-defined]
+
+
+def step_hooks(optimizer: torch.optim.Optimizer) -> tuple[dict[int, Any], dict[int, Any]]:
+    """The hooks before and after an optimizer's step, by the ids of their handles, in the order in which they run."""
+    return optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks
 
 
 def with_closure(

@@ -12,7 +12,7 @@ from ddp_hooks.comm import Lanes, see
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import State, is_elementwise
 from ddp_hooks.dear.pending import PendingGradient
-from ddp_hooks.feed import GradientGuard
+from ddp_hooks.feed import GradientGuard, clipping_of_frameworks
 
 GRADIENT_KEY = "ddp_hooks.gradient"  # a gradient kept from an earlier backward travels like optimizer state
 MASTER_KEY = "ddp_hooks.master"  # in a saved state: the parameter as the optimizer has it, before rounding
@@ -140,20 +140,16 @@ class ShardSet:
 
 
 def held_in_shards(what: str) -> str:
-    """Why the function of that name may not touch a gradient, and what to do instead."""
-    reason = (
-        "which DearState holds in shards: from backward until gradients are None again it is neither local nor reduced "
-        "here."
-    )
+    """What to do instead of calling the function of that name for a gradient, and why."""
     if "non_finite_check" in what:
         return (
-            f"{reason} torch.amp.GradScaler looks for overflows on one rank alone, so ranks would part: use "
-            f"ddp_hooks.GradScaler in its place, or bfloat16 autocast, which needs none."
+            "Use ddp_hooks.GradScaler in the place of torch.amp.GradScaler, or bfloat16 autocast, which needs none: "
+            "DearState holds gradients in shards, and torch's scaler looks for overflows on one rank alone"
         )
+    frameworks = "".join(f"; {name} clips by {how}" for name, how in clipping_of_frameworks.items())
     return (
-        f"{reason} To clip, call state.clip_grad_norm_(max_norm) or state.clip_grad_value_(clip_value), or set "
-        f"DearConfig(max_grad_norm=...), which also serves where there is no state at hand; a Trainer clips by its "
-        f"max_grad_norm, Accelerate by accelerator.clip_grad_norm_(...), Lightning by gradient_clip_val. To read or "
-        f"change gradients, use `with state.reduced_gradients() as shards:` before the step, which gives this rank's "
-        f"reduced shard of each parameter."
+        f"To clip: state.clip_grad_norm_(max_norm), state.clip_grad_value_(clip_value), or "
+        f"DearConfig(max_grad_norm=...){frameworks}. To read or change: `with state.reduced_gradients() as shards:` "
+        f"before the step. DearState holds gradients in shards: from backward until they are None again, what is here "
+        f"is neither local nor reduced"
     )

@@ -22,6 +22,7 @@ from ddp_hooks.dear.layout import FusionRule
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
 from ddp_hooks.feed import (
     InertOnCopy,
+    around_step,
     companions,
     extend_zero_grad,
     refuse_assigned_parameters,
@@ -330,8 +331,12 @@ class DearState(StepCycle):
             self._pipe.finish()
 
         handles: list[Any] = [
-            optimizer.register_step_pre_hook(InertOnCopy(self._before_step)),
-            optimizer.register_step_post_hook(InertOnCopy(self._after_step)),
+            *around_step(
+                optimizer,
+                InertOnCopy(self._before_step),
+                InertOnCopy(self._after_step),
+                shows=self._replicated is not None and not self._replicated.deferred,
+            ),
             optimizer.register_state_dict_pre_hook(finish),
             optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict),
             optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict),

@@ -24,7 +24,7 @@ from ddp_hooks.embedding.ids import BatchRows
 from ddp_hooks.embedding.prefetch import BatchIds, PrefetchedLoader, ids_by_table
 from ddp_hooks.embedding.stats import TableStats
 from ddp_hooks.embedding.table import Table
-from ddp_hooks.feed import InertOnCopy, companions, extend_zero_grad
+from ddp_hooks.feed import InertOnCopy, around_step, companions, extend_zero_grad
 from ddp_hooks.feed.optimizers import find_problem_of_hooks
 
 Batch = TypeVar("Batch")
@@ -64,8 +64,7 @@ class EmbeddingTables(TableFlow):
         self._handles: list[Any] = [
             model.register_forward_pre_hook(InertOnCopy(self._before_forward)),
             model.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
-            optimizer.register_step_pre_hook(self._before_own_step),
-            optimizer.register_step_post_hook(self._after_own_step),
+            *around_step(optimizer, self._before_own_step, self._after_own_step),
             extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
             _before_any_step(self),
             at_exit(self.close, self._channels.abandon, self._channels.is_stuck),
@@ -105,8 +104,7 @@ class EmbeddingTables(TableFlow):
         self.unfollow()
         self._followed, self._is_followed = optimizer, True
         self._following = [
-            optimizer.register_step_pre_hook(self._before_their_step),
-            optimizer.register_step_post_hook(self._after_their_step),
+            *around_step(optimizer, self._before_their_step, self._after_their_step),
             extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
         ]
         companions.join_optimizer(optimizer, self)

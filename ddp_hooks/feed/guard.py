@@ -20,25 +20,35 @@ METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "is_sparse", "grad_fn")]
     + [getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "ndim", "is_cuda", "is_meta")]
     + [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_complex, torch.is_complex]
-    + [Tensor.requires_grad_, Tensor.detach_]
+    + [Tensor.is_floating_point, torch.is_floating_point, Tensor.requires_grad_, Tensor.detach_]
 )
 _ZEROING: frozenset[Any] = frozenset([Tensor.zero_, torch.zero_, torch._foreach_zero_])
+# What module.to(), .cpu(), .float(), .share_memory() and .to_empty() call for every gradient.
+_CONVERSIONS: frozenset[Any] = frozenset(
+    [
+        *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
+        *(Tensor.share_memory_, torch.empty_like),
+    ]
+)
+
+clipping_of_frameworks: dict[str, str] = {}
+"""How the loops clip that a state was attached to, by the framework's name; part of what guards advise."""
 
 
 class GradientGuard(Tensor):
     """A tensor of the right shape, dtype and device, but without memory; any use raises.
 
-    Metadata may be read. ``zero_()`` sets :attr:`zeroed`: the owner of the gradient then treats it as zeros.
+    Metadata may be read. ``zero_()`` sets :attr:`zeroed`: the owner of the gradient then treats it as zeros. A
+    conversion to another device or dtype, as ``module.to()`` makes of every gradient, gives a guard there.
     """
 
     owner: str  # the parameter's name
-    explain: Callable[[str], str]  # of a function's name: why it may not be called, and what to do instead
+    explain: Callable[[str], str]  # of a function's name: what to do instead, and why it may not be called
     zeroed: bool
 
     @staticmethod
     def standing_for(parameter: Tensor, name: str, explain: Callable[[str], str]) -> GradientGuard:
         """A guard with the shape, dtype and device of ``parameter``."""
-        # Zero strides: an accumulation by autograd, which does not ask __torch_function__, fails as well.
         blank = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         guard = blank.as_subclass(GradientGuard)
         guard.owner = name
@@ -60,17 +70,47 @@ class GradientGuard(Tensor):
             for tensor in plain:
                 tensor.zero_()
             return args[0] if args else None
+        if func in _CONVERSIONS and guards and args[0] is guards[0]:
+            return guards[0]._converted(func, args[1:], kwargs or {})
+        if func in compat.DATA_MAY_BE_SET:
+            return False  # module.to() then sets .grad in the place of .grad.data
         what = getattr(func, "__name__", str(func))
         if not guards:
             raise RuntimeError(
                 f"{what}() met a gradient that may not be used between backward and step{see('gradients-are-guarded')}"
             )
         raise RuntimeError(
-            f"{what}() met the gradient of {guards[0].owner}, {guards[0].explain(what)}{see('gradients-are-guarded')}"
+            f"{what}() met the gradient of {guards[0].owner}. {guards[0].explain(what)}{see('gradients-are-guarded')}"
         )
 
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        # Only what does not ask __torch_function__ comes here: autograd, which adds to a gradient.
+        if compat.in_backward():
+            owner = next((guard.owner for guard in _guards_in(args)), "a parameter")
+            raise RuntimeError(
+                f"a backward adds to the gradient of {owner}, which an earlier one has reduced: run one backward for "
+                "each forward through ddp(...), with the sum of the losses. This one came for the second time through "
+                "one forward (retain_graph=True), where DDP reduces nothing, or its forward did not go through "
+                f"ddp(...){see('late-gradients')}"
+            )
+        return super().__torch_dispatch__(func, types, args, kwargs or {})
+
+    def _converted(self, convert: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        """A guard of the dtype and on the device that ``convert`` gives a tensor of this one's; itself if they stay."""
+        kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
+        like = torch.zeros((), dtype=self.dtype, device=self.device)
+        result = convert(like, *args, **kwargs)
+        if not isinstance(result, Tensor) or (result.dtype == self.dtype and result.device == self.device):
+            return self if isinstance(result, Tensor) else result
+        guard = GradientGuard.standing_for(result.expand(self.shape), self.owner, self.explain)
+        guard.zeroed = self.zeroed
+        return guard
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"GradientGuard({self.owner}, {self.explain('repr').split('.')[0]})"
+        return f"GradientGuard({self.owner})"
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:

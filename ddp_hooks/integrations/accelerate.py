@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ddp_hooks.comm import see
 from ddp_hooks.dear import GradScaler
 from ddp_hooks.embedding import TableConfig
-from ddp_hooks.feed import InertOnCopy
+from ddp_hooks.feed import InertOnCopy, clipping_of_frameworks
 from ddp_hooks.integrations.binding import ddp_of, replaced
 from ddp_hooks.integrations.bindings import Bindings
 from ddp_hooks.integrations.extended import ExtendedMethod
@@ -188,6 +188,7 @@ class Attachment:
     def install(self) -> None:
         """Extend the accelerator."""
         accelerator = self.accelerator
+        clipping_of_frameworks["Accelerate"] = "accelerator.clip_grad_norm_(...)"
         self._undo.enter_context(replaced(accelerator, "ddp_handler", self._handler()))
         if accelerator.scaler is not None:
             self._undo.enter_context(replaced(accelerator, "scaler", self._scaler()))

@@ -29,6 +29,7 @@ else:  # the same under their former names
     from pytorch_lightning.strategies import DDPStrategy
 
 from ddp_hooks.dear import GradScaler
+from ddp_hooks.feed import clipping_of_frameworks
 from ddp_hooks.integrations.bindings import Bindings
 from ddp_hooks.integrations.settings import BUCKET_MB, Config, combination_of
 
@@ -124,6 +125,7 @@ class CommHookStrategy(_Hooked, DDPStrategy):
         """Lightning's."""
         self.bindings.release()  # of a former fit
         super().configure_ddp()
+        clipping_of_frameworks["Lightning"] = "gradient_clip_val"
         assert isinstance(self.model, DistributedDataParallel)
         self._expect(self.model)
 
@@ -214,6 +216,7 @@ class CommHookFabricStrategy(_Hooked, FabricDDPStrategy):
     def setup_module(self, module: nn.Module) -> DistributedDataParallel:
         """Fabric's."""
         ddp = super().setup_module(module)
+        clipping_of_frameworks["Fabric"] = "fabric.clip_gradients(...)"
         self._expect(ddp)
         return ddp
 

@@ -28,6 +28,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ddp_hooks.comm import see
 from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
+from ddp_hooks.feed import clipping_of_frameworks
 from ddp_hooks.integrations import accelerate
 from ddp_hooks.integrations.binding import TABLES, tables_of
 from ddp_hooks.integrations.fsdp import RESIDUALS, FsdpAttachment
@@ -101,6 +102,7 @@ class CommHookMixin(_Trainer):
         if isinstance(self._attachment, FsdpAttachment) or not self._attachment.is_active:
             return
         self._attachment.keeps_models = True
+        clipping_of_frameworks["a Trainer"] = "its max_grad_norm"
         handler = self.accelerator.ddp_handler
         if self.args.ddp_find_unused_parameters is None:
             handler.find_unused_parameters = False

@@ -26,6 +26,7 @@ from ddp_hooks.feed import (
     GradientGuard,
     GuardsAside,
     InertOnCopy,
+    around_step,
     companions,
     extend_zero_grad,
     refuse_assigned_parameters,
@@ -258,8 +259,9 @@ class ForwardPipeline:
 
         optimizer = self._optimizer
         handles: list[Any] = [
-            optimizer.register_step_pre_hook(InertOnCopy(self._before_step)),
-            optimizer.register_step_post_hook(InertOnCopy(self._after_step)),
+            *around_step(
+                optimizer, InertOnCopy(self._before_step), InertOnCopy(self._after_step), shows=not self._deferred
+            ),
             optimizer.register_state_dict_pre_hook(finish),
             optimizer.register_load_state_dict_pre_hook(finish),
             ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
@@ -272,10 +274,10 @@ class ForwardPipeline:
 
 
 def _on_its_way(what: str) -> str:
-    reason = 'which is still on its way: TopKConfig(pipeline="forward") lets it arrive in the next forward.'
+    reason = 'TopKConfig(pipeline="forward") lets it arrive in the next forward'
     if "non_finite_check" in what:
-        return f'{reason} A gradient scaler has to read it before the step, so use pipeline="backward".'
+        return f'Use pipeline="backward", because a gradient scaler reads gradients before the step: {reason}'
     return (
-        f"{reason} To clip, read or change gradients call state.wait_for_gradients() first, on all ranks, after every "
-        f'backward; where that happens in every step, pipeline="backward" does the same.'
+        "To clip, read or change gradients: state.wait_for_gradients() first, on all ranks, after every backward (or "
+        f'pipeline="backward", which is as fast where that happens in every step). It is still on its way: {reason}'
     )

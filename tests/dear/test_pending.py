@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ddp_hooks.dear.pending import PendingGradient
-from ddp_hooks.feed import ELEMENTWISE
+from ddp_hooks.feed import ELEMENTWISE, around_step
 from tests.dear.test_refusals import trained
 from tests.dear.twins import whole_batches
 from tests.workers import WorkerPools
@@ -85,23 +85,27 @@ def test_every_known_optimizer_waits(kind: type[torch.optim.Optimizer], options:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def gradients_seen_by_a_later_hook(rank: int, world_size: int) -> tuple[bool, bool]:
+def gradients_around_a_step(rank: int, world_size: int) -> tuple[set[str], ...]:
+    """What shards hold before a step, in it, after it, and when they are asked for."""
     ddp, optimizer, state = trained(rank, world_size)
-    kinds: list[type] = []
+    kinds: list[set[str]] = []
 
     def look(chosen: torch.optim.Optimizer, *_: Any) -> None:
         shards = [p for group in chosen.param_groups for p in group["params"]]
-        kinds.extend(type(p.grad) for p in shards if p.grad is not None)
+        kinds.append({type(p.grad).__name__ for p in shards if p.grad is not None})
 
     optimizer.register_step_pre_hook(look)
+    around_step(optimizer, look, lambda *_: None)  # after the state's own
+    optimizer.register_step_post_hook(look)
     optimizer.zero_grad()
     ddp(*whole_batches(rank, world_size, 5)).backward()
     optimizer.step()
-    shards = [p for group in optimizer.param_groups for p in group["params"]]
-    plain_after = all(type(p.grad) is torch.Tensor for p in shards if p.grad is not None)
+    with state.reduced_gradients():
+        look(optimizer)
     state.close()
-    return bool(kinds) and all(kind is PendingGradient for kind in kinds), plain_after
+    return tuple(kinds)
 
 
-def test_gradients_are_pending_in_the_step_and_plain_after_it(workers: WorkerPools) -> None:
-    assert workers(2).run(gradients_seen_by_a_later_hook) == [(True, True)] * 2
+def test_gradients_are_pending_in_the_step_and_guarded_around_it(workers: WorkerPools) -> None:
+    expected = ({"GradientGuard"}, {"PendingGradient"}, {"GradientGuard"}, {"Tensor"})
+    assert workers(2).run(gradients_around_a_step) == [expected] * 2

@@ -211,7 +211,7 @@ def touch_gradients(rank: int, world_size: int) -> dict[str, str]:
         "second optimizer": lambda: torch.optim.SGD(parameters, lr=0.1).step(),
     }
     messages = {name: message_of(touch) for name, touch in touches.items()}
-    assert "DearState holds in shards" in repr(parameters[1].grad)
+    assert repr(parameters[1].grad).startswith("GradientGuard(")
     optimizer.step()  # the attempts have changed nothing
     state.close()
     return messages

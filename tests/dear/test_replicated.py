@@ -27,6 +27,7 @@ from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
 from ddp_hooks.comm import LinkProfile, Recorder
 from ddp_hooks.comm.exchange import Algorithm
 from ddp_hooks.dear import sizing
+from ddp_hooks.feed import around_step
 from ddp_hooks.feed.waiting import Waiting
 from tests.dear import test_clipping, twins
 from tests.dear.test_checkpoint import differences, save_every_step
@@ -420,7 +421,7 @@ def test_backwards_without_a_step_end_it_too(workers: WorkerPools) -> None:
 
 def clip_inside(rank: int, world_size: int) -> str:
     ddp, optimizer, state = wrapped(early_gathers=0.5)
-    optimizer.register_step_pre_hook(lambda *_: state.clip_grad_norm_(1.0))
+    around_step(optimizer, lambda *_: state.clip_grad_norm_(1.0), lambda *_: None)  # after the state's own
     ddp(torch.ones(2, 24)).backward()
     message = message_of(optimizer.step)
     state.close()

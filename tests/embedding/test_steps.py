@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import clip_grad_norm_, shard_embeddings
-from ddp_hooks.feed import companions
+from ddp_hooks.feed import around_step, companions
 from tests.dear.test_refusals import message_of
 from tests.embedding.hooks import HOOKS, UnknownSGD
 from tests.embedding.test_exact import LOOPS
@@ -44,7 +44,8 @@ def interrupted(side: Side, data: Iterator[Batch]) -> None:
     for number, batch in enumerate(data):
         side.zero_grad()
         side.ddp(batch).backward()
-        handle = side.optimizers[0].register_step_pre_hook(interrupt) if number in (2, 3, 6, 9) else None
+        # After the hooks of states and tables.
+        handles = around_step(side.optimizers[0], interrupt, interrupt) if number in (2, 3, 6, 9) else []
         for optimizer in side.optimizers:
             try:
                 optimizer.step()
@@ -53,7 +54,7 @@ def interrupted(side: Side, data: Iterator[Batch]) -> None:
                     assert "was interrupted by an exception" in message_of(side.tables.flush)
                     side.tables.full_optimizer_state_dict()  # completes it
                     side.tables.flush()
-        if handle is not None:
+        for handle in handles:
             handle.remove()
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, topk_hook
 from ddp_hooks.embedding import zeroing
 from ddp_hooks.embedding.zeroing import ZeroingWitness
-from ddp_hooks.feed import GradientGuard, GuardsAside, aside
+from ddp_hooks.feed import GradientGuard, GuardsAside, around_step, aside
 from tests.embedding.hooks import HOOKS
 from tests.embedding.test_exact import accumulate_with_sync, plain
 from tests.embedding.test_steps import Interruption, interrupt, run
@@ -170,7 +170,7 @@ def closed_after_an_interruption(rank: int, world_size: int, hook: str) -> list[
         found.append(len(aside._aside))
         raise Interruption
 
-    optimizer.register_step_pre_hook(look_and_interrupt)
+    around_step(optimizer, look_and_interrupt, interrupt)
     with pytest.raises(Interruption):
         optimizer.step()
     found.append(len(aside._aside))
@@ -341,10 +341,11 @@ def zeroed_after_interruption(rank: int, world_size: int, hook: str, way: str, s
                 {"ddp": ddp, "module": ddp.module, "optimizer": optimizer}[way].zero_grad()
             ddp(torch.randint(-3, 4, (2, 600), generator=generator).float() * world_size).backward()
             if step in (3, 5):
-                handle = optimizer.register_step_pre_hook(interrupt)
+                handles = around_step(optimizer, interrupt, interrupt)  # after the state's own
                 with pytest.raises(Interruption):
                     optimizer.step()
-                handle.remove()
+                for handle in handles:
+                    handle.remove()
             else:
                 optimizer.step()
             for scheduler in (before, after):

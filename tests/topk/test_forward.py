@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
+from ddp_hooks.feed import around_step
 from tests.dear.test_models import Conditional
 from tests.dear.test_refusals import Wrapping, message_of
 from tests.devices import rank_device
@@ -178,13 +179,14 @@ def zeroed_by_a_hook(run: Run, step: int) -> None:
 
 def failing_step(run: Run, step: int) -> None:
     def fail(*_: Any) -> None:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         raise KeyError("interrupted")
 
     run.optimizer.zero_grad()
     run.backward()
     if step in (2, 5):
-        handle = run.optimizer.register_step_pre_hook(fail)
+        handles = around_step(run.optimizer, fail, fail)  # after the state's own
         with pytest.raises(KeyError):
             run.optimizer.step()
     if step != 5:
@@ -405,7 +407,7 @@ def messages(rank: int, world_size: int) -> list[str]:
 def test_what_is_not_there_yet_says_so(workers: WorkerPools) -> None:
     for clip, scale, save in workers(2).run(messages):
         assert "clip" in clip.lower() and "state.wait_for_gradients()" in clip
-        assert 'use pipeline="backward"' in scale
+        assert 'Use pipeline="backward"' in scale
         assert "between a backward and optimizer.step()" in save
 
 
