@@ -1,7 +1,7 @@
 """One way to talk: algorithms as generators, three executors, lanes, accounting and agreement."""
 
 from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
-from ddp_hooks.comm.advice import see
+from ddp_hooks.comm.advice import see, wrong_state
 from ddp_hooks.comm.agreement import agree, compare
 from ddp_hooks.comm.bruck import bruck_all_gather, num_rounds
 from ddp_hooks.comm.choice import Collective, CollectiveRule
@@ -100,4 +100,5 @@ __all__ = [
     "two_level_reduce_scatter",
     "whole",
     "without_messages",
+    "wrong_state",
 ]

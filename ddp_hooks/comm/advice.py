@@ -17,3 +17,17 @@ def see(anchor: str, quoted: object = None) -> str:
         ``" (see docs/troubleshooting.md#anchor)"``, or nothing.
     """
     return "" if f"(see {_PAGE}#" in str(quoted) else f" (see {_PAGE}#{anchor})"
+
+
+def wrong_state(hook: str, made_by: str, found: object) -> TypeError:
+    """The error of a communication hook that DDP was given another state for.
+
+    Args:
+        hook: its name.
+        made_by: the expression that makes its state.
+        found: what it was given.
+    """
+    return TypeError(
+        f"{hook} got {type(found).__name__} as its state: call ddp.register_comm_hook({made_by}, {hook})"
+        f"{see('gradients-were-not-reduced')}"
+    )

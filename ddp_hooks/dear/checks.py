@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -147,6 +146,9 @@ def _problem_of_optimizer(
             "master_dtype is for sharded updates, in which every rank keeps a part of the masters: leave it out, or "
             'use an element-wise optimizer with DearConfig(update="sharded")'
         )
+    changed = compat.problem_of_reduced_set(ddp, "DearState")
+    if changed is not None:
+        return changed
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     for name, parameter in compat.managed_parameters(ddp).items():
         if id(parameter) not in held:
@@ -163,6 +165,11 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
         return "the model has no parameters to train"
     names, tensors = list(parameters), list(parameters.values())
     for name, tensor in parameters.items():
+        if tensor.is_complex():
+            return (
+                f"{name} is {tensor.dtype}, and gradients are reduced as real numbers: hold it as "
+                f"nn.Parameter(torch.view_as_real(...)), and use torch.view_as_complex(...) of it in the forward"
+            )
         if compat.optimizes_in_backward(tensor):
             return f"{name} is updated inside backward by its own optimizer: use a plain optimizer.step()"
     devices = {tensor.device for tensor in tensors}
@@ -204,9 +211,3 @@ def _problem_of_settings(
             f"leave it out, or vouch for {kind} with assume_parameterwise=True"
         )
     return None
-
-
-def missing_names(names: Sequence[str], seen: set[int]) -> str:
-    """The parameters that are not among ``seen``, shortened for a message."""
-    missing = [name for index, name in enumerate(names) if index not in seen]
-    return ", ".join(missing[:5]) + (f" and {len(missing) - 5} more" if len(missing) > 5 else "")

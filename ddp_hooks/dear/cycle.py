@@ -59,6 +59,7 @@ from ddp_hooks.dear.stats import DearStats, StatsLog
 from ddp_hooks.dear.tuned import begin_tuning
 from ddp_hooks.dear.watch import GradientWatch
 from ddp_hooks.feed import ELEMENTWISE, FeedPipe
+from ddp_hooks.feed.causes import LatestForward, why_not_ended, why_not_reduced
 from ddp_hooks.feed.companions import Companion
 
 logger = logging.getLogger("ddp_hooks")
@@ -127,6 +128,8 @@ class StepCycle:
 
         self._reduction: Reduction | None = None  # from the first bucket of a backward until it is attached
         self._in_backward = False
+        self._in_forward = False  # one that was called through DDP's hooks
+        self._latest_forward: LatestForward = "none"
         self._inspects = config.max_grad_norm is not None or config.on_nonfinite is not None
         # Optimizers that look at one gradient after the other, and are seen to; or at none before the next forward.
         early = type(optimizer) in ELEMENTWISE if self._replicated is None else self._replicated.deferred
@@ -159,8 +162,13 @@ class StepCycle:
             self._begin_backward()
         assert self._reduction is not None
         buffer = bucket.buffer()
-        parameters = tuple(self._index_of[id(p)] for p in bucket.parameters())
-        self._reduction.add_bucket(parameters, buffer, bucket.is_last())
+        parameters = [self._index_of.get(id(p)) for p in bucket.parameters()]
+        if None in parameters:
+            raise RuntimeError(
+                "DDP reduces a parameter that was frozen, or not there, when DearState was created: change the model "
+                f"before wrapping it{see('set-up-changed-later')}"
+            )
+        self._reduction.add_bucket(tuple(cast(list[int], parameters)), buffer, bucket.is_last())
         if self._reduction.num_parameters == len(self._parameters):
             # Only now, as DDP does: earlier buckets may come inside of a recomputation's own backward. DDP queues its
             # end-of-backward callback after ours; a callback queued from a callback runs after both.
@@ -171,6 +179,8 @@ class StepCycle:
         return future
 
     def _begin_backward(self) -> None:
+        if self._latest_forward == "none" or self._reduction is not None:
+            self._refuse_unhooked_forward()
         self._finish_gathers()  # parameters that the forward did not touch may still be in flight
         arranged = self._arrangement
         if arranged.layout is None and self._reduction is None:
@@ -215,6 +225,7 @@ class StepCycle:
 
     def _end_backward(self) -> None:
         self._in_backward = False
+        self._latest_forward = "none"
         self._watch.arm(False)
         reduction = self._reduction
         assert reduction is not None
@@ -270,7 +281,7 @@ class StepCycle:
         the last ones travel. With replicated updates gathers wait for them, where nothing else is to be done.
         """
         self._refuse_unfinished_backward()
-        self._keeper.refuse_unreduced()
+        self._refuse_unreduced()
         reduction = self._reduction
         if reduction is None:
             self._keeper.release()
@@ -300,12 +311,26 @@ class StepCycle:
     def _refuse_unfinished_backward(self) -> None:
         if self._in_backward and self._reduction is not None:
             seen = {parameter for bucket in self._reduction.buckets for parameter in bucket}
-            raise RuntimeError(
-                f"the last backward ended without gradients for {checks.missing_names(self._names, seen)} or "
-                f"parameters of the same bucket, so they were not reduced: pass find_unused_parameters=True to "
-                f"DistributedDataParallel; if it ended with an exception, wrap the model again"
-                f"{see('a-backward-did-not-end')}"
+            missing = [name for index, name in enumerate(self._names) if index not in seen]
+            cause = why_not_ended(self._ddp, self._parameters, self._names, missing)
+            raise RuntimeError(f"gradients were not reduced over the ranks: {cause}{see('a-backward-did-not-end')}")
+
+    def _refuse_unreduced(self) -> None:
+        name = self._keeper.unreduced()
+        if name is not None:
+            cause = why_not_reduced(
+                self._ddp, self._parameters, self._names, self._latest_forward, "DearState", "dear_hook"
             )
+            raise RuntimeError(
+                f"the gradient of {name} was not reduced over the ranks: {cause}{see('gradients-were-not-reduced')}"
+            )
+
+    def _refuse_unhooked_forward(self) -> None:
+        raise RuntimeError(
+            "call ddp(...), not ddp.forward(...), which goes around the hooks of the DDP module: without them the "
+            "gradients of one backward are not kept apart from those of the next, and parameters are read before they "
+            f"have arrived{see('late-gradients')}"
+        )
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
@@ -422,9 +447,11 @@ class StepCycle:
     # -- 6. a forward through DDP -----------------------------------------------------------------------------------
 
     def _before_forward(self, *_: Any) -> None:
+        self._in_forward = True
         if not torch.is_grad_enabled():
             self._pipe.begin_forward(training=False)
             return
+        self._latest_forward = "synchronised" if self._ddp.require_backward_grad_sync else "no_sync"
         if self._replicated is not None:
             self._replicated.close_step()  # one that did not end
         if self._reduction is not None:
@@ -438,9 +465,14 @@ class StepCycle:
         self._pipe.begin_forward(self._ddp.training and self.config.overlap_forward)
 
     def _before_model(self, *_: Any) -> None:
+        if torch.is_grad_enabled() and not self._in_forward:
+            ddp = compat.ddp_in_forward()
+            if ddp is not None and ddp.module is self._root:
+                self._refuse_unhooked_forward()
         self._keeper.guard_kept(self._ddp.require_backward_grad_sync)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        self._in_forward = False
         self._pipe.end_forward()
         if self._replicated is not None:
             self._finish_gathers()  # into the memory that the coming backward will write

@@ -70,23 +70,12 @@ class GradientKeeper:
             return torch.zeros_like(gradient)
         return gradient
 
-    def refuse_unreduced(self) -> None:
-        """Raise if a parameter holds a gradient that no rank has reduced."""
-        unused = [name for name, p in zip(self._names, self._parameters, strict=True) if p.grad is None]
+    def unreduced(self) -> str | None:
+        """The name of a parameter that holds a gradient that no rank has reduced; None if there is none."""
         for name, parameter in zip(self._names, self._parameters, strict=True):
             if parameter.grad is not None and not isinstance(parameter.grad, GradientGuard):
-                left_out = (
-                    f"or it gave no gradient to {unused[0]}, without which DDP does not reduce the bucket: pass "
-                    f"find_unused_parameters=True to DistributedDataParallel; "
-                    if unused
-                    else ""
-                )
-                raise RuntimeError(
-                    f"the gradient of {name} was not reduced over the ranks: either the last backward ran "
-                    f"under no_sync(); {left_out}or the hook is missing: call "
-                    f"ddp.register_comm_hook(state, dear_hook) after creating DearState"
-                    f"{see('gradients-were-not-reduced')}"
-                )
+                return name
+        return None
 
     # -- reduced, but not stepped on yet ----------------------------------------------------------------------------
 

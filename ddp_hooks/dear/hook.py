@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from ddp_hooks.comm import wrong_state
 from ddp_hooks.dear.state import DearState
 
 
@@ -14,4 +15,6 @@ def dear_hook(state: DearState, bucket: dist.GradBucket) -> torch.futures.Future
 
     Usage: ``ddp.register_comm_hook(DearState(ddp, optimizer), dear_hook)``.
     """
+    if not isinstance(state, DearState):
+        raise wrong_state("dear_hook", "DearState(ddp, optimizer)", state)
     return state.reduce_bucket(bucket)

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from ddp_hooks.comm import wrong_state
 from ddp_hooks.embedding.replicated import EmbeddingState
 
 
@@ -11,4 +12,6 @@ def embedding_hook(state: EmbeddingState, bucket: dist.GradBucket) -> torch.futu
 
     Usage: ``ddp.register_comm_hook(EmbeddingState(ddp), embedding_hook)``.
     """
+    if not isinstance(state, EmbeddingState):
+        raise wrong_state("embedding_hook", "EmbeddingState(ddp)", state)
     return state.reduce_bucket(bucket)

@@ -38,6 +38,7 @@ from ddp_hooks.comm import (
 )
 from ddp_hooks.embedding.gradients import RowSum
 from ddp_hooks.embedding.packing import as_rows, packed, packed_length, parts_of
+from ddp_hooks.feed.local import LocalGradients
 
 
 @dataclass
@@ -93,6 +94,8 @@ class EmbeddingState:
         compat.leave_to_another(ddp, set(names))
         self._handle = at_exit(self.close, self._lanes.abandon, self._is_stuck)
         self._ddp = weakref.ref(ddp)
+        trained = compat.managed_parameters(ddp) | names
+        self._local = LocalGradients(ddp, list(trained.values()), list(trained)) if self._lanes.world_size > 1 else None
 
     def use_for_dense(self, hook: Callable[[Any, dist.GradBucket], Any], state: Any) -> None:
         """Reduce dense buckets with another hook, such as ``dear_hook`` or ``topk_hook``, instead of DDP's all-reduce.
@@ -120,6 +123,8 @@ class EmbeddingState:
                 "EmbeddingState was closed: wrap the model in a new DistributedDataParallel to train on"
                 f"{see('the-state-was-closed')}"
             )
+        if self._local is not None:
+            self._local.bucket_came()
         buffer = bucket.buffer()
         if not buffer.is_sparse:
             return self._dense(bucket) if self._dense is not None else self._all_reduce(buffer)
@@ -139,6 +144,8 @@ class EmbeddingState:
             return
         self._closed = True
         self._handle.remove()
+        if self._local is not None:
+            self._local.close()
         self._lanes.close()
         ddp = self._ddp()
         if ddp is not None:
@@ -270,6 +277,9 @@ def _find_problem(ddp: Any, timeout_s: object, stall_warning_s: object) -> str |
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
+    changed = compat.problem_of_reduced_set(ddp, "EmbeddingState")
+    if changed is not None:
+        return changed
     if not compat.sparse_parameters(ddp):
         return (
             "the model has no sparse table: construct embeddings with nn.Embedding(..., sparse=True), or split them "

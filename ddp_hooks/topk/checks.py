@@ -107,6 +107,9 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
+    changed = compat.problem_of_reduced_set(ddp, "TopKState")
+    if changed is not None:
+        return changed
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
     if compat.delays_all_reduce(ddp):

@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 
+from ddp_hooks.comm import wrong_state
 from ddp_hooks.topk.state import TopKState
 
 
@@ -13,4 +14,6 @@ def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future
 
     Usage: ``ddp.register_comm_hook(TopKState(ddp, TopKConfig(density=0.01)), topk_hook)``.
     """
+    if not isinstance(state, TopKState):
+        raise wrong_state("topk_hook", "TopKState(ddp, TopKConfig(density=0.01))", state)
     return state.reduce_bucket(bucket)

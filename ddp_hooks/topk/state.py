@@ -25,6 +25,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, compat, see
 from ddp_hooks.feed import companions
+from ddp_hooks.feed.causes import why_not_ended
+from ddp_hooks.feed.local import LocalGradients
 from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.algorithms import Sparsity
 from ddp_hooks.topk.backward import Backward
@@ -85,7 +87,8 @@ class TopKState:
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
         self._scaler = scaler
         self._finds_unused = ddp.find_unused_parameters and dist.get_world_size(group) > 1
-        self._ddp = weakref.proxy(ddp)  # the collector does not see that DDP's reducer holds the hook's state
+        # Weakly: the collector does not see that DDP's reducer holds the hook's state.
+        self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
         settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
         device = self._parameters[0].device
         self._recorder = Recorder(False)
@@ -113,6 +116,7 @@ class TopKState:
         self._mark = (self._lanes.traffic, 0.0)
         self._closed = False
         self._backward: Backward | None = None  # from its first bucket on
+        self._local = LocalGradients(ddp, self._parameters, self._names) if self._lanes.world_size > 1 else None
         ddp.join = ddp.join_hook = checks.refuse_join  # type: ignore[method-assign]
         has_teams = config.algorithm in ("spardl", "auto")
         if has_teams and config.teams == self._lanes.world_size > 1 and self._lanes.rank == 0:
@@ -218,6 +222,8 @@ class TopKState:
         finally:
             for handle in self._handles:
                 handle.remove()
+            if self._local is not None:
+                self._local.close()
             self._grouping.close()
             self._lanes.close()
             if self._early_lane is not None:
@@ -232,14 +238,16 @@ class TopKState:
                 "TopKState was closed: wrap the model in a new DistributedDataParallel to train on"
                 f"{see('the-state-was-closed')}"
             )
+        if self._local is not None:
+            self._local.bucket_came()
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         indices = [self._index_of.get(id(parameter)) for parameter in bucket.parameters()]
         if None in indices:
             raise RuntimeError(
-                "DDP reduces a parameter that was frozen when TopKState was created: freeze it before wrapping the "
-                f"model, or after creating the state{see('set-up-changed-later')}"
+                "DDP reduces a parameter that was frozen, or not there, when TopKState was created: change the model "
+                f"before wrapping it{see('set-up-changed-later')}"
             )
         if self._backward is None:
             self._backward = self._begin_backward()
@@ -427,11 +435,8 @@ class TopKState:
                 "the last backward ended with an error in its exchange: wrap the model again"
                 f"{see('a-backward-did-not-end')}"
             )
-        raise RuntimeError(
-            f"the last backward ended without gradients for {', '.join(missing[:5])} or parameters of the same bucket, "
-            f"so they were not reduced: pass find_unused_parameters=True to DistributedDataParallel; if it ended with "
-            f"an exception, wrap the model again{see('a-backward-did-not-end')}"
-        )
+        cause = why_not_ended(self._ddp, self._parameters, self._names, missing)
+        raise RuntimeError(f"gradients were not reduced over the ranks: {cause}{see('a-backward-did-not-end')}")
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         if output is None:
