@@ -67,8 +67,8 @@ def remedy_for_unused(ddp: DistributedDataParallel) -> str:
     """What lets a parameter be without a gradient."""
     if ddp.static_graph:
         return (
-            "static_graph=True needs every parameter in every backward: pass static_graph=False and "
-            "find_unused_parameters=True to DistributedDataParallel, or keep unused ones out with requires_grad_(False)"
+            "static_graph=True needs the same parameters in every backward, at first those of all that the model "
+            "returns: pass find_unused_parameters=True to DistributedDataParallel in its place"
         )
     if ddp.find_unused_parameters:
         return "its output was not found in what the model returned: return tensors, or tuples, lists or dicts of them"

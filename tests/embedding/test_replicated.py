@@ -161,6 +161,17 @@ def refusals(rank: int, world_size: int) -> list[str]:
         message_of(lambda: EmbeddingState(sparse, timeout_s=0)),
         message_of(lambda: EmbeddingState(sparse, stall_warning_s="x")),  # type: ignore[arg-type]
     ]
+    local = DistributedDataParallel(Common())
+    steps = torch.optim.SparseAdam(local.parameters())
+    state = EmbeddingState(local, timeout_s=20)
+    local.register_comm_hook(state, embedding_hook)
+    for late in (False, True):  # a micro-batch under no_sync() first, or last
+        steps.zero_grad()
+        for alone in (not late, late):
+            local.require_backward_grad_sync = not alone
+            local(torch.arange(rank, 200)).backward()
+        messages.append(message_of(steps.step))
+    state.close()
     dist.barrier()
     return messages
 
@@ -169,5 +180,6 @@ def test_refusals(workers: WorkerPools) -> None:
     expected = ["has no sparse table", "wrap the model first", "already has a communication hook"]
     expected += ["create an EmbeddingState before"] * 2
     expected += ["timeout_s must be > 0 and finite, got 0", "stall_warning_s must be > 0, got 'x'"]
+    expected += ["nothing was raised", "table.weight was not reduced over the ranks"]
     for messages in workers(2).run(refusals):
         assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
