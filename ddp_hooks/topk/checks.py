@@ -107,9 +107,6 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
-    changed = compat.problem_of_reduced_set(ddp, "TopKState")
-    if changed is not None:
-        return changed
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
     if compat.delays_all_reduce(ddp):
@@ -127,6 +124,9 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
     parameters = compat.managed_parameters(ddp)
     if not parameters:
         return "the model has no parameters to train"
+    changed = compat.problem_of_reduced_set(ddp, "TopKState")
+    if changed is not None:
+        return changed
     for name, parameter in parameters.items():
         if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
             return (
