@@ -2,7 +2,7 @@
 
 A sample gives a threshold that a little more than k entries reach. One pass adds the gradient to the residual and
 compares with the threshold; the few entries that reach it form a *shortlist*, of which the k largest are picked
-exactly. Once it has k entries, it takes only what exceeds the threshold: ties go to the lowest index, so that many equal
+exactly. Once it has k entries, it takes only what exceeds the threshold: ties go to the lowest index, so many equal
 magnitudes cost no more than different ones. The result is that of an exact selection; only the work depends on the
 sample.
 A block's pass is made when the block is selected from, so that what other workers have sent is part of it.
