@@ -5,15 +5,24 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from rich import table as rich_table
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 
 from recipes.benchmarks.dear_table2 import environment, now
 
 Rows = Sequence[Sequence[str]]
+
+
+class Table(NamedTuple):
+    """Cells below a title; the first column is text."""
+
+    title: str
+    columns: Sequence[str]
+    rows: Rows
 
 
 def time_in_turns(
@@ -35,7 +44,7 @@ def time_in_turns(
 
 def show(title: str, columns: Sequence[str], rows: Rows) -> None:
     """Print a table; the first column is text."""
-    table = Table(title=title)
+    table = rich_table.Table(title=title)
     for index, column in enumerate(columns):
         table.add_column(column, justify="right" if index else "left")
     for row in rows:
@@ -43,15 +52,15 @@ def show(title: str, columns: Sequence[str], rows: Rows) -> None:
     Console().print(table)
 
 
-def write_page(
-    path: Path, heading: str, introduction: str, title: str, columns: Sequence[str], rows: Rows, called: str
-) -> None:
-    """Write a Markdown page with the table, and with the command that was ``called``."""
-    lines = [f"| {' | '.join(columns)} |", f"| :-- |{' --: |' * (len(columns) - 1)}"]
-    lines += [f"| {' | '.join(row)} |" for row in rows]
+def write_page(path: Path, heading: str, introduction: str, tables: Sequence[Table], called: str) -> None:
+    """Write a Markdown page with tables, and with the command that was ``called``."""
+    sections = [f"# {heading}", introduction]
+    for title, columns, rows in tables:
+        lines = [f"| {' | '.join(columns)} |", f"| :-- |{' --: |' * (len(columns) - 1)}"]
+        sections += [f"## {title}", "\n".join([*lines, *(f"| {' | '.join(row)} |" for row in rows)])]
     versions = ", ".join(f"{name} {value}" for name, value in environment().items())
-    sections = [f"# {heading}", introduction, f"## {title}", "\n".join(lines), "## Repeating it", f"```\n{called}\n```"]
-    path.write_text("\n\n".join([*sections, f"{now()}; {versions}."]) + "\n")
+    sections += ["## Repeating it", f"```\n{called}\n```", f"{now()}; {versions}."]
+    path.write_text("\n\n".join(sections) + "\n")
 
 
 def _wait_for(device: torch.device) -> None:

@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 
 from fsdp_ext.codecs import CodecName, codec_of
-from recipes.benchmarks.alternating import show, time_in_turns, write_page
+from recipes.benchmarks.alternating import Table, show, time_in_turns, write_page
 from recipes.benchmarks.dear_table2 import command
 
 _CODECS: tuple[CodecName, ...] = ("bf16", "int8")
@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     show(title, COLUMNS, rows)
     if options.markdown:
         called = command("codecs", arguments)
-        write_page(options.markdown, "Codecs", INTRODUCTION, title, COLUMNS, rows, called)
+        write_page(options.markdown, "Codecs", INTRODUCTION, [Table(title, COLUMNS, rows)], called)
 
 
 INTRODUCTION = """\

@@ -5,7 +5,8 @@
 
 Everything alternates in one process with one thread. `ours` does three things: it adds the gradient to the residual,
 finds exactly the k largest magnitudes, and copies them out; `abs().sum()` only reads the vector once, and
-`torch.topk` and `np.argpartition` only find positions. Prints a table, and if asked writes a Markdown page.
+`torch.topk` and `np.argpartition` only find positions. A second table compares vectors in which many magnitudes are
+equal with a random one. Prints both, and if asked writes a Markdown page.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +23,11 @@ from torch import Tensor
 
 from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.selection import BlockSelector
-from recipes.benchmarks.alternating import show, time_in_turns, write_page
+from recipes.benchmarks.alternating import Table, show, time_in_turns, write_page
 from recipes.benchmarks.dear_table2 import command
 
 COLUMNS = ("what", "ms", "min–max", "× abs().sum()")
+TIES_COLUMNS = ("vector", "ms", "min–max", "× random")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -40,18 +43,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(f"--density must be in (0, 1], got {options.density}")
     torch.set_num_threads(1)
     numel, device = int(options.numel), torch.device(options.device)
-    rows = rows_of(measure(numel, options.density, options.rounds, device))
-    title = f"{numel / 1e6:g} M float32, {options.density:g} selected, {device.type}"
-    show(title, COLUMNS, rows)
+    of_what = f"{numel / 1e6:g} M float32, {options.density:g} selected, {device.type}"
+    how = (numel, options.density, options.rounds, device)
+    tables = [
+        Table(of_what, COLUMNS, rows_of(measure(*how))),
+        Table(f"Equal magnitudes: {of_what}", TIES_COLUMNS, rows_of(measure_ties(*how))),
+    ]
+    for table in tables:
+        show(*table)
     if options.markdown:
-        called = command("selection", arguments)
-        write_page(options.markdown, "Selections", INTRODUCTION, title, COLUMNS, rows, called)
+        write_page(options.markdown, "Selections", INTRODUCTION, tables, command("selection", arguments))
 
 
 INTRODUCTION = """\
 One thread; all alternate in one run, and the table shows medians. `ours` adds the gradient to the residual, finds \
 exactly the largest magnitudes, and copies out their positions and values. `abs().sum()` reads the vector once; \
-`torch.topk` and `np.argpartition` find positions only, of magnitudes that are there already."""
+`torch.topk` and `np.argpartition` find positions only, of magnitudes that are there already. The second table is \
+`ours` alone, of vectors in which many magnitudes are equal, as those of frozen or dead units are."""
 
 
 def measure(numel: int, density: float, rounds: int, device: torch.device) -> dict[str, list[float]]:
@@ -77,15 +85,43 @@ def measure(numel: int, density: float, rounds: int, device: torch.device) -> di
     return time_in_turns(ways, rounds, device, residual.zero_)
 
 
+def measure_ties(numel: int, density: float, rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Seconds of every selection, the random vector first."""
+    k = max(1, round(density * numel))
+    residual = torch.zeros(numel, device=device)
+
+    def select(vector: Tensor) -> None:
+        assert len(BlockSelector(residual, (0, numel), (k,), Scattered((vector,))).select(0)) == k
+
+    ways = {name: partial(select, vector.to(device)) for name, vector in with_ties(numel, k).items()}
+    return time_in_turns(ways, rounds, device, residual.zero_)
+
+
+def with_ties(numel: int, k: int) -> dict[str, Tensor]:
+    """A random vector, and some of as many elements that are mostly equal; ``k`` are going to be selected."""
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randn(numel, generator=generator)
+    mostly_equal = torch.where(torch.rand(numel, generator=generator) < 0.9, 0.5, 0.2)
+    together = torch.zeros(numel)
+    together[numel // 3 :][: k // 2] = random[: k // 2]
+    return {
+        "random": random,
+        "all zeros": torch.zeros(numel),
+        "90 % equal": mostly_equal,
+        "all equal": torch.full((numel,), 0.5),
+        "fewer non-zeros than k, together": together,
+    }
+
+
 def rows_of(times_s: dict[str, list[float]]) -> list[tuple[str, ...]]:
-    """Cells of the table."""
-    plain_s = statistics.median(times_s["abs().sum()"])
+    """Cells of a table, with ratios to its first row."""
+    first_s = statistics.median(next(iter(times_s.values())))
     return [
         (
             name,
             f"{1e3 * statistics.median(times):.1f}",
             f"{1e3 * min(times):.1f}–{1e3 * max(times):.1f}",
-            f"{statistics.median(times) / plain_s:.2f}",
+            f"{statistics.median(times) / first_s:.2f}",
         )
         for name, times in times_s.items()
     ]
