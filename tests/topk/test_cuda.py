@@ -29,13 +29,15 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is n
 
 @needs_gpu
 @pytest.mark.parametrize("density", [0.001, 0.01, 0.3, 1.0])
-@pytest.mark.parametrize("kind", ["normal", "few values", "zeros"])
+@pytest.mark.parametrize("kind", ["normal", "few values", "zeros", "equal"])
 def test_selections(density: float, kind: str) -> None:
     generator = torch.Generator().manual_seed(1)
     residual, gradient = torch.randn(300_007, generator=generator), torch.randn(300_007, generator=generator)
     if kind != "normal":
         residual, gradient = residual.round(), gradient.round()
-    if kind == "zeros":
+    if kind == "equal":
+        residual, gradient = residual.sign(), torch.zeros_like(gradient)
+    elif kind == "zeros":
         present = torch.rand(300_007, generator=generator) < density / 3
         residual, gradient = residual * present, gradient * present
     bounds, chosen = (0, 100_000, 300_007), []
