@@ -15,6 +15,7 @@ import torch
 
 from ddp_hooks import BucketTuner, DearConfig, TableConfig, TopKConfig
 from ddp_hooks.coordination import CoordinatorConfig
+from ddp_hooks.integrations import Tables
 from fsdp_ext import ExtConfig, TuneConfig
 
 HOOKS: list[Any] = [CoordinatorConfig, DearConfig, ExtConfig, TableConfig, TopKConfig]
@@ -91,6 +92,16 @@ def test_paths(config: Any) -> None:
     with pytest.raises(TypeError, match="profile must be None or a path, got 3"):
         config(profile=3)
     assert config(profile=os.devnull).profile == os.devnull
+
+
+@pytest.mark.parametrize(("settings", "message"), [
+    ({"ids": ["input_ids"]}, "ids must be None or a function of a batch"),
+    ({"config": DearConfig()}, "config must be a TableConfig"),
+    ({"follow_schedule": 1}, "follow_schedule must be True or False, got 1"),
+])  # fmt: skip
+def test_tables_of_other_loops(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises((TypeError, ValueError), match=message):
+        Tables(**settings)
 
 
 def test_the_largest_norm() -> None:

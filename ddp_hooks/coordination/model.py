@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import agree, mebibytes, see
+from ddp_hooks.comm import agree, mebibytes, positive, see, whole
 from ddp_hooks.comm import compat as comm_compat
 from ddp_hooks.coordination import groups as grouping
 from ddp_hooks.coordination.config import CoordinatorConfig
@@ -26,6 +26,7 @@ from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.stats import CoordinationStats
 
 _USED = "used parameters"
+_GROUP_MB = 5.0
 _BROADCAST_MB = 32  # of a message in which the first rank's values travel
 _ATTRIBUTE = "_ddp_hooks_coordinated"
 
@@ -35,7 +36,7 @@ def coordinate(
     optimizer: torch.optim.Optimizer | None = None,
     *,
     num_groups: int | None = None,
-    group_mb: float = 5.0,
+    group_mb: float | None = None,
     groups: Sequence[Sequence[str]] | None = None,
     broadcast_buffers: bool = True,
     group: dist.ProcessGroup | None = None,
@@ -58,8 +59,8 @@ def coordinate(
         model: whose parameters and buffers become those of rank 0; its forward begins a step.
         optimizer: compared with the model, so that it updates nothing that is not reduced.
         num_groups: tensors are split into so many groups of equal numbers (Horovod, section 3.2).
-        group_mb: without ``num_groups``, neighbours of one branch travel together up to this size in MiB: those within
-            one child of a list of modules, or of the model.
+        group_mb: without ``num_groups`` and ``groups``, neighbours of one branch travel together up to this size in
+            MiB: those within one child of a list of modules, or of the model. None: 5.
         groups: names of parameters that travel together; those that are in none travel alone.
         broadcast_buffers: whether rank 0's buffers are those of all ranks in every forward in training mode, as in DDP.
         group: the ranks; None: all of them.
@@ -366,11 +367,18 @@ def _groups_of(
     model: nn.Module,
     parameters: dict[str, nn.Parameter],
     num_groups: int | None,
-    group_mb: float,
+    group_mb: float | None,
     groups: Sequence[Sequence[str]] | None,
 ) -> list[list[str]]:
     """In the order in which gradients usually come, the last parameters first; each of one type."""
     names = list(parameters)[::-1]
+    if num_groups is not None and not whole(num_groups, 1):
+        raise ValueError(f"num_groups must be None, or a whole number >= 1, got {num_groups!r}")
+    if group_mb is not None and not positive(group_mb):
+        raise ValueError(f"group_mb must be None, or > 0 and finite, got {group_mb!r}")
+    if group_mb is not None and (groups is not None or num_groups is not None):
+        given = "groups" if groups is not None else "num_groups"
+        raise ValueError(f"group_mb={group_mb!r} has no effect with {given}: leave it out")
     if groups is not None and num_groups is not None:
         raise ValueError("pass num_groups or groups, not both")
     if groups is not None:
@@ -384,8 +392,9 @@ def _groups_of(
         return chosen
     if num_groups is not None:
         return [part for run in grouping.equal_counts(names, num_groups) for part in _of_one_dtype(run, parameters)]
+    limit_mb = group_mb if group_mb is not None else _GROUP_MB
     kinds = {name: (branch_of(model, name), parameters[name].dtype) for name in names}
-    return grouping.at_most_bytes({name: parameters[name].nbytes for name in names}, mebibytes(group_mb), kinds)
+    return grouping.at_most_bytes({name: parameters[name].nbytes for name in names}, mebibytes(limit_mb), kinds)
 
 
 def _of_one_dtype(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> list[list[str]]:

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import see
+from ddp_hooks.comm import check_booleans, see
 from ddp_hooks.dear import DearConfig
 from ddp_hooks.embedding import TableConfig
 from ddp_hooks.topk import TopKConfig
@@ -40,6 +40,13 @@ class Tables:
     options: Mapping[str, Any] = field(default_factory=dict)
     config: TableConfig = field(default_factory=TableConfig)
     follow_schedule: bool = True
+
+    def __post_init__(self) -> None:
+        if self.ids is not None and not callable(self.ids):
+            raise TypeError(f"ids must be None or a function of a batch, got {self.ids!r}")
+        if not isinstance(self.config, TableConfig):
+            raise TypeError(f"config must be a TableConfig(...), got {self.config!r}")
+        check_booleans(self)
 
 
 Part: TypeAlias = Dense | Tables | TableConfig | ExtConfig

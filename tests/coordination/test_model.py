@@ -287,6 +287,9 @@ def refused(rank: int, world_size: int) -> list[str]:
     expect(ValueError, lambda: coordinate(nn.Sequential(nn.Embedding(3, 4, sparse=True))))
     expect(ValueError, lambda: coordinate(DistributedDataParallel(model)))
     expect(ValueError, lambda: coordinate(model, num_groups=2, groups=[["trunk.bias"]]))
+    expect(ValueError, lambda: coordinate(model, num_groups=2, group_mb=1.0))
+    expect(ValueError, lambda: coordinate(model, num_groups=1.5))  # type: ignore[arg-type]
+    expect(ValueError, lambda: coordinate(model, group_mb=0))
     expect(ValueError, lambda: coordinate(model, groups=[["trunk.nothing"]]))
     expect(ValueError, lambda: coordinate(Branches(world_size + rank) if rank == 0 else nn.Linear(2, 3)))
     formats = (torch.contiguous_format, torch.channels_last)
@@ -318,6 +321,9 @@ def test_what_cannot_work_is_refused(workers: WorkerPools) -> None:
         "0 makes sparse gradients",
         "pass the model itself, ddp.module",
         "pass num_groups or groups, not both",
+        "group_mb=1.0 has no effect with num_groups: leave it out",
+        "num_groups must be None, or a whole number >= 1, got 1.5",
+        "group_mb must be None, or > 0 and finite, got 0",
         "group 0 has 'trunk.nothing'",
         "the set-up of coordinate differs between ranks",
         "weight is (4, 3, 3, 3) torch.float32 strides (27, 9, 3, 1), trained on ranks [0], (4, 3, 3, 3) torch.float32 "
