@@ -188,7 +188,7 @@ class _Meeting:
         except LaneError:
             raise
         except Exception as error:  # whatever a dead store raises
-            raise LaneError(self._without_store(error)) from error
+            raise LaneError(f"{self._without_store(error)}{see('a-rank-died')}") from error
         if verdict == _MET:
             self._notes.end()
             return [_Head(*pickle.loads(each)) for each in found]
@@ -257,7 +257,4 @@ class _Meeting:
     def _without_store(self, error: Exception) -> str:
         lost = lost_ranks(self._group, self._ranks, patience_s=1.0)
         who = died(lost) if lost else "the process that holds it (rank 0, or torchrun's agent) probably died"
-        return (
-            f"{self._head.call} cannot end: the rendezvous store does not answer ({type(error).__name__}), and {who}"
-            f"{see('a-rank-died')}"
-        )
+        return f"{self._head.call} cannot end: the rendezvous store does not answer ({type(error).__name__}), and {who}"
