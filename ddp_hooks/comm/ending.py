@@ -66,13 +66,15 @@ def while_all_live(action: Callable[[], T], group: dist.ProcessGroup, what: str)
 
 
 def _leave_without(thread: threading.Thread) -> None:
-    """A thread that came back from torch while the interpreter ends would abort the process."""
+    """A thread that came back from torch while the interpreter ends would abort the process.
+
+    It may hold the connection to the store for as long as it waits, so there are no last words.
+    """
     if thread.is_alive():
         _leave()
 
 
 def _leave() -> None:
-    last_words()
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -102,6 +104,7 @@ def at_exit(
             close()
         if is_stuck():
             logger.error("leaving with status 1 while another rank is still waited for")
+            last_words()
             _leave()
 
     atexit.register(finish)
