@@ -7,12 +7,14 @@ import logging
 import os
 import sys
 import threading
+import time
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from ddp_hooks.comm import compat
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import LaneError, died, last_words, lost_ranks
 
@@ -71,6 +73,8 @@ def _leave_without(thread: threading.Thread) -> None:
     It may hold the connection to the store for as long as it waits, so there are no last words.
     """
     if thread.is_alive():
+        if dist.is_initialized() and compat.serves(compat.default_store()):
+            time.sleep(2 * (_LOOK_S + _GRACE_S))  # others, too, find out by their own connections
         _leave()
 
 
