@@ -19,6 +19,7 @@ from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings, special_tag
 from ddp_hooks.comm.logarithmic import log_all_gather, log_reduce_scatter
 from ddp_hooks.comm.meeting import Patience, broadcast_object, calling, gather_objects, report_error
+from ddp_hooks.comm.metadata import read_metadata
 from ddp_hooks.comm.ordered import Segment, ordered_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
@@ -86,6 +87,7 @@ __all__ = [
     "pairwise_exchange",
     "positive",
     "profile_link",
+    "read_metadata",
     "refuse_unused",
     "report_error",
     "ring_all_gather",

@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, see, shaped_like
+from ddp_hooks.comm import agree, read_metadata, see, shaped_like
 from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import State
-from ddp_hooks.dear.order import ORDER_KEY, SumOrder
+from ddp_hooks.dear.order import SumOrder, take_order
 from ddp_hooks.dear.pieces import SETTINGS, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
 from ddp_hooks.dear.replicated import ReplicatedOptimizer
 from ddp_hooks.dear.sharded import ShardedOptimizer, cut_entry
@@ -55,6 +55,9 @@ class OptimizerCheckpoint:
         self._rank = dist.get_rank(group)
         self._consolidated: dict[int, State] | None = None  # every parameter's whole state
         self._consolidated_on: int | None = None
+        order = take_order(optimizer.param_groups)
+        if order is not None:  # a state was loaded before there was anybody to take it out
+            arrangement.resume(order)
 
     @property
     def _spread(self) -> ShardedOptimizer | None:
@@ -104,11 +107,12 @@ class OptimizerCheckpoint:
             return self._state_dict_of(self._consolidated)
         return self._with_order(state_dict)
 
-    def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+    def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Cut this rank's shards out of a full ``state_dict``; raises ValueError if it is not one of this model."""
+        order, state_dict = SumOrder.taken_from(state_dict)
         if self._sharded.is_whole and not self._sharded.has_masters:  # torch looks at it
-            self._begin_anew(state_dict)
-            return None
+            self._begin_anew(order)
+            return state_dict
         slots, groups = self._sharded.slots.groups, state_dict["param_groups"]
         expected, found = [len(slot) for slot in slots], [len(group["params"]) for group in groups]
         if expected != found:
@@ -126,21 +130,21 @@ class OptimizerCheckpoint:
         for slot, saved in saved_of.items():
             if isinstance(slot, int) and saved is not None:
                 self._refuse_other_shapes(saved, slot)
-        self._begin_anew(state_dict)
+        self._begin_anew(order)
         if self._sharded.is_whole and not self._sharded.has_masters:
-            return None
+            return state_dict
         if self._sharded.is_whole:
             self._keep_for_masters(saved_of)
             others = {i: saved_of[slot] for slot, i in pairs if isinstance(slot, Tensor) and saved_of[slot] is not None}
             return {**state_dict, "state": others}
         return self._cut(state_dict, saved_of)
 
-    def _begin_anew(self, state_dict: dict[str, Any]) -> None:
+    def _begin_anew(self, order: SumOrder | None) -> None:
         """Nothing that was saved or loaded before counts any more."""
         self.outdate()
         self._sharded.drop_early_states()
-        if ORDER_KEY in state_dict:
-            self._arrangement.resume(SumOrder.unpacked(state_dict[ORDER_KEY]))
+        if order is not None:
+            self._arrangement.resume(order)
 
     def after_load(self, _: torch.optim.Optimizer) -> None:
         """Put masters where they belong."""
@@ -168,13 +172,7 @@ class OptimizerCheckpoint:
 
     def load_pieces(self, path: str | os.PathLike[str], prefix: str) -> None:
         """Restore this rank's part from a checkpoint that :meth:`pieces` went into, under ``prefix``; collective."""
-        import torch.distributed.checkpoint as dcp  # takes a while to import, and only this needs it
-
-        problem, metadata = None, {}
-        try:
-            metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-        except OSError as error:
-            problem = f"cannot read the checkpoint {path}: {error}"
+        metadata, problem = read_metadata(path)
         start = f"{prefix}."
         saved = {name.removeprefix(start): entry for name, entry in metadata.items() if name.startswith(start)}
         if problem is None and SETTINGS not in saved:
@@ -186,9 +184,14 @@ class OptimizerCheckpoint:
         agree({"pieces": sorted(saved)}, problem, self._group, "the checkpoint")
 
         size = getattr(saved[SETTINGS], "size", ())
-        settings = self._load(path, prefix, {SETTINGS: torch.empty(size, dtype=torch.uint8)})
-        loaded = Settings.unpacked(settings[SETTINGS])
-        agree({}, loaded.difference(self._settings()), self._group, "the checkpoint")
+        content = self._load(path, prefix, {SETTINGS: torch.empty(size, dtype=torch.uint8)})
+        loaded = self._settings()
+        try:
+            loaded = Settings.unpacked(content[SETTINGS])
+            problem = loaded.difference(self._settings())
+        except Exception as error:
+            problem = f"{path} has damaged settings of the optimizer: {type(error).__name__}: {error}"
+        agree({}, problem, self._group, "the checkpoint")
         placement = self._sharded.placement(self._arrangement.layout)
         intervals = placement.intervals(self._rank)
         pieces = self._load(path, prefix, overlapping_pieces(saved, intervals, self._names))
@@ -200,7 +203,7 @@ class OptimizerCheckpoint:
             self._arrangement.resume(SumOrder.unpacked(loaded.order))
 
     def _load(self, path: str | os.PathLike[str], prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
-        import torch.distributed.checkpoint as dcp
+        import torch.distributed.checkpoint as dcp  # takes a while to import, and only this needs it
 
         template = {prefix: entries}
         dcp.load(template, checkpoint_id=path, process_group=self._group)
@@ -240,7 +243,7 @@ class OptimizerCheckpoint:
 
     def _with_order(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         order = self._arrangement.sum_order()
-        return state_dict if order is None else {**state_dict, ORDER_KEY: order.packed()}
+        return state_dict if order is None else order.added_to(state_dict)
 
     def _shaped(self, index: int, states: Mapping[int, State]) -> State:
         parameter = self._parameters[index]

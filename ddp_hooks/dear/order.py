@@ -9,7 +9,7 @@ gradients straight to their present owner. Same bytes, same bits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from ddp_hooks.comm import Collective, CollectiveRule, Lanes, Partition, Segment
 from ddp_hooks.comm.exchange import Algorithm
 from ddp_hooks.dear.layout import Atom, Layout, ParameterShape, cut_bucket
 
-ORDER_KEY = "ddp_hooks.order"  # in a full state_dict, beside what plain DDP has; others ignore it
+ORDER_KEY = "ddp_hooks.order"  # in the first group of a full state_dict: an optimizer keeps what groups have there
 
 
 @dataclass(frozen=True)
@@ -48,6 +48,19 @@ class SumOrder:
         buckets = tuple(tuple(bucket) for bucket in content["buckets"])
         return SumOrder(**{**content, "buckets": buckets, "rule": CollectiveRule(**content.get("rule", {}))})
 
+    def added_to(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+        """A full ``state_dict`` that says this order; plain DDP loads it, and keeps the order for whoever asks."""
+        first, *others = state_dict["param_groups"]
+        return {**state_dict, "param_groups": [{**first, ORDER_KEY: self.packed()}, *others]}
+
+    @staticmethod
+    def taken_from(state_dict: dict[str, Any]) -> tuple[SumOrder | None, dict[str, Any]]:
+        """The order that a full ``state_dict`` says, and the ``state_dict`` without it."""
+        rest = {**state_dict, "param_groups": [dict(group) for group in state_dict["param_groups"]]}
+        earlier = rest.pop(ORDER_KEY, None)  # where earlier versions have put it
+        order = take_order(rest["param_groups"])
+        return (SumOrder.unpacked(earlier) if earlier is not None else order), rest
+
     def fits(self, num_parameters: int, world_size: int) -> bool:
         """Whether it is one of these parameters and ranks."""
         indices = sorted(index for bucket in self.buckets for index in bucket)
@@ -68,6 +81,12 @@ class SumOrder:
             )
         ]
         return Layout(self.buckets, tuple(atoms))
+
+
+def take_order(groups: Iterable[dict[str, Any]]) -> SumOrder | None:
+    """Remove the order that an optimizer's groups say, in place; return it, or None if they say none."""
+    found = [group.pop(ORDER_KEY) for group in groups if ORDER_KEY in group]
+    return SumOrder.unpacked(found[-1]) if found else None
 
 
 class OrderedSums:

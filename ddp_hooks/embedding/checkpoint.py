@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, see
+from ddp_hooks.comm import Algorithm, agree, read_metadata, see
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.columns import gather_columns
 from ddp_hooks.embedding.table import Table
@@ -114,14 +114,15 @@ class TableCheckpoint:
 
     def load_parts(self, path: str | os.PathLike[str], prefix: str) -> None:
         """Read what :meth:`parts` has made, on any number of ranks; collective."""
-        from torch.distributed.checkpoint import FileSystemReader, load
+        from torch.distributed.checkpoint import load
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-        metadata = FileSystemReader(path).read_metadata().state_dict_metadata
+        metadata, problem = read_metadata(path)
         keys = [key.removeprefix(f"{prefix}.") for key in metadata if key.startswith(f"{prefix}.")]
         missing = [table.name for table in self._tables if f"{table.name}.weight" not in keys]
         if missing:
-            raise ValueError(f"{os.fspath(path)} has no table {', '.join(missing)} under {prefix!r}")
+            problem = problem or f"{os.fspath(path)} has no table {', '.join(missing)} under {prefix!r}"
+        agree({"entries": sorted(keys)}, problem, self._group, "the checkpoint")
         target: dict[str, Any] = {"param_groups": self._own_state()["param_groups"]}
         for table in self._tables:
             for key in keys:

@@ -212,6 +212,59 @@ def trained_with_state(
     return ddp, optimizer, state
 
 
+def resume_at_every_moment(rank: int, world_size: int) -> dict[str, bool]:
+    """Whether a run that loads a state ends in the bits of the run that saved it and went on, by when it loads."""
+
+    def start(weights: Any) -> tuple[DistributedDataParallel, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 33), nn.Tanh(), nn.Linear(33, 17), nn.Tanh(), nn.Linear(17, 7))
+        model.load_state_dict(weights or model.state_dict())
+        ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=1)
+        return ddp, torch.optim.AdamW(ddp.parameters(), lr=0.01)
+
+    def attach(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> DearState:
+        state = DearState(ddp, optimizer, CONFIG)
+        ddp.register_comm_hook(state, dear_hook)
+        return state
+
+    def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, steps: range) -> bytes:
+        for step in steps:
+            batch = torch.randn(4, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            optimizer.zero_grad()
+            ddp(batch).square().mean().backward()
+            optimizer.step()
+        return b"".join(value.numpy().tobytes() for value in ddp.module.state_dict().values())
+
+    ddp, optimizer = start(None)
+    state = attach(ddp, optimizer)
+    train(ddp, optimizer, range(3))
+    weights, saved = copy.deepcopy(ddp.module.state_dict()), copy.deepcopy(state.full_optimizer_state_dict())
+    unbroken = train(ddp, optimizer, range(3, 7))
+    state.close()
+    by_plain_ddp = start(weights)[1]
+    by_plain_ddp.load_state_dict(saved)
+    group = dict(saved["param_groups"][0])
+    earlier = {**saved, ORDER_KEY: group.pop(ORDER_KEY), "param_groups": [group]}  # as earlier versions wrote it
+    same = {}
+    for moment, content in [("before", saved), ("after", saved), ("after, by earlier versions", earlier),
+                            ("after plain DDP loaded and saved it", by_plain_ddp.state_dict())]:  # fmt: skip
+        ddp, optimizer = start(weights)
+        if moment == "before":
+            optimizer.load_state_dict(content)
+        state = attach(ddp, optimizer)
+        if moment != "before":
+            optimizer.load_state_dict(content)
+        assert ORDER_KEY not in optimizer.param_groups[0]
+        same[moment] = train(ddp, optimizer, range(3, 7)) == unbroken
+        state.close()
+    return same
+
+
+def test_when_a_state_is_loaded_changes_no_bit(workers: WorkerPools) -> None:
+    for same in workers(3).run(resume_at_every_moment):
+        assert all(same.values()), same
+
+
 # -- what is refused --------------------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -184,10 +186,14 @@ def load_into_another_model(rank: int, world_size: int, folder: str, case: str) 
         "named otherwise": (nn.Sequential(nn.Sequential(*network(5))), 1),
         "channels last": (network(5).to(memory_format=torch.channels_last), 1),
         "two groups": (network(5), 2),
-        "absent": (network(5), 1),
     }
-    _ddp, state = wrapped(*others[case])
-    message = message_of(lambda: state.load_sharded_optimizer(folder + ("-absent" if case == "absent" else "")))
+    _ddp, state = wrapped(*others.get(case, (network(5), 1)))
+    path = f"{folder}-absent" if case == "absent" else folder
+    if case == "cut off on rank 1" and rank == 1:  # its node has another copy of the file
+        path = f"{folder}-cut"
+        shutil.copytree(folder, path)
+        os.truncate(f"{path}/.metadata", os.path.getsize(f"{path}/.metadata") // 2)
+    message = message_of(lambda: state.load_sharded_optimizer(path))
     state.close()
     return message
 
@@ -200,7 +206,8 @@ def load_into_another_model(rank: int, world_size: int, folder: str, case: str) 
         ("named otherwise", "no parameter of this model"),
         ("channels last", "memory format"),
         ("two groups", "param_groups"),
-        ("absent", "cannot read the checkpoint"),
+        ("absent", "cannot read"),
+        ("cut off on rank 1", "on ranks [1]: cannot read"),
     ],
 )
 def test_checkpoints_of_other_models_are_refused_everywhere(
@@ -209,3 +216,5 @@ def test_checkpoints_of_other_models_are_refused_everywhere(
     messages = workers(2).run(load_into_another_model, str(tmp_path / "checkpoint"), case)
     assert len(set(messages)) == 1
     assert messages[0].startswith("ValueError") and expected in messages[0], messages[0]
+    if case == "cut off on rank 1":
+        assert f"{tmp_path}/checkpoint-cut/.metadata" in messages[0]

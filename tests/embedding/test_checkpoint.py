@@ -228,6 +228,7 @@ def missing(rank: int, world_size: int, folder: str) -> list[str]:
         message_of(lambda: side.ddp.module.load_state_dict(wrong)),
         message_of(lambda: side.ddp.module.load_state_dict({"dense": full["dense"]})),
         message_of(lambda: tables.consolidate(7)),
+        message_of(lambda: tables.load_sharded(path if rank == 0 else f"{path}-absent")),
     ]
     tables.close()
     return messages
@@ -235,5 +236,6 @@ def missing(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_states_that_do_not_fit(workers: WorkerPools, tmp_path: Path) -> None:
     expected = ["has no table", "shape (40, 10) of the whole table", "Missing key", "a rank from 0 to 1"]
+    expected.append("on ranks [1]: cannot read")
     for messages in workers(2).run(missing, str(tmp_path)):
         assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
