@@ -11,10 +11,10 @@ import os
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -351,6 +351,61 @@ def inside_grad_scaler() -> bool:
             return True
         frame = frame.f_back
     return False
+
+
+class StateDictCall(NamedTuple):
+    """Who asks for an optimizer's ``state_dict``: ``torch.distributed.checkpoint.state_dict``, on all ranks."""
+
+    gathers: bool  # it wants whole tensors
+    on_first_rank: bool  # and those on the first rank only
+
+    @staticmethod
+    def current() -> StateDictCall | None:
+        """The call that is under way, or None."""
+        frame = _frame_of_state_dict_api("_get_optim_state_dict")
+        info = frame.f_locals.get("info") if frame is not None else None
+        if info is None:
+            return None
+        loads = _frame_of_state_dict_api("_load_optim_state_dict") is not None  # it looks for shapes and devices only
+        return StateDictCall(info.full_state_dict and not loads, info.cpu_offload)
+
+
+def unflattens_state() -> bool:
+    """Whether ``torch.distributed.checkpoint.state_dict`` asks for the names of an optimizer's entries."""
+    return _frame_of_state_dict_api("_unflatten_optim_state_dict") is not None
+
+
+def makes_state(kwargs: Mapping[str, Any]) -> bool:
+    """Whether a step is one that ``torch.distributed.checkpoint.state_dict`` makes for an optimizer without state.
+
+    Gradients are zeros in it, and learning rates 0.
+    """
+    return "closure" in kwargs and _frame_of_state_dict_api("_init_optim_state") is not None
+
+
+def undo_making_state(optimizer: torch.optim.Optimizer) -> None:
+    """Such a step is about to raise: restore gradients and learning rates, which torch would leave at 0."""
+    frame = _frame_of_state_dict_api("_init_optim_state")
+    if frame is None or frame.f_locals.get("optim") is not optimizer:
+        return
+    rates = list(frame.f_locals.get("lrs", ()))
+    for group in optimizer.param_groups:
+        if rates and "lr" in group:
+            group["lr"] = rates.pop(0)
+        for parameter in group["params"]:
+            parameter.grad = None
+
+
+def _frame_of_state_dict_api(function: str) -> FrameType | None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if (
+            frame.f_code.co_name == function
+            and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
+        ):
+            return frame
+        frame = frame.f_back
+    return None
 
 
 def inside_another_backward() -> bool:

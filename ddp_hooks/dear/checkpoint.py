@@ -14,15 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, read_metadata, see, shaped_like
+from ddp_hooks.comm import agree, compat, read_metadata, see, shaped_like
 from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Interval
-from ddp_hooks.dear.moves import State
+from ddp_hooks.dear.moves import Placement, State, is_elementwise
 from ddp_hooks.dear.order import SumOrder, take_order
 from ddp_hooks.dear.pieces import SETTINGS, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
 from ddp_hooks.dear.replicated import ReplicatedOptimizer
 from ddp_hooks.dear.sharded import ShardedOptimizer, cut_entry
 from ddp_hooks.dear.shards import MASTER_KEY
+from ddp_hooks.dear.spread import SpreadTensor
 
 
 class OptimizerCheckpoint:
@@ -53,8 +54,10 @@ class OptimizerCheckpoint:
         self._names = names
         self._group = group
         self._rank = dist.get_rank(group)
-        self._consolidated: dict[int, State] | None = None  # every parameter's whole state
+        self._consolidated: dict[int, State] | None = None  # every parameter's whole state, in its shape
         self._consolidated_on: int | None = None
+        self._asked_for: dict[int, State] | None = None  # for the state_dict() that is under way
+        self._loaded: tuple[Placement, dict[Interval, State]] | None = None  # by the load_state_dict() under way
         order = take_order(optimizer.param_groups)
         if order is not None:  # a state was loaded before there was anybody to take it out
             arrangement.resume(order)
@@ -74,7 +77,7 @@ class OptimizerCheckpoint:
         if spread is None:
             return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
         states = spread.gather_states(self._arrangement.layout, ranks)
-        return _on_cpu(self._state_dict_of(states)) if self._rank in ranks else None
+        return self._with_order(_on_cpu(self._state_dict_of(self._shaped(states)))) if self._rank in ranks else None
 
     def consolidate(self, to: int) -> None:
         """Keep the full state on one rank, for ``optimizer.state_dict()`` to return; collective."""
@@ -82,7 +85,7 @@ class OptimizerCheckpoint:
         spread = self._spread
         if spread is not None:
             states = spread.gather_states(self._arrangement.layout, [to])
-            self._consolidated = states if self._rank == to else None
+            self._consolidated = self._shaped(states) if self._rank == to else None
             self._consolidated_on = to
 
     def outdate(self) -> None:
@@ -92,25 +95,45 @@ class OptimizerCheckpoint:
     # -- hooks of the optimizer ---------------------------------------------------------------------------------------
 
     def before_state_dict(self, _: torch.optim.Optimizer) -> None:
-        """Raise unless the full state is here."""
-        if not self._sharded.is_whole and self._consolidated is None:
+        """Raise unless the full state is here, or torch.distributed.checkpoint asks, which does so on all ranks."""
+        spread, call = self._spread, compat.StateDictCall.current()
+        if spread is None or self._consolidated is not None:
+            return
+        if call is None:
             where = f"; it is on rank {self._consolidated_on}" if self._consolidated_on is not None else ""
             raise RuntimeError(
                 f"this rank's optimizer holds a shard of its state, so optimizer.state_dict() would save 1/P of it: "
                 f"call state.consolidate(to=0) on all ranks after the last step, then optimizer.state_dict() on rank "
                 f"0, or state.full_optimizer_state_dict() on all ranks{where}{see('optimizer-state-is-sharded')}"
             )
+        if not call.gathers:
+            self._asked_for = spread.spread_states()
+            return
+        ranks: Sequence[int] = range(dist.get_world_size(self._group))
+        if call.on_first_rank:  # of all ranks, not of DDP's group
+            ranks = [rank for rank in ranks if dist.get_global_rank(self._group, rank) == 0]
+        gathered = self._shaped(spread.gather_states(self._arrangement.layout, ranks))
+        device = torch.device("cpu") if call.on_first_rank else None
+        self._asked_for = {i: _where_plain_ddp_has_it(s, self._parameters[i], device) for i, s in gathered.items()}
 
     def after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Put the full state in the place of the shards', and say in which order sums were formed."""
-        if self._consolidated is not None:
-            return self._state_dict_of(self._consolidated)
-        return self._with_order(state_dict)
+        asked_for, self._asked_for = self._asked_for, None
+        found = asked_for if asked_for is not None else self._consolidated
+        if found is not None:
+            state_dict = self._state_dict_of(found)
+        # torch.distributed.checkpoint loads what an optimizer has at present, of which a checkpoint must have all.
+        return state_dict if compat.StateDictCall.current() is not None else self._with_order(state_dict)
 
     def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Cut this rank's shards out of a full ``state_dict``; raises ValueError if it is not one of this model."""
+        """Cut this rank's shards out of a full ``state_dict``, or take those that it is made of.
+
+        Raises:
+            ValueError: the state is not one of this model.
+        """
         order, state_dict = SumOrder.taken_from(state_dict)
-        if self._sharded.is_whole and not self._sharded.has_masters:  # torch looks at it
+        spread = any(_spread_in(saved) for saved in state_dict["state"].values())
+        if self._sharded.is_whole and not self._sharded.has_masters and not spread:  # torch looks at it
             self._begin_anew(order)
             return state_dict
         slots, groups = self._sharded.slots.groups, state_dict["param_groups"]
@@ -127,17 +150,15 @@ class OptimizerCheckpoint:
             for slot, saved_id in zip(slot_group, saved_group["params"], strict=True)
         ]
         saved_of = {slot: state_dict["state"].get(saved_id) for slot, saved_id in pairs}
-        for slot, saved in saved_of.items():
-            if isinstance(slot, int) and saved is not None:
-                self._refuse_other_shapes(saved, slot)
+        ours = {slot: saved for slot, saved in saved_of.items() if isinstance(slot, int) and saved is not None}
+        for index, saved in ours.items():
+            self._refuse_other_shapes(saved, index)
         self._begin_anew(order)
-        if self._sharded.is_whole and not self._sharded.has_masters:
+        if self._sharded.is_whole and not self._sharded.has_masters and not spread:
             return state_dict
-        if self._sharded.is_whole:
-            self._keep_for_masters(saved_of)
-            others = {i: saved_of[slot] for slot, i in pairs if isinstance(slot, Tensor) and saved_of[slot] is not None}
-            return {**state_dict, "state": others}
-        return self._cut(state_dict, saved_of)
+        self._loaded = self._cut(ours)
+        others = {i: saved_of[slot] for slot, i in pairs if isinstance(slot, Tensor) and saved_of[slot] is not None}
+        return {**state_dict, "state": others}
 
     def _begin_anew(self, order: SumOrder | None) -> None:
         """Nothing that was saved or loaded before counts any more."""
@@ -147,7 +168,10 @@ class OptimizerCheckpoint:
             self._arrangement.resume(order)
 
     def after_load(self, _: torch.optim.Optimizer) -> None:
-        """Put masters where they belong."""
+        """Put shards and masters where they belong."""
+        loaded, self._loaded = self._loaded, None
+        if loaded is not None:
+            self._sharded.set_states(*loaded)
         self._sharded.adopt_loaded_masters()
 
     # -- in pieces ----------------------------------------------------------------------------------------------------
@@ -223,68 +247,56 @@ class OptimizerCheckpoint:
         return {key: cut_entry(key, value, parameter, interval) for key, value in state.items()}
 
     def _state_dict_of(self, states: Mapping[int, State]) -> dict[str, Any]:
-        """The ``state_dict`` that plain DDP would have, with the settings of the present."""
+        """The ``state_dict`` that plain DDP would have, of parameters' states, with the settings of the present."""
         whole: dict[int, State] = {}
         groups: list[dict[str, Any]] = []
         position = 0
-        for group, slots, names in zip(
-            self._optimizer.param_groups, self._sharded.slots.groups, self._sharded.slots.names, strict=True
-        ):
-            packed = {
-                key: names if key == "param_names" else value for key, value in group.items() if key != "params"
-            }
+        for group, slots in zip(self._optimizer.param_groups, self._sharded.slots.groups, strict=True):
+            packed = {key: value for key, value in group.items() if key != "params"}
             groups.append({**packed, "params": list(range(position, position + len(slots)))})
             for slot in slots:
-                state = self._optimizer.state.get(slot, {}) if isinstance(slot, Tensor) else self._shaped(slot, states)
+                state = self._optimizer.state.get(slot, {}) if isinstance(slot, Tensor) else states.get(slot, {})
                 if state and not _is_plain_copy(state, slot, self._parameters):
                     whole[position] = state
                 position += 1
-        return self._with_order({"state": whole, "param_groups": groups})
+        return {"state": whole, "param_groups": groups}
 
     def _with_order(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         order = self._arrangement.sum_order()
         return state_dict if order is None else order.added_to(state_dict)
 
-    def _shaped(self, index: int, states: Mapping[int, State]) -> State:
-        parameter = self._parameters[index]
-        shaped = {}
-        for key, value in states.get(index, {}).items():
-            if isinstance(value, Tensor) and value.shape == (parameter.numel(),):
-                value = shaped_like(parameter, value)
-            shaped[key] = value
-        return shaped
+    def _shaped(self, states: Mapping[int, State]) -> dict[int, State]:
+        """Whole states, with every entry in the shape of its parameter."""
+        return {
+            index: {
+                key: shaped_like(parameter, value) if is_elementwise(value, whole) else value
+                for key, value in state.items()
+            }
+            for index, state in states.items()
+            for parameter in [self._parameters[index]]
+            for whole in [Interval(index, 0, parameter.numel())]
+        }
 
-    def _cut(self, state_dict: dict[str, Any], saved_of: Mapping[int | Tensor, State | None]) -> dict[str, Any]:
-        """A ``state_dict`` for the shards that the optimizer holds."""
-        interval_of = {id(shard.tensor): shard.interval for shard in self._sharded.shards}
-        cut: dict[int, State] = {}
-        groups: list[dict[str, Any]] = []
-        position = 0
-        for group, saved_group in zip(self._optimizer.param_groups, state_dict["param_groups"], strict=True):
-            packed = {**_settings_of(saved_group), "params": list(range(position, position + len(group["params"])))}
-            if "param_names" in group:
-                packed["param_names"] = group["param_names"]
-            groups.append(packed)
-            for tensor in group["params"]:
-                interval = interval_of.get(id(tensor))
-                saved = saved_of[tensor if interval is None else interval.parameter]
-                if saved is not None and interval is not None:
-                    parameter = self._parameters[interval.parameter]
-                    saved = {key: cut_entry(key, value, parameter, interval) for key, value in saved.items()}
-                if saved is not None:
-                    cut[position] = saved
-                position += 1
-        return {**state_dict, "state": cut, "param_groups": groups}
-
-    def _keep_for_masters(self, saved_of: Mapping[int | Tensor, State | None]) -> None:
-        """Keep what is loaded before there are masters: the optimizer would round it to the parameters' type."""
-        placement = self._sharded.placement(None)
+    def _cut(self, saved_of: Mapping[int, State]) -> tuple[Placement, dict[Interval, State]]:
+        """This rank's part of loaded states, and how it is spread: as it was, or as shards are at present."""
+        spread = [tensor for saved in saved_of.values() for tensor in _spread_in(saved)]
+        placement = spread[0].placement if spread else self._sharded.placement(self._arrangement.layout)
+        if any(tensor.placement != placement for tensor in spread):
+            raise ValueError(
+                "the optimizer's state was put together from states of different moments, between which DDP has "
+                "rebuilt its buckets: load what get_state_dict() returned in one call"
+            )
         states: dict[Interval, State] = {}
         for interval in placement.intervals(self._rank):
             parameter, saved = self._parameters[interval.parameter], saved_of.get(interval.parameter)
             if saved:
-                states[interval] = {key: cut_entry(key, value, parameter, interval) for key, value in saved.items()}
-        self._sharded.set_states(placement, states)
+                states[interval] = {
+                    key: value.parts[interval].clone()
+                    if isinstance(value, SpreadTensor)
+                    else cut_entry(key, value, parameter, interval)
+                    for key, value in saved.items()
+                }
+        return placement, states
 
     def _refuse_other_shapes(self, saved: State, index: int) -> None:
         shape = self._parameters[index].shape
@@ -301,7 +313,22 @@ def _is_plain_copy(state: State, slot: int | Tensor, parameters: Sequence[Tensor
     if not isinstance(slot, int) or set(state) != {MASTER_KEY}:
         return False
     master: Tensor = state[MASTER_KEY]
+    if isinstance(master, SpreadTensor):
+        return False
     return torch.equal(master, master.to(parameters[slot].dtype).to(master.dtype))
+
+
+def _spread_in(saved: Any) -> list[SpreadTensor]:
+    values = saved.values() if isinstance(saved, Mapping) else []
+    return [value for value in values if isinstance(value, SpreadTensor)]
+
+
+def _where_plain_ddp_has_it(state: State, parameter: Tensor, device: torch.device | None) -> State:
+    """A gathered state on ``device``, or by default where the optimizer of plain DDP would have it."""
+    return {
+        key: value.to(device or parameter.device) if isinstance(value, Tensor) and value.dim() > 0 else value
+        for key, value in state.items()
+    }
 
 
 def _on_cpu(value: Any) -> Any:

@@ -147,6 +147,7 @@ class StepCycle:
         )
         """The search for a fusion size that ``config.tuner`` asks for; None without."""
         self._left_alone = False  # whether the gradients of the step under way lie as they were reduced
+        self._makes_state = False  # whether the step under way only makes the optimizer's state
         self._withheld = False  # whether the step under way has no gradients, because some were not finite
         self._stats = DearStats()
         self._log: StatsLog | None = None
@@ -241,6 +242,11 @@ class StepCycle:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if compat.is_inner_step(optimizer) or (self._replicated is not None and self._replicated.updating):
             return None
+        if compat.makes_state(kwargs):
+            self._makes_state = True
+            self._pipe.finish()
+            self._sharded.enter_blank()
+            return None
         if compat.inside_compiled_region():
             raise RuntimeError(
                 "optimizer.step() was called from compiled code, which cannot wait for gradients: compile the model "
@@ -265,6 +271,7 @@ class StepCycle:
             self._sharded.read_masters()
         if self._inspects:
             self._withheld = not self._inspector.approve()
+        self._sharded.enter()
         if self._withheld:
             self._keeper.clear()
         elif self._replicated is not None and self._arrangement.layout is not None:
@@ -372,6 +379,10 @@ class StepCycle:
     def _after_step(self, *_: Any) -> None:
         if compat.is_inner_step(self._optimizer) or (self._replicated is not None and self._replicated.updating):
             return
+        self._sharded.leave()
+        if self._makes_state:
+            self._makes_state = False
+            return
         if self._arrangement.layout is None:
             return
         if self._withheld:
@@ -400,6 +411,15 @@ class StepCycle:
             refuse_parted_replicas(self._parameters, self._names, self._stats.step, self._lanes.group)
         if self.tuning is not None:
             self.tuning.stepped()
+
+    def _step_failed(self) -> None:
+        """An exception is about to leave the optimizer's step."""
+        self._sharded.leave()
+        if self._makes_state:
+            self._makes_state = False
+            compat.undo_making_state(self._optimizer)
+        elif self._replicated is not None:
+            self._replicated.close_step()
 
     def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
         if self._early is not None:

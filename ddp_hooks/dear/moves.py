@@ -63,6 +63,15 @@ def move_states(
     return moved
 
 
+def agree_on_entries(states: dict[Interval, State], lanes: Lanes) -> dict[int, State]:
+    """What every parameter's state has, on all ranks: a ``torch.dtype`` where it is element-wise; collective."""
+    schema = _agree_on_schema(states, lanes.group)
+    return {
+        parameter: {key: entry.value if isinstance(entry, _Other) else entry for key, entry in entries.items()}
+        for parameter, entries in schema.items()
+    }
+
+
 class _Other(NamedTuple):
     """An entry that is not element-wise, such as a count of steps: it travels by way of the host."""
 

@@ -146,6 +146,12 @@ class ReplicatedOptimizer(ShardSet):
         # A new view each time: the optimizer may give it other memory.
         return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
 
+    def enter_blank(self) -> None:
+        """The optimizer is about to make its state by a step that changes nothing; what has a state keeps it."""
+        if self._optimizer.state:  # by an update that was under way
+            for parameter in self._parameters:
+                parameter.grad = None
+
     # -- state, for whoever saves and loads it ----------------------------------------------------------------------
 
     @property

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_hooks.comm import see
+import torch
+
+from ddp_hooks.comm import compat, see
 
 
 def refuse_state_dict(*_: Any) -> None:
@@ -15,8 +17,9 @@ def refuse_state_dict(*_: Any) -> None:
     )
 
 
-def refuse_step(*_: Any) -> None:
+def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A step hook for an optimizer whose shards are no longer reduced; raises."""
+    compat.undo_making_state(optimizer)
     raise RuntimeError(
         "DearState was closed, and this optimizer still holds shards: make a new optimizer over the model's parameters"
         f"{see('the-state-was-closed')}"

@@ -37,7 +37,6 @@ class OptimizerSlots:
     """Which parameters each of the optimizer's groups held, so that groups can be filled again."""
 
     groups: list[list[int | Tensor]] = field(default_factory=list)  # our parameters by index, others as they are
-    names: list[list[str] | None] = field(default_factory=list)
 
 
 class ShardSet:
@@ -69,7 +68,6 @@ class ShardSet:
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         for group in optimizer.param_groups:
             self.slots.groups.append([index_of.get(id(p), p) for p in group["params"]])
-            self.slots.names.append(group.get("param_names"))
 
     def install(self, layout: Layout, flats: Sequence[Tensor], states: dict[Interval, State]) -> None:
         """Make the shards of ``layout`` on the atoms' memory ``flats`` and give them what they kept."""
@@ -109,6 +107,12 @@ class ShardSet:
         for group in self._optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None
+
+    def enter(self) -> None:
+        """The optimizer is about to step."""
+
+    def leave(self) -> None:
+        """The optimizer has stepped, or has failed to."""
 
     def refuse_new_groups(self) -> None:
         """Raise RuntimeError if the optimizer was given further groups."""

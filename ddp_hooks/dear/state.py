@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Span, agree, at_exit, calling, see
+from ddp_hooks.comm import Span, agree, at_exit, calling, compat, see
 from ddp_hooks.dear import checks, clipping, registry, seams
 from ddp_hooks.dear.config import DearConfig, Fusion
 from ddp_hooks.dear.cycle import StepCycle
@@ -46,7 +46,7 @@ class DearState(StepCycle):
     Args:
         ddp: wrapped with ``gradient_as_bucket_view=True``. Forward pre-hooks are installed on its modules.
         optimizer: holding every parameter that DDP reduces; for sharded updates element-wise. From its first step on,
-            its groups then hold shards of the parameters in their place.
+            its groups then hold shards in the place of parameters while it steps, and its state is spread over ranks.
         config: the settings.
         saved_by_loop: whether a loop calls :meth:`consolidate` before it saves, as integrations do. Else the log says
             once, here, that ``optimizer.state_dict()`` needs it.
@@ -176,6 +176,11 @@ class DearState(StepCycle):
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return [parameter for parameter in held if id(parameter) not in ours]
 
+    @property
+    def has_sharded_optimizer(self) -> bool:
+        """Whether the optimizer's state is spread over the ranks, as it is from the first sharded step on."""
+        return not self._sharded.is_whole
+
     @calling("full_optimizer_state_dict()")
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The optimizer's complete ``state_dict``, as plain DDP's optimizer would have it, on every rank; collective.
@@ -291,8 +296,8 @@ class DearState(StepCycle):
         """Finish communication, let every rank do the same, remove all hooks and end the lanes.
 
         The parameters are complete afterwards. DDP cannot remove a communication hook and an optimizer keeps its
-        shards, so both are spent: to train on, wrap ``ddp.module`` again and make a new optimizer. (With replicated
-        updates the optimizer stays as it is.)
+        shard of the state, so both are spent: to train on, wrap ``ddp.module`` again and make a new optimizer. (With
+        replicated updates the optimizer stays as it is.)
         """
         if self._closed:
             return
@@ -309,6 +314,7 @@ class DearState(StepCycle):
             self._reduction = None
             if self._replicated is not None:
                 self._replicated.close_step()  # one that did not end
+            self._sharded.leave()
             self._pipe.close()
             self._watch.close()
             for handle in self._handles:
@@ -351,8 +357,7 @@ class DearState(StepCycle):
         handles += refuse_assigned_parameters(ddp, self._parameters)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
         handles.append(extend_zero_grad(optimizer, self._zero_grad))
-        if self._replicated is not None:
-            handles.append(when_step_fails(optimizer, self._replicated.close_step))
+        handles.append(when_step_fails(optimizer, self._step_failed))
         handles.append(at_exit(self.close, self._abandon, self._is_stuck))
         return handles
 

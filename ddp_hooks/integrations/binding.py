@@ -98,8 +98,7 @@ class Binding:
     @property
     def has_sharded_optimizer(self) -> bool:
         """Whether the optimizer holds shards by now, with which it is spent after :meth:`close`."""
-        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
-        return not self._parameters <= held
+        return self.dear is not None and self.dear.has_sharded_optimizer
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether DDP reduces the gradient of a parameter."""

@@ -407,7 +407,7 @@ def shard_sizes(rank: int, world_size: int) -> tuple[int, int, list[int]]:
         optimizer.step()
         optimizer.zero_grad()
         states = optimizer.state.values()
-        sizes.append(sum(entry["exp_avg"].numel() for entry in states))
+        sizes.append(sum(part.numel() for entry in states for part in entry["exp_avg"].local_shards()))
     with evaluating(ddp.module):
         state.close()
     return sizes[0], sum(p.numel() for p in ddp.parameters()), sizes

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hooks import DearConfig, TopKConfig
+from ddp_hooks.dear.spread import SpreadTensor
 from tests.integrations.launched import (
     MODELS,
     as_torchrun_does,
@@ -297,9 +298,11 @@ def optimizer_is_sharded(rank: int, world_size: int, folder: str, optim: str) ->
         trainer = make(Path(folder), DEAR, gpt2(), optim=optim)
         trainer.train()
         found = hooked(trainer).has_sharded_optimizer
-        states = hooked(trainer).optimizer.state.values()
+        states = list(hooked(trainer).optimizer.state.values())
         finish(trainer)
-    return found, sum(value.numel() for state in states for value in state.values() if isinstance(value, Tensor))
+    values = [value for state in states for value in state.values() if isinstance(value, Tensor)]
+    parts = [part for v in values for part in (v.local_shards() if isinstance(v, SpreadTensor) else [v])]
+    return found, sum(part.numel() for part in parts)
 
 
 def test_elementwise_optimizers_are_sharded_and_others_are_not(workers: WorkerPools, tmp_path: Path) -> None:
