@@ -396,11 +396,16 @@ def undo_making_state(optimizer: torch.optim.Optimizer) -> None:
             parameter.grad = None
 
 
-def _frame_of_state_dict_api(function: str) -> FrameType | None:
+def inside_state_dict_api() -> bool:
+    """Whether ``torch.distributed.checkpoint.state_dict`` asks, which all ranks call together."""
+    return _frame_of_state_dict_api() is not None
+
+
+def _frame_of_state_dict_api(function: str | None = None) -> FrameType | None:
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (
-            frame.f_code.co_name == function
+            function in (None, frame.f_code.co_name)
             and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
         ):
             return frame

@@ -332,7 +332,8 @@ class EmbeddingTables(TableFlow):
         return BatchRows.of(ids_by_table(given, self._index_of), self._all, self.config.deduplicate)
 
     def weight_of(self, index: int, what: str) -> Tensor:
-        """A whole table, if it is here; in a model of FSDP2's the DTensor of all ranks' columns, as parameters are.
+        """A whole table, if it is here; a DTensor of all ranks' columns in a model of FSDP2's, as parameters are, and
+        for ``torch.distributed.checkpoint.state_dict``.
 
         Raises:
             RuntimeError: this rank has some columns only.
@@ -344,7 +345,7 @@ class EmbeddingTables(TableFlow):
         if self._channels.world_size == 1:
             self.flush()
             return self._all[index].weight.detach()
-        if not self._closed and _is_sharded_by_fsdp2(self._root):
+        if not self._closed and (_is_sharded_by_fsdp2(self._root) or compat.inside_state_dict_api()):
             self.flush()
             return self._checkpoint.as_dtensor(self._all[index])
         rank = self._channels.ranks[self._channels.rank]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import shard_embeddings
@@ -239,3 +240,34 @@ def test_states_that_do_not_fit(workers: WorkerPools, tmp_path: Path) -> None:
     expected.append("on ranks [1]: cannot read")
     for messages in workers(2).run(missing, str(tmp_path)):
         assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
+
+
+def save_by_name(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    """Save a model with tables as any program does that saves models of plain DDP or FSDP2."""
+    side = side_of(world_size, "sgd")
+    train_to_the_middle(side, batches(rank, world_size, NUM_STEPS))
+    assert side.tables is not None
+    model = side.ddp.module
+    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
+    whole: dict[str, Any] = dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
+    full = {name: value.clone() for name, value in side.tables.full_state_dict().items()}
+    assert equal(whole, full)
+    side.tables.close()
+    return full
+
+
+def load_by_name(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+    side = side_of(world_size, "sgd")
+    assert side.tables is not None
+    content: dict[str, Any] = {"model": get_model_state_dict(side.ddp.module)}
+    dcp.load(content, checkpoint_id=folder)
+    set_model_state_dict(side.ddp.module, content["model"])
+    loaded = {name: value.clone() for name, value in side.tables.full_state_dict().items()}
+    side.tables.close()
+    return loaded
+
+
+def test_model_state_dicts_of_torch_hold_tables(workers: WorkerPools, tmp_path: Path) -> None:
+    saved = workers(2).run(save_by_name, str(tmp_path / "checkpoint"))
+    for loaded in workers(3).run(load_by_name, str(tmp_path / "checkpoint")):
+        assert equal(loaded, saved[0])
