@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, compat, read_metadata, see, shaped_like
+from ddp_hooks.comm import agree, calling, compat, read_metadata, see, shaped_like
 from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import Placement, State, is_elementwise
@@ -106,15 +106,18 @@ class OptimizerCheckpoint:
                 f"call state.consolidate(to=0) on all ranks after the last step, then optimizer.state_dict() on rank "
                 f"0, or state.full_optimizer_state_dict() on all ranks{where}{see('optimizer-state-is-sharded')}"
             )
+        with calling("get_state_dict() or set_state_dict()"):
+            self._asked_for = self._ask_all_ranks(spread, call)
+
+    def _ask_all_ranks(self, spread: ShardedOptimizer, call: compat.StateDictCall) -> dict[int, State]:
         if not call.gathers:
-            self._asked_for = spread.spread_states()
-            return
+            return spread.spread_states()
         ranks: Sequence[int] = range(dist.get_world_size(self._group))
         if call.on_first_rank:  # of all ranks, not of DDP's group
             ranks = [rank for rank in ranks if dist.get_global_rank(self._group, rank) == 0]
         gathered = self._shaped(spread.gather_states(self._arrangement.layout, ranks))
         device = torch.device("cpu") if call.on_first_rank else None
-        self._asked_for = {i: _where_plain_ddp_has_it(s, self._parameters[i], device) for i, s in gathered.items()}
+        return {i: _where_plain_ddp_has_it(s, self._parameters[i], device) for i, s in gathered.items()}
 
     def after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Put the full state in the place of the shards', and say in which order sums were formed."""

@@ -65,7 +65,7 @@ def move_states(
 
 def agree_on_entries(states: dict[Interval, State], lanes: Lanes) -> dict[int, State]:
     """What every parameter's state has, on all ranks: a ``torch.dtype`` where it is element-wise; collective."""
-    schema = _agree_on_schema(states, lanes.group)
+    schema = _agree_on_schema(states, lanes)
     return {
         parameter: {key: entry.value if isinstance(entry, _Other) else entry for key, entry in entries.items()}
         for parameter, entries in schema.items()
