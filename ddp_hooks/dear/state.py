@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Span, agree, at_exit, calling, compat, see
+from ddp_hooks.comm import Span, agree, at_exit, calling, see
 from ddp_hooks.dear import checks, clipping, registry, seams
 from ddp_hooks.dear.config import DearConfig, Fusion
 from ddp_hooks.dear.cycle import StepCycle
