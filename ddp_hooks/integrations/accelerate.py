@@ -52,7 +52,6 @@ _EXTENDED = (
     "save_state",
     "load_state",
     "get_state_dict",
-    "unwrap_model",
     "free_memory",
     "end_training",
 )
@@ -175,7 +174,7 @@ class Attachment:
         return self.bindings.stats()
 
     def synchronize(self) -> None:
-        """Wait until parameters hold their new values, for code that reads them outside of any forward."""
+        """Wait until parameters hold their new values, for C++ code and other processes that read them."""
         self.bindings.synchronize()
 
     def close(self) -> None:
@@ -243,10 +242,6 @@ class Attachment:
         if not self.keeps_models:
             self.bindings.release()
         return original(*objects)
-
-    def _unwrap_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        self.synchronize()  # whoever unwraps is about to look at parameters
-        return original(*args, **kwargs)
 
     def _end_training(self, original: Callable[..., Any]) -> Any:
         self.bindings.release()  # before the process group is gone
