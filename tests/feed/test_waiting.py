@@ -158,6 +158,12 @@ def test_metadata_and_gradients_do_not_wait() -> None:
     assert flight.awaited == [] and len(METADATA) > 30
 
 
+def test_a_module_that_is_converted_converts_the_new_values() -> None:
+    flight = Flight(layers())
+    flight.model.double()
+    assert all(p.dtype == torch.float64 and p.eq(NEW).all() and type(p) is nn.Parameter for p in flight.parameters)
+
+
 class Scaled(nn.Parameter):
     """A class of parameters that a user has written."""
 
