@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -508,6 +508,36 @@ def before_call(module: torch.nn.Module, hook: Callable[..., None]) -> Undo:
             module._compiled_call_impl = compiled
 
     return Undo(undo)
+
+
+def before_transforms(wait: Callable[[Tensor], None]) -> None:
+    """Call ``wait(tensor)`` before ``torch.func``'s transforms wrap a tensor: they ask no ``__torch_function__``."""
+    from torch._functorch import eager_transforms, vmap
+
+    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+        wrap = getattr(module, name)
+        if not hasattr(wrap, "_waits"):
+
+            def wait_and_wrap(tensor: Tensor, *args: Any, wrap: Callable[..., Tensor] = wrap) -> Tensor:
+                wait(tensor)
+                return wrap(tensor, *args)
+
+            wait_and_wrap._waits = True  # type: ignore[attr-defined]
+            setattr(module, name, wait_and_wrap)
+
+
+def outside_of_transforms() -> AbstractContextManager[Any]:
+    """Run as if no transform of ``torch.func`` were under way."""
+    if torch._C._functorch.peek_interpreter_stack() is None:
+        return nullcontext()
+    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+
+    return temporarily_clear_interpreter_stack()
+
+
+def makes_parameter() -> bool:
+    """Whether the caller's caller is ``nn.Parameter(data)``."""
+    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
 
 
 def without_overrides() -> AbstractContextManager[Any]:

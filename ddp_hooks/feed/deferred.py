@@ -102,5 +102,10 @@ def copied(value: Any) -> Any:
 @contextmanager
 def _outside_of_any_forward(device: torch.device) -> Iterator[None]:
     """An update in the middle of a forward is none of its operations."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
+    with (
+        compat.outside_of_transforms(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+        torch.autocast(device.type, enabled=False),
+    ):
         yield

@@ -5,7 +5,8 @@ While a gather or an update is under way the class of a parameter is a subclass 
 write from Python waits, wherever it happens: functional uses, ``.data``, ``deepcopy``, averages, printing. Identity,
 ``isinstance`` and metadata stay as they are.
 
-Not seen: C++ code that holds a pointer, other processes, and code that switches ``__torch_function__`` off.
+Not seen: C++ code that holds a pointer, other processes, code that switches ``__torch_function__`` off, and functions
+that copy a tensor without asking it: ``torch.tensor(p)``, ``torch.Tensor(p)``, ``torch.nested.nested_tensor([p])``.
 """
 
 from __future__ import annotations
@@ -72,6 +73,11 @@ class Waiting:
         with compat.without_overrides():
             return func(*args, **kwargs)
 
+    def detach(self) -> Any:
+        """As a tensor's; ``nn.Parameter(parameter)`` takes classes that it does not know by what this returns."""
+        _wait_in([self], on_host=True)
+        return nn.Parameter(self.detach(), False) if compat.makes_parameter() else self.detach()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _wait_in([self], on_host=True)
         return copy.deepcopy(self, memo)
@@ -83,10 +89,16 @@ class Waiting:
 
 def waiting_class(own_class: type[nn.Parameter], waiter: Waiter) -> type[nn.Parameter]:
     """Return a subclass of ``own_class`` whose instances wait by asking ``waiter``."""
+    compat.before_transforms(_wait_for)
     # A graph must contain no wait. Not a decorator: that would import the compiler with this module.
     wait_in = staticmethod(torch.compiler.disable(_wait_in, reason="a parameter is still on its way"))
     members = {"waiter": waiter, "own_class": own_class, "wait_in": wait_in}
     return type(own_class.__name__, (Waiting, own_class), members)
+
+
+def _wait_for(tensor: Any) -> None:
+    if isinstance(tensor, Waiting):
+        _wait_in([tensor], on_host=True)
 
 
 def _wait_in(values: Iterable[Any], on_host: bool) -> bool:

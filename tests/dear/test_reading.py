@@ -111,6 +111,9 @@ ACTS: dict[str, Act] = {
     "a thread": log_from_a_thread,
     "rank 0 alone": on_rank_0_alone,
     "print": lambda ddp, _: torch.tensor([repr(ddp.module.first.weight) == repr(ddp.module.first.weight)]),
+    "transform": lambda ddp, _: torch.func.grad(lambda p: p["first.weight"].square().sum())(
+        dict(ddp.module.named_parameters())
+    )["first.weight"],
     "evaluate": lambda ddp, _: torch.no_grad()(ddp.module.eval())(torch.ones(2, 24), True),
 }
 

@@ -36,7 +36,8 @@ class Gather:
     def wait(self) -> None:
         if self._error is not None:
             raise self._error
-        self._values.fill_(NEW)
+        with compat.outside_of_transforms():
+            self._values.fill_(NEW)
         self.done = True
 
 
@@ -95,6 +96,12 @@ READS: dict[str, tuple[Callable[[Any], Any], list[int]]] = {
     "functional_call": (
         lambda m: torch.func.functional_call(m[0], {"bias": torch.zeros(3)}, (torch.eye(3),)), [0, 1],
     ),
+    "a parameter made of it": (lambda m: nn.Parameter(m[0].weight), FIRST),
+    "gradient of a function": (
+        lambda m: torch.func.grad(lambda p: p["0.weight"].square().sum() / 2)(dict(m.named_parameters()))["0.weight"],
+        [0, 1, 2, 3],
+    ),
+    "vmap over it": (lambda m: torch.vmap(lambda row: row * 1)(m[0].weight), FIRST),
     "vmap": (lambda m: torch.vmap(lambda row: m[0].weight @ row)(torch.eye(3)), FIRST),
 }  # fmt: skip
 
