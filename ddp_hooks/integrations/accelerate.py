@@ -193,17 +193,8 @@ class Attachment:
             self._undo.enter_context(replaced(accelerator, "scaler", self._scaler()))
         self._undo.callback(accelerator.register_save_state_pre_hook(InertOnCopy(self._begin_checkpoint)).remove)
         for name in _EXTENDED:
-            extended = ExtendedMethod(accelerator, name, getattr(self, f"_{name.rstrip('_')}"), self._before_copy)
+            extended = ExtendedMethod(accelerator, name, getattr(self, f"_{name.rstrip('_')}"))
             self._undo.enter_context(replaced(accelerator, name, extended))
-
-    def _before_copy(self) -> None:
-        """Let the accelerator be pickled as a plain one, unless its optimizer holds shards."""
-        if any(binding.dear is not None for binding in self.bindings):
-            raise TypeError(
-                "this accelerator has prepared a model with DearState, whose optimizer holds shards of the parameters, "
-                "so a copy could not train: pickle it before prepare(), or use accelerator.save_state()"
-            )
-        self.synchronize()
 
     def _handler(self) -> HookedDdpKwargs:
         former = self.accelerator.ddp_handler

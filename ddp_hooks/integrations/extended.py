@@ -14,13 +14,10 @@ class ExtendedMethod:
         instance: the one whose method it is.
         name: of the method.
         function: is called with the method as it was, and with the arguments of the call.
-        before_copy: is called before the instance is copied, and raises if it cannot be.
     """
 
-    def __init__(
-        self, instance: object, name: str, function: Callable[..., Any], before_copy: Callable[[], None] | None = None
-    ) -> None:
-        self._instance, self._name, self._function, self._before_copy = instance, name, function, before_copy
+    def __init__(self, instance: object, name: str, function: Callable[..., Any]) -> None:
+        self._instance, self._name, self._function = instance, name, function
         self._original = getattr(instance, name)
         update_wrapper(self, self._original)
 
@@ -28,6 +25,4 @@ class ExtendedMethod:
         return self._function(self._original, *args, **kwargs)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        if self._before_copy is not None:
-            self._before_copy()
         return getattr, (self._instance, self._name)
