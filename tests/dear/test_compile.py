@@ -377,3 +377,39 @@ def choose(rank: int, world_size: int, compiled: bool) -> bool:
 def test_operators_that_take_functions(workers: WorkerPools) -> None:
     run = workers(2).run
     assert run(choose, False) == run(choose, True) == [True, True]
+
+
+class Scripted(nn.Module):
+    """A block between two others whose code runs in TorchScript's interpreter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 12))
+        self.layers = nn.Sequential(nn.Linear(12, 12), torch.jit.script(block), nn.Linear(12, 3))
+
+    def forward(self, values: Tensor) -> Tensor:
+        output: Tensor = self.layers(values)
+        return output.square().mean()
+
+
+def train_scripted(rank: int, world_size: int, update: Any) -> float:
+    """How far the parameters are from plain DDP's after six steps; a scripted module cannot be copied."""
+    ends = []
+    for with_dear in (True, False):
+        torch.manual_seed(3)
+        model = Scripted()
+        if with_dear:
+            forward, optimizer, state = wrap(model, replace(CONFIG, update=update))
+        else:
+            forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            optimizer = torch.optim.SGD(forward.parameters(), lr=0.1)
+        train(forward, optimizer, 6, torch.randn(5, 12, generator=torch.Generator().manual_seed(rank)))
+        ends.append(nn.utils.parameters_to_vector(model.parameters()).detach())
+        if with_dear:
+            state.close()
+    return float((ends[0] - ends[1]).abs().max())
+
+
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_scripted_blocks(workers: WorkerPools, update: str) -> None:
+    assert workers(2).run(train_scripted, update) == [0.0, 0.0]
