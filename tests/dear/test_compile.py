@@ -412,4 +412,4 @@ def train_scripted(rank: int, world_size: int, update: Any) -> float:
 
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_scripted_blocks(workers: WorkerPools, update: str) -> None:
-    assert workers(2).run(train_scripted, update) == [0.0, 0.0]
+    assert max(workers(2).run(train_scripted, update)) < 1e-6  # its interpreter changes kernels as it learns
