@@ -383,6 +383,11 @@ def makes_state(kwargs: Mapping[str, Any]) -> bool:
     return "closure" in kwargs and _frame_of_state_dict_api("_init_optim_state") is not None
 
 
+def inside_making_state() -> bool:
+    """Whether such a step runs, or what torch does around it: it also zeroes gradients."""
+    return _frame_of_state_dict_api("_init_optim_state") is not None
+
+
 def undo_making_state(optimizer: torch.optim.Optimizer) -> None:
     """Such a step is about to raise: restore gradients and learning rates, which torch would leave at 0."""
     frame = _frame_of_state_dict_api("_init_optim_state")

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, agree, read_metadata, see
+from ddp_hooks.comm import Algorithm, agree, compat, read_metadata, see
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.columns import gather_columns
 from ddp_hooks.embedding.table import Table
@@ -67,7 +67,7 @@ class TableCheckpoint:
 
     def before_state_dict(self, *_: Any) -> None:
         """A hook of the optimizer."""
-        if self._world_size > 1 and not self._passing and self._saved is None:
+        if self._world_size > 1 and not self._passing and self._saved is None and not compat.inside_state_dict_api():
             raise RuntimeError(
                 "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
                 "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
@@ -77,15 +77,26 @@ class TableCheckpoint:
 
     def after_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """A hook of the optimizer."""
-        return self._saved if not self._passing else None
+        if self._passing:
+            return None
+        if self._world_size > 1 and compat.inside_state_dict_api():
+            tables = self._in_order()
+            state = {
+                position: {key: self._spread(tables[position], value) for key, value in values.items()}
+                for position, values in state_dict["state"].items()
+            }
+            return {**state_dict, "state": state}
+        return self._saved
 
     def before_load(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
         """A hook of the optimizer: cut out this rank's columns."""
-        tables = self._in_order()
-        state = {}
-        for position, values in state_dict["state"].items():
-            table = tables[int(position)]
-            state[position] = {key: self._cut(table, key, value) for key, value in values.items()}
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
+        table_of = dict(zip(keys, self._in_order(), strict=False))  # torch refuses other numbers of parameters
+        state = {
+            key: {name: self._cut(table_of[key], name, value) for name, value in values.items()}
+            for key, values in state_dict["state"].items()
+            if key in table_of
+        }
         return {**state_dict, "state": state}
 
     def _cut(self, table: Table, key: str, value: Any) -> Any:
@@ -96,7 +107,7 @@ class TableCheckpoint:
                 f"{key} of {table.name} must have the shape {(table.num_rows, table.dim)} of the whole table, got "
                 f"{tuple(value.shape)}: load what tables.full_optimizer_state_dict() has returned"
             )
-        return table.cut(value, self._rank).contiguous()
+        return self.own_columns(table, value).contiguous()
 
     # -- in parts ---------------------------------------------------------------------------------------------------
 
@@ -107,8 +118,8 @@ class TableCheckpoint:
         for position, table in enumerate(self._in_order()):
             found[f"{table.name}.weight"] = self._as_dtensor(table, table.weight.detach())
             for key, value in own["state"].get(position, {}).items():
-                whole = isinstance(value, Tensor) and self._has_columns(table, value)
-                found[f"{table.name}.{key}"] = self._as_dtensor(table, value) if whole else torch.as_tensor(value)
+                spread = self._spread(table, value)
+                found[f"{table.name}.{key}"] = spread if isinstance(spread, Tensor) else torch.as_tensor(spread)
         found["param_groups"] = own["param_groups"]
         return found
 
@@ -159,6 +170,10 @@ class TableCheckpoint:
             self._optimizer.load_state_dict({"state": state, "param_groups": loaded["param_groups"]})
         finally:
             self._passing = False
+
+    def _spread(self, table: Table, value: Any) -> Any:
+        """An entry of the state; a DTensor if it has one value per element."""
+        return self._as_dtensor(table, value) if self._has_columns(table, value) else value
 
     def _as_dtensor(self, table: Table, columns: Tensor) -> DTensor:
         from torch.distributed.device_mesh import DeviceMesh

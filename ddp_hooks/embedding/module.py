@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
+from ddp_hooks.comm import compat
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.embedding.vectors import Lookup
 
@@ -36,6 +37,7 @@ class ShardedEmbedding(nn.Module):
         self.index = table.index
         self._table = table
         self._is_first = is_first
+        self._parameters = _HiddenParameters(table.weight if is_first else None)
 
     @property
     def weight(self) -> Tensor:
@@ -102,6 +104,26 @@ class ShardedEmbedding(nn.Module):
             "a model with sharded tables cannot be copied: the copy would communicate for the original. Build a model "
             "without them and load tables.full_state_dict() into it"
         )
+
+
+class _HiddenParameters(dict[str, Any]):
+    """The module's parameters: none, but for ``torch.distributed.checkpoint.state_dict``.
+
+    That looks names of an optimizer's parameters up in the model.
+
+    Args:
+        weight: this rank's columns.
+    """
+
+    def __init__(self, weight: nn.Parameter | None) -> None:
+        super().__init__()
+        self._weight = weight
+
+    def items(self) -> Any:
+        """As a dictionary's."""
+        if self._weight is not None and compat.inside_state_dict_api():
+            return {"weight": self._weight}.items()
+        return super().items()
 
 
 class GatheredVectors(torch.autograd.Function):

@@ -65,7 +65,7 @@ class EmbeddingTables(TableFlow):
             model.register_forward_pre_hook(InertOnCopy(self._before_forward)),
             model.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
             *around_step(optimizer, self._before_own_step, self._after_own_step),
-            extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
+            extend_zero_grad(optimizer, self._gradients_zeroed),
             _before_any_step(self),
             at_exit(self.close, self._channels.abandon, self._channels.is_stuck),
         ]
@@ -105,7 +105,7 @@ class EmbeddingTables(TableFlow):
         self._followed, self._is_followed = optimizer, True
         self._following = [
             *around_step(optimizer, self._before_their_step, self._after_their_step),
-            extend_zero_grad(optimizer, lambda _: self._drop_gradients()),
+            extend_zero_grad(optimizer, self._gradients_zeroed),
         ]
         companions.join_optimizer(optimizer, self)
 
@@ -340,7 +340,7 @@ class EmbeddingTables(TableFlow):
         """
         if self._whole is not None:
             return self._whole[index]
-        if self._kept is not None:
+        if self._kept is not None and not compat.inside_state_dict_api():  # which all ranks call
             return self._kept[index]
         if self._channels.world_size == 1:
             self.flush()
@@ -419,6 +419,9 @@ class EmbeddingTables(TableFlow):
     def _before_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._updates.running:
             return
+        if compat.makes_state(kwargs):
+            self._updates.begin_making_state()
+            return
         if compat.with_closure(args, kwargs, lambda closure: closure) is not None:
             raise RuntimeError(
                 "tables.optimizer.step() takes no closure: run backward before it, or let the tables follow() the "
@@ -428,13 +431,19 @@ class EmbeddingTables(TableFlow):
         self._begin_step()
 
     def _after_own_step(self, *_: Any) -> None:
-        if not (self._updates.running or self._steps_with_another):
+        if compat.inside_making_state():
+            self._updates.end_making_state()
+        elif not (self._updates.running or self._steps_with_another):
             self._end_step()
+
+    def _gradients_zeroed(self, _: bool) -> None:
+        if not compat.inside_making_state():  # which finds no gradients in the weights, and forgets its own
+            self._drop_gradients()
 
     def _before_their_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        if compat.is_inner_step(optimizer):
+        if compat.is_inner_step(optimizer) or compat.makes_state(kwargs):
             return None
         replaced = compat.with_closure(args, kwargs, self._stepping_after)
         if replaced is None:
@@ -446,7 +455,7 @@ class EmbeddingTables(TableFlow):
         return compat.evaluated_once(closure, self._step_with_another, "sharded tables support")
 
     def _after_their_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if compat.is_inner_step(optimizer):
+        if compat.is_inner_step(optimizer) or compat.makes_state(kwargs):
             return
         if isinstance(optimizer, torch.optim.LBFGS):  # whose last evaluation counts
             self._step_with_another()

@@ -97,6 +97,22 @@ class TableUpdates:
         # An optimizer may not count steps, or begin to in its first one.
         self._counts.update({index: before[index] for index, state in states.items() if "step" in state})
 
+    def begin_making_state(self) -> None:
+        """torch lets the optimizer step with dense zeros, to make its state: give it gradients of no rows."""
+        for weight in self._weights:
+            if weight.grad is not None:
+                rows = torch.empty(0, dtype=torch.long, device=weight.device)
+                values = weight.new_empty(0, weight.shape[1])
+                weight.grad = torch.sparse_coo_tensor(
+                    rows[None], values, weight.shape, is_coalesced=True, check_invariants=False
+                )
+
+    def end_making_state(self) -> None:
+        """Such a step is over, and does not count as one."""
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
+
     def _gradient_of(self, index: int) -> Tensor:
         rows, values = self._parts[index]
         shape = self._weights[index].shape

@@ -6,6 +6,7 @@ that goes another way than one that was not stopped, and a rank that waits for e
 
 from __future__ import annotations
 
+import copy
 import os
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,23 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import shard_embeddings
+from ddp_hooks import DearConfig, DearState, dear_hook, shard_embeddings
 from tests.dear.test_refusals import message_of
 from tests.embedding.twins import CONFIG, OPTIMIZERS, Side, Tables, Twins, batches, ids_of
 from tests.workers import WorkerPools
 
 NUM_STEPS, STOP = 8, 5
+WHOLE = StateDictOptions(full_state_dict=True)
+FROM_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
 
 
 def side_of(world_size: int, optimizer: str) -> Side:
@@ -64,6 +73,8 @@ def result_of(side: Side) -> tuple[dict[str, Tensor], dict[int, Any]]:
 
 
 def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, tuple):
+        return all(equal(first, second) for first, second in zip(one, other, strict=True))
     if isinstance(one, dict):
         return set(one) == set(other) and all(equal(one[key], other[key]) for key in one)
     return torch.equal(one, other) if isinstance(one, Tensor) else bool(one == other)
@@ -242,32 +253,104 @@ def test_states_that_do_not_fit(workers: WorkerPools, tmp_path: Path) -> None:
         assert all(part in message for part, message in zip(expected, messages, strict=True)), messages
 
 
-def save_by_name(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
+def save_by_name(rank: int, world_size: int, optimizer: str, folder: str) -> tuple[Any, Any]:
     """Save a model with tables as any program does that saves models of plain DDP or FSDP2."""
-    side = side_of(world_size, "sgd")
+    side = side_of(world_size, optimizer)
     train_to_the_middle(side, batches(rank, world_size, NUM_STEPS))
-    assert side.tables is not None
-    model = side.ddp.module
-    dcp.save({"model": get_model_state_dict(model)}, checkpoint_id=folder)
-    whole: dict[str, Any] = dict(get_model_state_dict(model, options=StateDictOptions(full_state_dict=True)))
-    full = {name: value.clone() for name, value in side.tables.full_state_dict().items()}
-    assert equal(whole, full)
-    side.tables.close()
+    tables, model = side.tables, side.ddp.module
+    assert tables is not None
+    tables.consolidate(to=0)  # for another program: this one needs it not
+    weights, state = get_state_dict(model, tables.optimizer)
+    dcp.save({"model": weights, "tables": state}, checkpoint_id=folder)
+    weights, state = get_state_dict(model, tables.optimizer, options=WHOLE)
+    full = result_of(side)
+    names = [f"{name}.weight" for name in ("encoder", "decoder.words", "narrow")]
+    assert equal(dict(weights), full[0])
+    assert equal(state["state"], {name: full[1][index] for index, name in enumerate(names)})
+    tables.close()
     return full
 
 
-def load_by_name(rank: int, world_size: int, folder: str) -> dict[str, Tensor]:
-    side = side_of(world_size, "sgd")
-    assert side.tables is not None
-    content: dict[str, Any] = {"model": get_model_state_dict(side.ddp.module)}
-    dcp.load(content, checkpoint_id=folder)
-    set_model_state_dict(side.ddp.module, content["model"])
-    loaded = {name: value.clone() for name, value in side.tables.full_state_dict().items()}
-    side.tables.close()
+def load_by_name(rank: int, world_size: int, optimizer: str, folder: str) -> tuple[Any, Any]:
+    side = side_of(world_size, optimizer)
+    tables, model = side.tables, side.ddp.module
+    assert tables is not None
+    weights, state = get_state_dict(model, tables.optimizer)
+    dcp.load({"model": weights, "tables": state}, checkpoint_id=folder)
+    set_state_dict(model, tables.optimizer, model_state_dict=weights, optim_state_dict=state)
+    loaded = result_of(side)
+    tables.close()
     return loaded
 
 
-def test_model_state_dicts_of_torch_hold_tables(workers: WorkerPools, tmp_path: Path) -> None:
-    saved = workers(2).run(save_by_name, str(tmp_path / "checkpoint"))
-    for loaded in workers(3).run(load_by_name, str(tmp_path / "checkpoint")):
+@pytest.mark.parametrize("optimizer", ["adagrad", "sparse_adam"])
+def test_states_by_name_on_another_number_of_ranks(workers: WorkerPools, tmp_path: Path, optimizer: str) -> None:
+    saved = workers(2).run(save_by_name, optimizer, str(tmp_path / "checkpoint"))
+    for loaded in workers(3).run(load_by_name, optimizer, str(tmp_path / "checkpoint")):
         assert equal(loaded, saved[0])
+
+
+def ask_in_the_middle(rank: int, world_size: int) -> list[bool]:
+    """Ask for states before the first step and between backward and step, where torch steps to make them."""
+    data = batches(rank, world_size, 3)
+    same = []
+    for optimizer in OPTIMIZERS:
+        asked, undisturbed = side_of(world_size, optimizer), side_of(world_size, optimizer)
+        assert asked.tables is not None and undisturbed.tables is not None
+        for batch in data:
+            for side in (asked, undisturbed):
+                side.zero_grad()
+                side.ddp(batch).backward()
+            get_state_dict(asked.ddp.module, [*asked.optimizers, asked.tables.optimizer])
+            asked.step()
+            undisturbed.step()
+        asked.optimizers[0].zero_grad()
+        get_state_dict(asked.ddp.module, asked.optimizers)  # SGD's hidden step is none of the tables
+        same.append(equal(result_of(asked), result_of(undisturbed)))
+        asked.tables.close()
+        undisturbed.tables.close()
+    return same
+
+
+def test_asking_for_states_changes_nothing(workers: WorkerPools) -> None:
+    assert workers(2).run(ask_in_the_middle) == [[True] * len(OPTIMIZERS)] * 2
+
+
+def dear_side(world_size: int) -> tuple[Side, DearState]:
+    model = Tables(world_size)
+    tables = shard_embeddings(model, None, 1, config=CONFIG, lr=0.25)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    main = torch.optim.AdamW(ddp.parameters(), lr=0.5)
+    dear = DearState(ddp, main, DearConfig(timeout_s=20))
+    ddp.register_comm_hook(dear, dear_hook)
+    return Side(ddp, [main], tables), dear
+
+
+def with_dear(rank: int, world_size: int) -> bool:
+    """Both optimizers' states go to a second model from the first rank, and there back to where they were."""
+    data = batches(rank, world_size, NUM_STEPS)
+    results = []
+    states: Any = None
+    for number in range(2):
+        side, dear = dear_side(world_size)
+        assert side.tables is not None
+        both = [*side.optimizers, side.tables.optimizer]
+        if number:
+            weights, state = states if rank == 0 else ({}, {})
+            set_model_state_dict(side.ddp, weights, options=FROM_FIRST)
+            set_optimizer_state_dict(side.ddp, both, state, options=FROM_FIRST)
+        else:
+            train(side, data[:3])
+        states = copy.deepcopy(get_state_dict(side.ddp, both, options=WHOLE))
+        if number:
+            train(side, data[:1])
+            set_state_dict(side.ddp, both, model_state_dict=states[0], optim_state_dict=states[1], options=WHOLE)
+        train(side, data[3:])
+        results.append((*result_of(side), dear.full_optimizer_state_dict()["state"]))
+        dear.close()
+        side.tables.close()
+    return equal(*results)
+
+
+def test_states_by_name_with_dear(workers: WorkerPools) -> None:
+    assert workers(2).run(with_dear) == [True, True]

@@ -122,9 +122,9 @@ def train_and_save(rank: int, world_size: int, folder: str) -> tuple[dict[str, T
     """Weights when they are saved, and three steps later."""
     model, tables, optimizer = build()
     train(model, tables, optimizer, rank, range(3))
-    weights, state = get_state_dict(model, optimizer)
+    weights, state = get_state_dict(model, [optimizer, tables.optimizer])
     assert isinstance(weights["words.weight"], DTensor) or world_size == 1
-    dcp.save({"model": weights, "optimizer": state, "tables": tables.sharded_state_dict()}, checkpoint_id=folder)
+    dcp.save({"model": weights, "optimizer": state}, checkpoint_id=folder)
     saved = whole(model)
     with tables.local():
         table: Any = model.get_submodule("words")
@@ -138,10 +138,10 @@ def train_and_save(rank: int, world_size: int, folder: str) -> tuple[dict[str, T
 def resume(rank: int, world_size: int, folder: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     model, tables, optimizer = build()
     train(model, tables, optimizer, rank, range(50, 51))
-    weights, state = get_state_dict(model, optimizer)
+    both = [optimizer, tables.optimizer]
+    weights, state = get_state_dict(model, both)
     dcp.load({"model": weights, "optimizer": state}, checkpoint_id=folder)
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
-    tables.load_sharded(folder)
+    set_state_dict(model, both, model_state_dict=weights, optim_state_dict=state)
     loaded = whole(model)
     train(model, tables, optimizer, rank, range(3, 6))
     later = whole(model)
