@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -24,7 +24,10 @@ import torch.distributed as dist
 # the interpreter ends may abort the process. Imported here, before there is a group, it keeps nothing alive.
 import torch.distributed.nn.functional
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.ending import Undo
@@ -531,23 +534,42 @@ def before_transforms(wait: Callable[[Tensor], None]) -> None:
             setattr(module, name, wait_and_wrap)
 
 
-def outside_of_transforms() -> AbstractContextManager[Any]:
-    """Run as if no transform of ``torch.func`` were under way."""
-    if torch._C._functorch.peek_interpreter_stack() is None:
-        return nullcontext()
-    from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-
-    return temporarily_clear_interpreter_stack()
-
-
-def makes_parameter() -> bool:
-    """Whether the caller's caller is ``nn.Parameter(data)``."""
-    return sys._getframe(2).f_code is torch.nn.Parameter.__new__.__code__
-
-
 def without_overrides() -> AbstractContextManager[Any]:
     """Let functions run on tensors of all classes as on plain ones: no ``__torch_function__`` is asked."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_observed() -> bool:
+    """Return True if modes, transforms of functions or a tracer see the operations that this thread runs."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or _len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+def makes_parameter(frame: FrameType | None) -> bool:
+    """Return True if ``frame`` runs ``nn.Parameter(tensor)``, which compares classes before and after ``detach()``."""
+    return frame is not None and frame.f_code is torch.nn.Parameter.__new__.__code__
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Run operations that no mode, no transform of functions and no tracer of the caller sees or changes."""
+    tracing = torch._C._get_tracing_state()
+    modes = []
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        while torch._C._len_torch_function_stack():
+            modes.append(torch._C._pop_torch_function_stack())
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            yield
+    finally:
+        while modes:
+            torch._C._push_on_torch_function_stack(modes.pop())
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
 def optimizes_in_backward(parameter: Tensor) -> bool:

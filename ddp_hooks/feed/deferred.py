@@ -102,10 +102,5 @@ def copied(value: Any) -> Any:
 @contextmanager
 def _outside_of_any_forward(device: torch.device) -> Iterator[None]:
     """An update in the middle of a forward is none of its operations."""
-    with (
-        compat.outside_of_transforms(),
-        torch.inference_mode(False),
-        torch.no_grad(),
-        torch.autocast(device.type, enabled=False),
-    ):
+    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

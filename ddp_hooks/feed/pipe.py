@@ -138,7 +138,12 @@ class FeedPipe:
 
     def wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
         """See :class:`~ddp_hooks.feed.waiting.Waiter`."""
-        index = self._index_of[id(parameter)]
+        index = self._index_of.get(id(parameter))
+        if index is None:  # made of a waiting class, or its class and memory swapped: it may share what is in flight
+            self.finish()
+            made: Any = parameter
+            made.__class__ = made.own_class
+            return True
         if self._missing[index] and compat.inside_compiled_region():
             self._met_compiled_code = True
             self.finish()  # its other graphs then see no parameter in flight
@@ -157,6 +162,14 @@ class FeedPipe:
                 self._show(index, on_host)
 
     def _await(self, groups: Iterable[int]) -> None:
+        """Wait for groups; the reader's modes, function transforms and tracers do not see how."""
+        if compat.is_observed():
+            with compat.unobserved():
+                self._await_unobserved(groups)
+        else:
+            self._await_unobserved(groups)
+
+    def _await_unobserved(self, groups: Iterable[int]) -> None:
         complete = []
         try:
             for group in groups:
@@ -173,9 +186,11 @@ class FeedPipe:
                     if not self._missing[index]:
                         complete.append(index)
         finally:  # also where a gather has failed: its parameters go on raising, those before it are there
-            self.in_flight = self._num_in_flight > 0
-            if complete:
-                self._complete(complete)
+            try:
+                if complete:
+                    self._complete(complete)
+            finally:  # not before: a thread that finishes has to wait for the updates of another one
+                self.in_flight = self._num_in_flight > 0
 
     def _complete(self, indices: Sequence[int]) -> None:
         """Everything of these parameters has been gathered: let them be updated, and then read."""

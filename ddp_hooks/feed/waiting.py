@@ -5,13 +5,15 @@ While a gather or an update is under way the class of a parameter is a subclass 
 write from Python waits, wherever it happens: functional uses, ``.data``, ``deepcopy``, averages, printing. Identity,
 ``isinstance`` and metadata stay as they are.
 
-Not seen: C++ code that holds a pointer, other processes, code that switches ``__torch_function__`` off, and functions
-that copy a tensor without asking it: ``torch.tensor(p)``, ``torch.Tensor(p)``, ``torch.nested.nested_tensor([p])``.
+Not seen: C++ code that holds a pointer, other processes, code that switches ``__torch_function__`` off, functions that
+never ask it (``torch.overrides.get_ignored_functions()``: ``torch.tensor(p)``, ``torch.as_tensor(p, ...)``), and views
+that were made before the step.
 """
 
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
@@ -58,6 +60,10 @@ class Waiting:
     own_class: type[nn.Parameter]
     wait_in: Callable[[Iterable[Any], bool], bool]
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Make a parameter that waits for nothing: what ``type(parameter)(...)`` asks for."""
+        return cls.own_class(*args, **kwargs)
+
     @classmethod
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -69,14 +75,11 @@ class Waiting:
         if kwargs:
             arrived &= cls.wait_in(tuple(kwargs.values()), not alone)
         if arrived:
+            if func is Tensor.detach and compat.makes_parameter(sys._getframe(1)):
+                return cls.own_class(args[0], args[0].requires_grad)  # of the class that the tensor has by now
             return func(*args, **kwargs)
         with compat.without_overrides():
             return func(*args, **kwargs)
-
-    def detach(self) -> Any:
-        """As a tensor's; ``nn.Parameter(parameter)`` takes classes that it does not know by what this returns."""
-        _wait_in([self], on_host=True)
-        return nn.Parameter(self.detach(), False) if compat.makes_parameter() else self.detach()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         _wait_in([self], on_host=True)

@@ -16,6 +16,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hooks.comm import Recorder, compat
 from ddp_hooks.feed import FeedPipe
@@ -36,8 +38,7 @@ class Gather:
     def wait(self) -> None:
         if self._error is not None:
             raise self._error
-        with compat.outside_of_transforms():
-            self._values.fill_(NEW)
+        self._values.fill_(NEW)
         self.done = True
 
 
@@ -191,6 +192,79 @@ def test_a_users_class_is_put_back() -> None:
     assert torch.add(model.weight, 0.0).eq(NEW).all()
     assert type(model.weight) is Scaled and torch.add in Scaled.seen, "its own __torch_function__ sees the call as well"
     assert flight.awaited == [0]
+
+
+class Seen(TorchDispatchMode):
+    """Notes the operations that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+class Called(TorchFunctionMode):
+    """Notes the functions that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.functions: list[Any] = []
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(func)
+        return func(*args, **(kwargs or {}))
+
+
+def test_modes_transforms_and_tracers_of_the_reader_do_not_see_the_wait() -> None:
+    flight = Flight(layers())
+    weight = flight.parameters[0]
+    with Seen() as seen, Called() as called:
+        doubled = weight * 2
+    assert doubled.eq(2 * NEW).all() and seen.names == ["mul"] and called.functions == [Tensor.mul]
+    flight.launch()
+    gradient = torch.func.grad(lambda x: (weight * x).sum())(torch.ones(3, 3))  # refuses writes into what it captures
+    assert gradient.eq(NEW).all()
+    flight.launch()
+    traced = torch.jit.trace(flight.model[0], torch.zeros(1, 3))
+    assert traced(torch.zeros(1, 3)).eq(NEW).all() and "fill_" not in str(traced.graph)
+
+
+def test_parameters_made_of_one_in_flight_wait_for_nothing() -> None:
+    flight = Flight(layers())
+    weight = flight.parameters[0]
+    made = type(weight)(torch.ones(3), requires_grad=False)
+    assert type(made) is nn.Parameter and flight.awaited == []
+    again = nn.Parameter(weight)
+    assert type(again) is nn.Parameter and again.eq(NEW).all() and flight.awaited == FIRST
+    assert again.data_ptr() == weight.data_ptr()
+    flight.launch()
+    swapped: Any = nn.Parameter(torch.zeros(3, 3))
+    swapped.__class__, swapped.data = type(weight), weight.detach()  # as torch.utils.swap_tensors leaves it
+    assert swapped.eq(NEW).all() and type(swapped) is nn.Parameter
+
+
+def test_who_finishes_waits_for_an_update_of_another_thread() -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def update(_: Any) -> None:
+        began.set()
+        assert go_on.wait(10)
+
+    flight = Flight(nn.Linear(3, 3, bias=False), update)
+    reader = threading.Thread(target=lambda: flight.parameters[0].sum())
+    reader.start()
+    assert began.wait(10)
+    finisher = threading.Thread(target=flight.pipe.finish)
+    finisher.start()
+    finisher.join(0.1)
+    waited = finisher.is_alive()
+    go_on.set()
+    reader.join(10)
+    finisher.join(10)
+    assert waited and not finisher.is_alive() and not flight.pipe.in_flight
 
 
 def without_overrides(model: nn.Module) -> None:
