@@ -513,7 +513,9 @@ class StepCycle:
                 type(optimizer).__name__,
                 "" if deferred else ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))",
             )
-        return ReplicatedOptimizer(optimizer, self._parameters, self._names, self._lanes, deferred)
+        return ReplicatedOptimizer(
+            optimizer, self._parameters, self._names, self._lanes, deferred, lambda: self._pipe.finish()
+        )
 
     def _early_gathers(self, link: LinkProfile | None) -> EarlyGathers | None:
         """How gathers begin before step(); None where they cannot, or would always be for nothing."""

@@ -11,7 +11,7 @@ schedulers do meanwhile.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -30,6 +30,7 @@ class ReplicatedOptimizer(ShardSet):
         optimizer, parameters, names, lanes: as for :class:`~ddp_hooks.dear.shards.ShardSet`.
         deferred: update parameters one by one as their gradients arrive, which is right if no update looks at another
             parameter. False: gather everything inside ``optimizer.step()``, and let it update everything at once.
+        finish: waits for every gather that is in flight, and so runs the updates that are still to come.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class ReplicatedOptimizer(ShardSet):
         names: Sequence[str],
         lanes: Lanes,
         deferred: bool,
+        finish: Callable[[], None],
     ) -> None:
         super().__init__(optimizer, parameters, names, lanes)
         self.deferred = deferred
@@ -48,7 +50,7 @@ class ReplicatedOptimizer(ShardSet):
         self._marks = GuardsAside(parameters)  # while the optimizer's own code runs
         self._wanted: set[int] = set()  # parameters that still await their update
         self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
-        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)
+        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, finish)
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 

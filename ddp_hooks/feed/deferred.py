@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import compat, see
+from ddp_hooks.feed.pending_state import let_state_wait
 
 
 class DeferredUpdates:
@@ -24,6 +25,7 @@ class DeferredUpdates:
         optimizer: of all parameters.
         parameters: that may be updated by themselves, in a fixed order.
         gradient_of: the gradient of the parameter with that number, when it is updated.
+        finish: runs every update that is still to come, for those who look at ``optimizer.state``; None: nobody waits.
     """
 
     def __init__(
@@ -31,11 +33,13 @@ class DeferredUpdates:
         optimizer: torch.optim.Optimizer,
         parameters: Sequence[torch.nn.Parameter],
         gradient_of: Callable[[int], Tensor],
+        finish: Callable[[], None] | None = None,
     ) -> None:
         self.running = False  # the optimizer's code runs for some parameters
         self._optimizer = optimizer
         self._parameters = parameters
         self._gradient_of = gradient_of
+        self._finish = finish
         self._settings: list[dict[str, Any]] = []  # of the optimizer's groups, at the step
         index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._slot_of = {
@@ -59,10 +63,16 @@ class DeferredUpdates:
                     "the optimizer's param_groups are not those that it had when the hook's state was created: change "
                     f"them before, or wrap the model again{see('set-up-changed-later')}"
                 )
+        if self._finish is not None:
+            let_state_wait(self._optimizer, self._finish_unless_running)
         self._settings = [
             {key: copied(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
         ]
+
+    def _finish_unless_running(self) -> None:
+        if self._finish is not None and not self.running:
+            self._finish()
 
     def run(self, indices: Sequence[int]) -> None:
         """Run the optimizer's own code over these parameters, with the settings of the step."""

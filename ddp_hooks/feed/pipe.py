@@ -46,6 +46,9 @@ class FeedPipe:
         self._recorder = recorder
         self._arrived = arrived
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        for parameter in parameters:
+            if isinstance(parameter, Waiting):  # for another pipe
+                parameter.waiter.wait_for_parameter(parameter, on_host=True)
         self._own_classes = [type(parameter) for parameter in parameters]
         kinds = {kind: waiting_class(kind, self) for kind in set(self._own_classes)}
         self._waiting_classes = [kinds[kind] for kind in self._own_classes]
@@ -80,17 +83,19 @@ class FeedPipe:
             self.finish()
         elif training and not self._order and not self._num_hidden and not compat.inside_compiled_region():
             self._entrances.find()
-            self._read.clear()
-            for index in range(len(self._parameters)):
-                self._hide(index)
+            with self._lock:
+                self._read.clear()
+                for index in range(len(self._parameters)):
+                    self._hide(index)
 
     def end_forward(self) -> None:
         """The forward has ended."""
         if len(self._read) >= len(self._order):
             self._order = list(self._read)
         if self._num_hidden and not self.in_flight:
-            for index in range(len(self._parameters)):
-                self._show(index)
+            with self._lock:
+                for index in range(len(self._parameters)):
+                    self._show(index)
 
     def order_of_need(self) -> list[int]:
         """Return for every parameter its position in the order in which forwards have awaited them."""
@@ -194,13 +199,15 @@ class FeedPipe:
 
     def _complete(self, indices: Sequence[int]) -> None:
         """Everything of these parameters has been gathered: let them be updated, and then read."""
-        if self._arrived is not None and threading.get_ident() != self._launcher:
-            # The thread that trains must not read a parameter while another one updates it.
+        # Nobody must read a parameter in the middle of its update, so it goes on waiting. On accelerators torch looks
+        # at classes to choose kernels: there the thread that trains, whose reads follow in its stream, shows it before.
+        shown = self._on_streams and threading.get_ident() == self._launcher
+        if self._arrived is not None and not shown:
             with compat.without_overrides():
                 self._arrived(indices)
         for index in indices:
             self._show(index)
-        if self._arrived is not None and threading.get_ident() == self._launcher:
+        if self._arrived is not None and shown:
             self._arrived(indices)
         if self._on_streams:
             visible = _Visible(self._parameters[indices[0]].device)

@@ -97,7 +97,7 @@ class ForwardPipeline:
         self._wanted: set[int] = set()  # parameters that await their update
         self._marks = GuardsAside(parameters)  # of them, while the optimizer's own code runs
         self._zeroed: set[int] = set()  # of them, those whose gradients were set to zero before the step
-        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of)
+        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, self._finish_updates)
         self._pipe = FeedPipe(ddp.module, parameters, recorder, self._arrived)
         self._handles = self._install(ddp)
 
@@ -142,6 +142,9 @@ class ForwardPipeline:
             held.reduced.bring_home()
             self._give_back(held)
             held.reduced.conclude()
+
+    def _finish_updates(self) -> None:
+        self._pipe.finish()
 
     def finish(self) -> None:
         """Wait for the updates that are on their way."""

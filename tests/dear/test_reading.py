@@ -99,7 +99,14 @@ def on_rank_0_alone(ddp: DistributedDataParallel, _: Any) -> Tensor | None:
     return torch.from_numpy(ddp.module.first.weight.detach().numpy().copy()) if dist.get_rank() == 0 else None
 
 
+def forget_momentum(ddp: DistributedDataParallel, memory: dict[str, Any]) -> None:
+    memory["calls"] = memory.get("calls", 0) + 1
+    if memory["calls"] == 3:
+        memory["optimizer"].state.clear()
+
+
 ACTS: dict[str, Act] = {
+    "forget momentum": forget_momentum,
     "clamp": clamp,
     "normalise": normalise,
     "broadcast": broadcast,
@@ -141,7 +148,7 @@ def train(name: str, config: DearConfig | TopKConfig | None) -> tuple[list[Tenso
     elif config is not None:
         state = TopKState(ddp, config, optimizer=optimizer)
         ddp.register_comm_hook(state, topk_hook)
-    memory: dict[str, Any] = {}
+    memory: dict[str, Any] = {"optimizer": optimizer}
     found: list[Tensor] = []
     in_flight = 0
     for step in range(6):

@@ -9,6 +9,7 @@ import copy
 import io
 import pickle
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hooks.comm import Recorder, compat
 from ddp_hooks.feed import FeedPipe
+from ddp_hooks.feed.pending_state import let_state_wait
 from ddp_hooks.feed.waiting import METADATA, Waiting
 
 OLD, NEW = 1.0, 2.0
@@ -360,6 +362,56 @@ def test_another_thread_may_read_and_update() -> None:
     reader.join(10)
     assert read == [10 * NEW] and updated == [0]
     assert flight.awaited == [0]
+
+
+def test_a_thread_that_logs_never_reads_half_an_update() -> None:
+    """The thread that trains updates a parameter while another one reads it."""
+    halfway, go_on = threading.Event(), threading.Event()
+
+    def update(indices: Any) -> None:
+        for index in indices:
+            values = flight.parameters[index].data
+            values[:1].mul_(10.0)
+            if index == 0:
+                halfway.set()
+                assert go_on.wait(10)
+            values[1:].mul_(10.0)
+
+    flight = Flight(nn.Linear(3, 3, bias=False), update)
+    read: list[bool] = []
+
+    def log() -> None:
+        assert halfway.wait(10)
+        read.append(bool(flight.parameters[0].eq(10 * NEW).all()))
+
+    reader = threading.Thread(target=log)
+    reader.start()
+    threading.Timer(0.2, go_on.set).start()
+    flight.pipe.finish()
+    reader.join(10)
+    assert read == [True]
+
+
+def test_the_optimizers_state_waits_for_updates_to_come() -> None:
+    finished: list[str] = []
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    for use in (
+        lambda state: state[model.weight],
+        lambda state: list(state),
+        lambda state: dict(state),
+        lambda state: model.weight in state,
+        lambda state: copy.deepcopy(state),
+        lambda state: pickle.dumps(state),
+        lambda state: state.clear(),
+    ):
+        let_state_wait(optimizer, lambda: finished.append("updates"))
+        finished.clear()
+        use(optimizer.state)
+        assert finished
+    assert type(copy.deepcopy(optimizer).state) is defaultdict and len(optimizer.state) == 0
 
 
 class FakeStream:
