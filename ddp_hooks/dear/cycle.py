@@ -394,7 +394,6 @@ class StepCycle:
         compat.increment_versions(self._parameters)
         if isinstance(self._sharded, ShardedOptimizer):
             self._sharded.write_masters()
-            self._keeper.withdraw()  # a post-hook that read them would take one rank's part for all
             self._launch_gathers(self._arrangement.flats)
         else:
             self._sharded.close_step()

@@ -45,7 +45,7 @@ class GradientKeeper:
 
     def guard_model(self) -> set[int]:
         """A backward has ended: guard every gradient of the model; returns the parameters that took part."""
-        used = {index for index, parameter in enumerate(self._parameters) if parameter.grad is not None}
+        used = {index for index, gradient in enumerate(self._gradients()) if gradient is not None}
         for index in used.union(self._carried):  # also where this rank has no shard
             self._place(index)
         return used
@@ -61,19 +61,22 @@ class GradientKeeper:
 
     def unless_discarded(self, shard: Shard, gradient: Tensor | None) -> Tensor | None:
         """``gradient``, or what ``zero_grad`` on the model or the optimizer has made of it since the backward."""
-        marks = (self._parameters[shard.interval.parameter].grad, shard.tensor.grad)
-        guards = [mark for mark in marks if isinstance(mark, GradientGuard)]
-        # Plain values in a shard are those of a step that is over: they were not discarded there either.
-        if gradient is None or marks[1] is None or not isinstance(marks[0], GradientGuard):
+        if gradient is None:
             return None
-        if any(guard.zeroed for guard in guards):
+        with compat.without_overrides():
+            mark = self._parameters[shard.interval.parameter].grad
+        own = shard.tensor.grad
+        # Plain values in a shard are those of a step that is over: they were not discarded there either.
+        if own is None or not isinstance(mark, GradientGuard):
+            return None
+        if mark.zeroed or (isinstance(own, GradientGuard) and own.zeroed):
             return torch.zeros_like(gradient)
         return gradient
 
     def unreduced(self) -> str | None:
         """The name of a parameter that holds a gradient that no rank has reduced; None if there is none."""
-        for name, parameter in zip(self._names, self._parameters, strict=True):
-            if parameter.grad is not None and not isinstance(parameter.grad, GradientGuard):
+        for name, gradient in zip(self._names, self._gradients(), strict=True):
+            if gradient is not None and not isinstance(gradient, GradientGuard):
                 return name
         return None
 
@@ -97,9 +100,9 @@ class GradientKeeper:
 
     def forget_zeroing(self) -> None:
         """What was asked for is done: what is written into gradients from now on counts."""
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, GradientGuard):
-                parameter.grad.zeroed = False
+        for gradient in self._gradients():
+            if isinstance(gradient, GradientGuard):
+                gradient.zeroed = False
 
     # -- from one backward to the next ------------------------------------------------------------------------------
 
@@ -110,7 +113,7 @@ class GradientKeeper:
             settle: waits for gradients that may still travel; called before any is read.
         """
         self._unwatch()
-        self._kept = [i for i, p in enumerate(self._parameters) if isinstance(p.grad, GradientGuard)]
+        self._kept = [i for i, gradient in enumerate(self._gradients()) if isinstance(gradient, GradientGuard)]
         self._carried = []
         kept = set(self._kept)
         if kept:
@@ -152,9 +155,10 @@ class GradientKeeper:
 
     def clear(self) -> None:
         """Remove the model's guards."""
-        for parameter in self._parameters:
-            if isinstance(parameter.grad, GradientGuard):
-                parameter.grad = None
+        with compat.without_overrides():
+            for parameter in self._parameters:
+                if isinstance(parameter.grad, GradientGuard):
+                    parameter.grad = None
 
     def close(self) -> None:
         """Remove guards and hooks."""
@@ -162,12 +166,20 @@ class GradientKeeper:
         self.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """The model's side of ``optimizer.zero_grad()``, whose groups hold only shards."""
-        for parameter in self._parameters:
-            if set_to_none:
-                parameter.grad = None
-            elif parameter.grad is not None:
-                parameter.grad.zero_()
+        """The model's side of ``optimizer.zero_grad()``, which finds nothing to drop then."""
+        if set_to_none:
+            with compat.without_overrides():
+                for parameter in self._parameters:
+                    parameter.grad = None
+            return
+        for gradient in self._gradients():
+            if gradient is not None:
+                gradient.zero_()
+
+    def _gradients(self) -> list[Tensor | None]:
+        """The parameters' gradients, or what stands for them; nobody waits for parameters in flight."""
+        with compat.without_overrides():
+            return [parameter.grad for parameter in self._parameters]
 
     def _place(self, index: int) -> None:
         self._guards[index].zeroed = False

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import torch
 
-from ddp_hooks.comm import Undo
+from ddp_hooks.comm import Undo, compat
 
 
 def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Callable[[bool], None]) -> Undo:
@@ -18,7 +19,9 @@ def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Calla
 
     def zero_grad(set_to_none: bool = True) -> None:
         also(set_to_none)
-        original(set_to_none=set_to_none)
+        # Removing gradients touches no value: no parameter in flight, and no guard, has to be asked one by one.
+        with compat.without_overrides() if set_to_none else nullcontext():
+            original(set_to_none=set_to_none)
 
     zero_grad.__wrapped__ = original  # type: ignore[attr-defined]
     owner.zero_grad = zero_grad  # type: ignore[method-assign]
