@@ -264,7 +264,7 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
         parser.error(f"--hidden-size must be a multiple of --heads, got {args.hidden_size} and {args.heads}")
     if args.block_length < 3:
         parser.error(f"--block-length must be at least 3, got {args.block_length}")
-    density = getattr(args, "density", 1.0)
-    if not 0 < density <= 1:
+    density = getattr(args, "density", None)
+    if density is not None and not 0 < density <= 1:
         parser.error(f"--density must be in (0, 1], got {density}")
     return args

@@ -74,7 +74,22 @@ class LocalGradients:
         if self._num_buckets == num_buckets:
             self._are_here = True
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        def checking(closure: Callable[[], Any]) -> Callable[[], Any]:
+            def evaluate() -> Any:
+                loss = closure()
+                self._refuse(optimizer)
+                return loss
+
+            return evaluate
+
+        replaced = compat.with_closure(args, kwargs, checking)
+        if replaced is None:
+            self._refuse(optimizer)
+        return replaced
+
+    def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise if the optimizer would step with gradients of this rank alone."""
         if not self._are_here:
             return
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
@@ -88,11 +103,10 @@ class LocalGradients:
                 )
 
 
-def _calling(reference: weakref.ref[LocalGradients], method: Callable[..., None]) -> Callable[..., None]:
-    def call(*args: Any) -> None:
+def _calling(reference: weakref.ref[LocalGradients], method: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
         present = reference()
-        if present is not None:
-            method(present, *args)
+        return method(present, *args) if present is not None else None
 
     return call
 

@@ -238,7 +238,7 @@ def test_settings_are_numbers_or_text() -> None:
         (["--rate", "fast"], "rate must"),
         (["--variants", "horovod"], "variant must be"),
         (["--variants", "dear", "--dear", "lane=3"], "no field lane"),
-        (["--variants", "dear", "--dear", "lanes=0"], "lanes must be >= 1"),
+        (["--variants", "dear", "--dear", "lanes=0"], "lanes must be None, or a whole number >= 1"),
         (["--variants", "topk:slice_mb=4"], "TopKConfig has no field slice_mb"),
         (["--variants", "fsdp2-ext:buckets=4"], "ExtConfig has no field buckets"),
         (["--variants", "fsdp2:defer=False"], "no field defer"),
