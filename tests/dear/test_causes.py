@@ -329,8 +329,20 @@ def dropped(ddp: Any, optimizer: Any) -> None:
     optimizer.zero_grad(set_to_none=False)
 
 
+def in_a_closure(ddp: Any, optimizer: Any) -> None:
+    """The last backward runs inside of step(), as Lightning has it."""
+    never_synchronised(ddp, optimizer)
+
+    def closure() -> torch.Tensor:
+        loss: torch.Tensor = ddp(VALUES).square().mean()
+        loss.backward()
+        return loss
+
+    optimizer.step(closure)
+
+
 REFUSED = (late_no_sync, never_synchronised, twice, two_forwards_then_their_backwards)
-FINE = (early_no_sync, between, gradients_of_inputs, dropped)
+FINE = (early_no_sync, between, gradients_of_inputs, dropped, in_a_closure)
 
 
 def local_gradients(rank: int, world_size: int, pipeline: Any) -> dict[str, tuple[str, bool]]:
