@@ -41,7 +41,8 @@ class DearState(StepCycle):
     that need whole tensors ``DearConfig(update="replicated")`` does as the paper has it.
 
     The training loop stays as it was. Between backward and step the model's ``.grad`` may not be read (it raises).
-    After ``optimizer.step()`` parameters may be in flight; whoever reads or writes one from Python waits for it.
+    After ``optimizer.step()`` parameters may be in flight; who reads or writes one from Python waits for it.
+    ``docs/dear.md`` lists the few functions and views that do not wait.
 
     Args:
         ddp: wrapped with ``gradient_as_bucket_view=True``. Forward pre-hooks are installed on its modules.
