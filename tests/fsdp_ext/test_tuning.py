@@ -376,9 +376,9 @@ def test_modules_that_are_kept_are_gathered_once(workers: WorkerPools) -> None:
         ({"prefetch": (2.0,)}, "prefetch must have whole numbers >= 0, or None"),
         ({"lanes": (0,)}, "lanes must have whole numbers >= 1, or None"),
         ({"lanes": (1, 2.5)}, "lanes must have whole numbers >= 1, or None"),
-        ({"max_trials": 0}, "max_trials must be >= 1, got 0"),
-        ({"dropped_steps": 1}, "dropped_steps must be >= 2, got 1"),
-        ({"keep_bytes": -1}, "keep_bytes must be >= 0, got -1"),
+        ({"max_trials": 0}, "max_trials must be a whole number >= 1, got 0"),
+        ({"dropped_steps": 1}, "dropped_steps must be a whole number >= 2, got 1"),
+        ({"keep_bytes": -1}, "keep_bytes must be a whole number >= 0, got -1"),
         ({"xi": -1.0}, "xi must be >= 0, got -1.0"),
     ],
 )
