@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.workers import WorkerPools, Workers
+from tests.support.workers import WorkerPools, Workers
 
 # No deadline: time never decides a test, least of all on a busy machine.
 hypothesis.settings.register_profile("ddp_hooks", deadline=None)
@@ -46,7 +46,7 @@ class GpuWorkers(WorkerPools):
 
 @pytest.fixture(scope="session")
 def gpu_workers() -> Iterator[WorkerPools]:
-    """``gpu_workers(P)`` is a pool of P NCCL ranks; see :mod:`tests.devices`."""
+    """``gpu_workers(P)`` is a pool of P NCCL ranks; see :mod:`tests.support.devices`."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
     pools = GpuWorkers()

@@ -14,13 +14,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.workers import WorkerPools
-
-DOCS = Path(__file__).parents[1] / "docs"
-
-
-def blocks_of(page: str) -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (DOCS / page).read_text(), flags=re.DOTALL | re.MULTILINE)
+from tests.support.pages import DOCS, blocks_of
+from tests.support.workers import WorkerPools
 
 
 def run_page(rank: int, world_size: int, page: str, path: str) -> int:
@@ -88,9 +83,9 @@ def test_every_block_of_a_page_runs(workers: WorkerPools, tmp_path: Path, page: 
 
 def run_tour(rank: int, world_size: int, folder: str) -> tuple[int, float, float]:
     """How many blocks ran, and how much the hooks of two frameworks' loops have sent, in MiB."""
-    from tests.integrations.launched import as_torchrun_does, gpt2
-    from tests.integrations.test_lightning import loader, module
-    from tests.integrations.test_transformers import make
+    from tests.support.integrations.launched import as_torchrun_does, gpt2
+    from tests.support.integrations.lightning_modules import loader, module
+    from tests.support.integrations.trainers import make
 
     with as_torchrun_does(rank, world_size):
         names = names_for("tour.md", f"{folder}/checkpoint.pt")

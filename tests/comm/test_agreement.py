@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from ddp_hooks.comm import agree
 from ddp_hooks.comm.agreement import first_difference
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 
 def compare(rank: int, world_size: int, case: str) -> str:

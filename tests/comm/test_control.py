@@ -23,7 +23,7 @@ from torch import Tensor
 from ddp_hooks.comm import Algorithm, LaneError, LaneTimeout, Recv, Send, compat, mesh
 from ddp_hooks.comm.control import ControlChannel
 from ddp_hooks.comm.failure import Witness
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 # -- connections ------------------------------------------------------------------------------------------------------
 

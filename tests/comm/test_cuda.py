@@ -11,9 +11,9 @@ import torch.distributed as dist
 
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, aligned_bounds
 from ddp_hooks.comm.collectives import pairwise_exchange, ring_all_gather, ring_reduce_scatter
-from tests.comm.test_lanes import whole
-from tests.devices import rank_device
-from tests.workers import WorkerPools
+from tests.support.devices import rank_device
+from tests.support.lanes import whole
+from tests.support.workers import WorkerPools
 
 DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.int64]
 

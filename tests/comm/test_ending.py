@@ -20,12 +20,12 @@ import torch.distributed as dist
 
 from ddp_hooks.comm import LaneError, Lanes, LaneSettings, Recorder, at_exit, compat, failure, gather_objects
 from ddp_hooks.comm.lanes import StreamLane
-from tests.workers import server_context
+from tests.support.workers import server_context
 
 
 def as_at_exit(function: Any, output: str, *arguments: Any) -> None:
     """In a process of its own: run a function, and end as the interpreter does."""
-    gc.freeze()  # see tests/workers.py
+    gc.freeze()  # see tests/support/workers.py
     said = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stdout = sys.stderr = os.fdopen(said, "w", buffering=1)
     logging.getLogger("ddp_hooks").addHandler(logging.StreamHandler(sys.stderr))

@@ -21,8 +21,9 @@ import torch.distributed as dist
 from ddp_hooks.comm import LaneError, Lanes, LaneSettings, LaneTimeout, Partition, Recorder, aligned_bounds
 from ddp_hooks.comm.exchange import Algorithm
 from ddp_hooks.comm.lanes import WINDOW, StreamLane
-from tests.dear.test_refusals import message_of
-from tests.workers import WorkerFailed, WorkerPools
+from tests.support.lanes import whole
+from tests.support.messages import message_of
+from tests.support.workers import WorkerFailed, WorkerPools
 
 CPU = torch.device("cpu")
 
@@ -33,8 +34,6 @@ def lanes_of(num_lanes: int, timeout_s: float = 20, stall_warning_s: float = 10,
     return Lanes(dist.group.WORLD, num_lanes, CPU, settings, Recorder(enabled=True))
 
 
-def whole(numel: int, seed: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    return torch.randint(-9, 10, (numel,), generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def scatter_and_gather(rank: int, world_size: int, num_lanes: int, jitter: bool) -> dict[str, Any]:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +14,6 @@ import pytest
 import torch.distributed as dist
 
 from ddp_hooks.comm import (
-    LaneError,
     Patience,
     broadcast_object,
     calling,
@@ -29,7 +25,8 @@ from ddp_hooks.comm import (
 )
 from ddp_hooks.comm.ending import while_all_live
 from ddp_hooks.comm.failure import describe_waits
-from tests.workers import WorkerPools
+from tests.support.messages import logged, message_of
+from tests.support.workers import WorkerPools
 
 BRIEF = Patience(timeout_s=1.5, stall_warning_s=0.3)
 
@@ -62,24 +59,8 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def message_of(call: Any) -> str:
-    try:
-        call()
-    except LaneError as error:
-        return f"{type(error).__name__}: {error}"
-    return "no error"
 
 
-@contextmanager
-def logged() -> Iterator[list[str]]:
-    lines: list[str] = []
-    handler = logging.Handler()
-    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
-    logging.getLogger("ddp_hooks").addHandler(handler)
-    try:
-        yield lines
-    finally:
-        logging.getLogger("ddp_hooks").removeHandler(handler)
 
 
 def keys_left() -> int:

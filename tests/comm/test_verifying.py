@@ -22,7 +22,7 @@ from ddp_hooks.comm.agreement import VERIFY, num_agreements
 from ddp_hooks.coordination import coordinate
 from ddp_hooks.embedding import EmbeddingState, embedding_hook
 from fsdp_ext import extend
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 
 class Net(nn.Module):

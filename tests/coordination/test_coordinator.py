@@ -19,7 +19,7 @@ import torch.distributed as dist
 from ddp_hooks import LaneError
 from ddp_hooks.comm import agree
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 FAST = CoordinatorConfig(lanes=2, slice_mb=0.01, timeout_s=20, stall_warning_s=10, cycle_ms=0.2)
 

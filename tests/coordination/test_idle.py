@@ -25,7 +25,7 @@ from ddp_hooks.coordination import Coordinator, CoordinatorConfig
 from ddp_hooks.coordination.cache import REMEMBERED
 from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
 from ddp_hooks.coordination.request import Request, TensorSpec
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 CAPACITY = 6
 CONFIG = CoordinatorConfig(lanes=2, slice_mb=0.01, timeout_s=20, stall_warning_s=10, cycle_ms=0.2, capacity=CAPACITY)

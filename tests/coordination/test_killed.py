@@ -26,7 +26,7 @@ from ddp_hooks import LaneError
 from ddp_hooks.comm import Round
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig, coordinate, negotiation
 from ddp_hooks.coordination.model import CoordinatedModel
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 # Nothing here may end because of a timeout: they are longer than a test may take.
 CONFIG = CoordinatorConfig(lanes=2, slice_mb=0.01, timeout_s=300, stall_warning_s=200, cycle_ms=0.2)

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_hooks.coordination import CoordinatorConfig, coordinate
 from ddp_hooks.coordination.model import branch_of
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 CONFIG = CoordinatorConfig(lanes=2, slice_mb=0.002, timeout_s=20, stall_warning_s=10, cycle_ms=0.2)
 

@@ -21,7 +21,7 @@ from ddp_hooks.coordination import Coordinator, CoordinatorConfig
 from ddp_hooks.coordination.execution import Execution, Submission
 from ddp_hooks.coordination.release import MAX_UNDER_WAY, Message, ReleaseQueue
 from ddp_hooks.coordination.request import Request, TensorSpec
-from tests.workers import WorkerFailed, WorkerPools
+from tests.support.workers import WorkerFailed, WorkerPools
 
 MIB = 1 << 20
 

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import shard_embeddings
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig, coordinate
-from tests.embedding.twins import sum_and_divide
-from tests.workers import WorkerPools
+from tests.support.embedding.twins import sum_and_divide
+from tests.support.workers import WorkerPools
 
 CONFIG = CoordinatorConfig(lanes=1, slice_mb=0.002, credit_mb=0.002, timeout_s=20, stall_warning_s=10, cycle_ms=0.2)
 

@@ -16,7 +16,7 @@ import torch
 from ddp_hooks.comm import Span
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig, draw_phases, seconds_by_name, write_trace
 from ddp_hooks.coordination.timeline import PHASES
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 
 def late(rank: int, world_size: int) -> list[Span]:

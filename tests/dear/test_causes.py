@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, embedding_hook, topk_hook
 from ddp_hooks.dear.shards import held_in_shards
 from ddp_hooks.feed import GradientGuard
-from tests.dear.test_refusals import message_of, sgd
-from tests.dear.twins import CONFIG
-from tests.workers import WorkerPools
+from tests.support.dear.misuse import sgd
+from tests.support.dear.twins import CONFIG
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 class Heads(nn.Module):

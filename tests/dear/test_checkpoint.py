@@ -15,17 +15,18 @@ from typing import Any, cast
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
 from ddp_hooks.dear.order import ORDER_KEY
-from tests.dear import twins
-from tests.dear.test_exact import adagrad, adamw_two_groups, momentum_sgd
-from tests.dear.test_models import MODELS, TOLERANCE
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear import twins
+from tests.support.dear.loops import adagrad, adamw_two_groups, momentum_sgd
+from tests.support.dear.saving import differences, full_state, save_every_step, train_step, wrap
+from tests.support.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
+from tests.support.messages import message_of
+from tests.support.models import MODELS, TOLERANCE
+from tests.support.workers import WorkerPools
 
 
 def scalar_tensors(model: nn.Module) -> torch.optim.Optimizer:
@@ -42,35 +43,10 @@ def mixed_dtypes(model: nn.Module) -> torch.optim.Optimizer:
 OPTIMIZERS = [momentum_sgd, adamw_two_groups, adagrad, scalar_tensors, mixed_dtypes]
 
 
-def full_state(twin: Trainee) -> dict[str, Any]:
-    return twin.optimizer.state_dict() if twin.state is None else twin.state.full_optimizer_state_dict()
 
 
-def save_every_step(twin: Trainee, step: int) -> None:
-    twins.plain(twin, step)
-    twin.memory.setdefault("saved", []).append(copy.deepcopy(full_state(twin)))
 
 
-def differences(ours: Any, theirs: Any, path: str = "state") -> list[str]:
-    """Where two nests of dicts, lists, tensors and plain values differ, in any bit or in kind.
-
-    But for the order of sums: from three ranks on a state has it beside what plain DDP has, and others ignore it.
-    """
-    if type(ours) is not type(theirs):
-        return [f"{path}: {type(ours).__name__} and {type(theirs).__name__}"]
-    if isinstance(ours, dict):
-        ours, theirs = ({k: v for k, v in side.items() if k != ORDER_KEY} for side in (ours, theirs))
-        if list(ours) != list(theirs):
-            return [f"{path}: keys {list(ours)} and {list(theirs)}"]
-        return [text for key in ours for text in differences(ours[key], theirs[key], f"{path}.{key}")]
-    if isinstance(ours, list):
-        if len(ours) != len(theirs):
-            return [f"{path}: lengths {len(ours)} and {len(theirs)}"]
-        return [t for i, (a, b) in enumerate(zip(ours, theirs, strict=True)) for t in differences(a, b, f"{path}[{i}]")]
-    if isinstance(ours, Tensor):
-        same = ours.dtype == theirs.dtype and ours.shape == theirs.shape and ours.stride() == theirs.stride()
-        return [] if same and torch.equal(ours, theirs) else [f"{path}: tensors differ"]
-    return [] if ours == theirs else [f"{path}: {ours!r} and {theirs!r}"]
 
 
 def saved_states(rank: int, world_size: int, optimizer: Callable[..., Any]) -> list[str]:
@@ -145,22 +121,8 @@ def _compare_with(rank: int, world_size: int, options: dict[str, Any], *args: An
 # -- from one number of ranks to another, and to plain DDP and back ---------------------------------------------------
 
 
-def wrap(world_size: int, with_dear: bool) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState | None]:
-    torch.manual_seed(7)
-    ddp = DistributedDataParallel(WholeNumbers(world_size), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
-    optimizer = adamw_two_groups(ddp.module)
-    state = DearState(ddp, optimizer, CONFIG) if with_dear else None
-    if state is not None:
-        ddp.register_comm_hook(state, dear_hook)
-    return ddp, optimizer, state
 
 
-def train_step(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: int, world_size: int, step: int
-) -> None:
-    optimizer.zero_grad()
-    ddp(*whole_batches(rank, world_size, step)).backward()
-    optimizer.step()
 
 
 def train_and_save(rank: int, world_size: int, with_dear: bool, steps: int, read: str | None, write: str) -> bytes:

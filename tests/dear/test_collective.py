@@ -23,10 +23,10 @@ from ddp_hooks.comm import CollectiveRule, LaneError
 from ddp_hooks.dear import collective
 from ddp_hooks.dear.collective import ranks_per_node
 from ddp_hooks.dear.order import SumOrder
-from tests.dear import twins
-from tests.dear.test_exact import adamw_two_groups, momentum_sgd
-from tests.dear.twins import CONFIG, WholeNumbers, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear import twins
+from tests.support.dear.loops import adamw_two_groups, momentum_sgd
+from tests.support.dear.twins import CONFIG, WholeNumbers, whole_batches
+from tests.support.workers import WorkerPools
 
 LOG = replace(CONFIG, collective="log")
 NODES = replace(CONFIG, collective="two-level", node_size=2)

@@ -21,32 +21,17 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
 from ddp_hooks.comm.lanes import ThreadLane
-from tests.dear.test_models import MODELS, TOLERANCE, rows
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG, Trainee, compare
-from tests.workers import WorkerPools
+from tests.support.dear.compiled import BACKEND, Blocks, blocks, compiled_blocks, count_compilations, plain
+from tests.support.dear.twins import CONFIG, Trainee, compare
+from tests.support.messages import message_of
+from tests.support.models import MODELS, TOLERANCE, rows
+from tests.support.workers import WorkerPools
 
 SMALL = replace(CONFIG, atom_mb=0.0005, fusion="none", fusion_mb=None)
-BACKEND = "aot_eager"  # the machinery of torch.compile without a C++ compiler
 
 
-class Blocks(nn.Module):
-    """Some blocks that may be compiled one by one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(
-            nn.Sequential(nn.Linear(12, 48), nn.GELU(), nn.LayerNorm(48), nn.Linear(48, 12)) for _ in range(4)
-        )
-
-    def forward(self, values: Tensor) -> Tensor:
-        for block in self.blocks:
-            values = values + block(values)
-        return values.square().mean()
 
 
-def blocks(world_size: int) -> nn.Module:
-    return Blocks().double()
 
 
 def compiled_before(world_size: int) -> nn.Module:
@@ -54,19 +39,8 @@ def compiled_before(world_size: int) -> nn.Module:
     return model
 
 
-def compiled_blocks(twin: Trainee, step: int) -> None:
-    """Blocks are compiled here, because a copy of a compiled module is not compiled."""
-    if step == 0:
-        for block in twin.ddp.module.blocks:
-            block.compile(backend=BACKEND)
-    plain(twin, step)
 
 
-def plain(twin: Trainee, step: int) -> None:
-    count_compilations(twin, step)
-    twin.optimizer.zero_grad()
-    twin.loss(step).backward()
-    twin.optimizer.step()
 
 
 def compiled_after(twin: Trainee, step: int) -> None:
@@ -89,16 +63,6 @@ def zero_grad_late(twin: Trainee, step: int) -> None:
     twin.optimizer.step()
 
 
-def count_compilations(twin: Trainee, step: int) -> None:
-    """After the first steps, in which shapes and orders are learned, nothing may be compiled anew."""
-    if step == 0 and twin.state is not None:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-    if step == 4:
-        assert torch._dynamo.utils.counters["frames"]["ok"] > 0, "nothing was compiled"
-        twin.memory["frames"] = torch._dynamo.utils.counters["frames"]["total"]
-    if step == 9:
-        assert torch._dynamo.utils.counters["frames"]["total"] == twin.memory["frames"], "compiled anew in every step"
 
 
 CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Trainee, int], None]]] = {
@@ -261,8 +225,8 @@ def graphs_made(rank: int, world_size: int, how: str, kind: str, update: Any) ->
 def test_as_many_graphs_as_without(workers: WorkerPools, how: str, update: str) -> None:
     """A compiled module waits once, before its guards look: no graph is cut or made anew."""
     for kind in ("blocks", "shared") if "block" not in how else ("blocks",):
-        for (plain, ours), gap in workers(2).run(graphs_made, how, kind, update):
-            assert ours == plain > 0 and gap < TOLERANCE
+        for (theirs, ours), gap in workers(2).run(graphs_made, how, kind, update):
+            assert ours == theirs > 0 and gap < TOLERANCE
 
 
 class Part(nn.Module):

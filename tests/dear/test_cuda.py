@@ -15,15 +15,15 @@ import torch
 from torch import nn
 
 from ddp_hooks import DearConfig
-from tests.dear import twins
-from tests.dear.test_clipping import BAD_STEPS, clip_by_setting, clip_norm, half, momentum_sgd, scaled
-from tests.dear.test_exact import adamw_two_groups, in_bfloat16
-from tests.dear.test_exact import momentum_sgd as exact_sgd
-from tests.dear.test_masters import MASTERED, with_masters
-from tests.dear.test_masters import adamw as slow_adamw
-from tests.dear.test_models import Classifier, encoder, gpt2, ids, sequences, sgd
-from tests.dear.twins import CONFIG, Outcome, Trainee, WholeNumbers, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear import twins
+from tests.support.dear.clipping import BAD_STEPS, clip_by_setting, clip_norm, half, momentum_sgd, scaled
+from tests.support.dear.loops import adamw_two_groups, in_bfloat16
+from tests.support.dear.loops import momentum_sgd as exact_sgd
+from tests.support.dear.masters import MASTERED, with_masters
+from tests.support.dear.masters import adamw as slow_adamw
+from tests.support.dear.twins import CONFIG, Outcome, Trainee, WholeNumbers, whole_batches
+from tests.support.models import Classifier, encoder, gpt2, ids, sequences, sgd
+from tests.support.workers import WorkerPools
 
 LOOPS = [
     twins.zero_grad_on_model_only,

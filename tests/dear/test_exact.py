@@ -16,54 +16,10 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_hooks import DearConfig
-from tests.dear import twins
-from tests.dear.twins import Trainee, WholeNumbers, whole_batches
-from tests.workers import WorkerPools
-
-LOOPS = [
-    twins.zero_grad_to_zeros,
-    twins.zero_grad_on_model_to_zeros,
-    twins.zero_grad_after_step,
-    twins.zero_grad_on_model_only,
-    twins.idle_forwards,
-    twins.zero_grad_after_forward,
-    twins.zero_model_grad_after_forward,
-    twins.zero_model_grad_to_zeros_after_forward,
-    twins.never_zero_grad,
-    twins.skipped_step,
-    twins.skipped_by_model,
-    twins.two_backwards,
-    twins.two_backwards_then_discard_first,
-    twins.accumulate,
-    twins.accumulate_then_discard,
-    twins.closure,
-    twins.double_forward,
-    twins.evaluate_between,
-    twins.evaluate_on_one_rank,
-    twins.evaluate_before_step,
-    twins.save_and_load,
-    twins.average,
-    twins.change_fusion,
-]
-
-
-def momentum_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    # Powers of two keep the weights exact for some steps; bit-equality holds with or without.
-    return torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5, weight_decay=0.25)
-
-
-def adamw_two_groups(model: nn.Module) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    groups = [{"params": parameters[::2], "weight_decay": 0.1}, {"params": parameters[1::2], "lr": 0.02}]
-    return torch.optim.AdamW(groups, lr=0.01)
-
-
-def adagrad(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adagrad(model.parameters(), lr=0.05)
-
-
-def foreach_adam(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adam(model.parameters(), lr=0.01, foreach=True, amsgrad=True)
+from tests.support.dear import twins
+from tests.support.dear.loops import LOOPS, adagrad, adamw_two_groups, foreach_adam, in_bfloat16, momentum_sgd
+from tests.support.dear.twins import Trainee, WholeNumbers, whole_batches
+from tests.support.workers import WorkerPools
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -98,8 +54,6 @@ def test_loops_when_ddp_never_rebuilds(workers: WorkerPools, loop: Callable[[Tra
         assert outcome.bitwise, outcome
 
 
-def in_bfloat16(world_size: int) -> nn.Module:
-    return WholeNumbers(world_size).bfloat16()
 
 
 def warm_adamw(model: nn.Module) -> torch.optim.Optimizer:

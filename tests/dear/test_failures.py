@@ -10,9 +10,9 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, LaneError, dear_hook
-from tests.dear.test_refusals import trained
-from tests.dear.twins import whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear.misuse import trained
+from tests.support.dear.twins import whole_batches
+from tests.support.workers import WorkerPools
 
 
 def train_until_somebody_dies(rank: int, world_size: int, victim: int, phase: str) -> str:

@@ -16,9 +16,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, TensorDataset
 
 from ddp_hooks import DearState, dear_hook
-from tests.dear.test_refusals import message_of, trained
-from tests.dear.twins import CONFIG, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear.misuse import trained
+from tests.support.dear.twins import CONFIG, whole_batches
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 def lanes_alive(existing: set[threading.Thread]) -> int:

@@ -19,47 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
-from tests.dear import twins
-from tests.dear.test_exact import in_bfloat16, momentum_sgd
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG, Trainee, compare, whole_batches
-from tests.workers import WorkerPools
-
-MASTERED = replace(CONFIG, master_dtype=torch.float32)
-
-
-def adamw_over(parameters: list[Any]) -> torch.optim.Optimizer:
-    groups: list[dict[str, Any]] = [{"params": parameters[::2]}, {"params": parameters[1::2], "lr": 2e-4}]
-    return torch.optim.AdamW(groups, lr=1e-4)
-
-
-def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    return adamw_over(list(model.parameters()))
-
-
-def with_masters(micro_batches: int, twin: Trainee, step: int) -> None:
-    """The twin without DeAR keeps its masters by hand."""
-    parameters = list(twin.ddp.parameters())
-    if step == 0 and twin.state is None:
-        twin.memory["masters"] = [p.detach().float().requires_grad_() for p in parameters]
-        twin.memory["optimizer"] = adamw_over(twin.memory["masters"])
-    twin.optimizer.zero_grad()
-    twin.ddp.zero_grad()
-    for micro_batch in range(micro_batches - 1):
-        with twin.ddp.no_sync():
-            twin.loss(100 + 10 * step + micro_batch).backward()
-    twin.loss(step).backward()
-    if twin.state is not None:
-        twin.optimizer.step()
-        return
-    masters = twin.memory["masters"]
-    for master, parameter in zip(masters, parameters, strict=True):
-        assert parameter.grad is not None
-        master.grad = parameter.grad.float()
-    twin.memory["optimizer"].step()
-    with torch.no_grad():
-        for master, parameter in zip(masters, parameters, strict=True):
-            parameter.copy_(master)
+from tests.support.dear import twins
+from tests.support.dear.loops import in_bfloat16, momentum_sgd
+from tests.support.dear.masters import MASTERED, adamw, with_masters
+from tests.support.dear.twins import CONFIG, compare, whole_batches
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

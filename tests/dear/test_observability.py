@@ -12,9 +12,10 @@ import torch
 from ddp_hooks import DearStats
 from ddp_hooks.comm import Lanes, Recorder, accounting
 from ddp_hooks.comm.accounting import KEPT_SPANS, KEPT_STEPS
-from tests.dear.test_refusals import message_of, trained
-from tests.dear.twins import CONFIG, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear.misuse import trained
+from tests.support.dear.twins import CONFIG, whole_batches
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 def diverge(rank: int, world_size: int) -> str:

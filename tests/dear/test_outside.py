@@ -15,10 +15,10 @@ from torch import Tensor
 
 from ddp_hooks import DearState, dear_hook
 from ddp_hooks.dear.spread import SpreadTensor
-from tests.dear.test_checkpoint import differences, train_step, wrap
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear.saving import differences, train_step, wrap
+from tests.support.dear.twins import CONFIG, whole_batches
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 def held(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -14,9 +14,9 @@ from torch import nn
 
 from ddp_hooks.dear.pending import PendingGradient
 from ddp_hooks.feed import ELEMENTWISE, around_step
-from tests.dear.test_refusals import trained
-from tests.dear.twins import whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear.misuse import trained
+from tests.support.dear.twins import whole_batches
+from tests.support.workers import WorkerPools
 
 
 def arriving(values: torch.Tensor) -> tuple[torch.Tensor, PendingGradient, list[str]]:

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
-from tests.dear import test_clipping, test_compile, test_replicated, twins
-from tests.dear.test_exact import adamw_two_groups, foreach_adam, in_bfloat16, momentum_sgd
-from tests.dear.test_models import MODELS, TOLERANCE, adamw, choices, conditional, rows, sequences
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear import clipping, compiled, matrices, twins
+from tests.support.dear.loops import adamw_two_groups, foreach_adam, in_bfloat16, momentum_sgd
+from tests.support.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
+from tests.support.messages import message_of
+from tests.support.models import MODELS, TOLERANCE, adamw, choices, conditional, rows, sequences
+from tests.support.workers import WorkerPools
 
 
 @dataclass(frozen=True)
@@ -93,10 +93,10 @@ def step_on_zeros(twin: Trainee, step: int) -> None:
 
 
 MATRIX = {
-    "clipping": on("encoder", partial(test_clipping.clip_norm, 2.0, 0.05)),
+    "clipping": on("encoder", partial(clipping.clip_norm, 2.0, 0.05)),
     "GradScaler": Line(
-        partial(test_clipping.half, torch.float16), sequences, partial(test_clipping.momentum_sgd, False),
-        partial(test_clipping.scaled, True), tolerance=1e-5,
+        partial(clipping.half, torch.float16), sequences, partial(clipping.momentum_sgd, False),
+        partial(clipping.scaled, True), tolerance=1e-5,
     ),
     "accumulation": on("encoder", twins.accumulate),
     "complete checkpoint": whole(save_whole_and_start_anew),
@@ -107,12 +107,12 @@ MATRIX = {
         conditional, choices, adamw, twins.plain, ddp_options={"find_unused_parameters": True}, num_steps=10
     ),
     "any optimizer: Adafactor": Line(
-        test_replicated.matrices, test_replicated.wide_rows, test_replicated.adafactor, twins.plain,
+        matrices.matrices, matrices.wide_rows, matrices.adafactor, twins.plain,
         config=replace(CONFIG, update="auto"),
     ),
     "any optimizer: Adam": whole(twins.plain, foreach_adam),
     "torch.compile": Line(
-        test_compile.blocks, partial(rows, 12), adamw, test_compile.compiled_blocks, num_steps=10,
+        compiled.blocks, partial(rows, 12), adamw, compiled.compiled_blocks, num_steps=10,
         ddp_options={"bucket_cap_mb": 1},
     ),
     "D1: an update applied twice": on("encoder", twins.double_forward),
@@ -127,7 +127,7 @@ MATRIX = {
     "D8: other types": Line(in_bfloat16, whole_batches, momentum_sgd, twins.plain, tolerance=0.0),
     "D8: zero_grad": whole(step_on_zeros),
     "D8: clipping as a setting": on(
-        "encoder", test_clipping.clip_by_setting, config=replace(CONFIG, max_grad_norm=0.05)
+        "encoder", clipping.clip_by_setting, config=replace(CONFIG, max_grad_norm=0.05)
     ),
     "D9: group sizes that change": whole(twins.change_fusion),
 }  # fmt: skip

@@ -17,10 +17,10 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tests.dear import twins
-from tests.dear.test_models import MODELS, TOLERANCE
-from tests.dear.twins import CONFIG, Trainee, compare
-from tests.workers import WorkerPools
+from tests.support.dear import twins
+from tests.support.dear.twins import CONFIG, Trainee, compare
+from tests.support.models import MODELS, TOLERANCE
+from tests.support.workers import WorkerPools
 
 
 def accumulate(twin: Trainee, step: int) -> None:

@@ -25,8 +25,8 @@ from torch.optim.swa_utils import AveragedModel
 from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, topk_hook
 from ddp_hooks.comm.lanes import ThreadLane
 from ddp_hooks.feed.waiting import Waiting
-from tests.dear.twins import CONFIG
-from tests.workers import WorkerPools
+from tests.support.dear.twins import CONFIG
+from tests.support.workers import WorkerPools
 
 
 class Net(nn.Module):

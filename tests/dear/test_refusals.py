@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -15,41 +14,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
-from tests.dear.twins import CONFIG, WholeNumbers, evaluating, whole_batches
-from tests.workers import WorkerPools
-
-
-def sgd(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(model.parameters(), lr=0.5)
-
-
-def wrapped(world_size: int, **options: Any) -> DistributedDataParallel:
-    return DistributedDataParallel(WholeNumbers(world_size), **{"gradient_as_bucket_view": True, **options})
-
-
-def trained(
-    rank: int, world_size: int, num_steps: int = 3, config: DearConfig = CONFIG
-) -> tuple[DistributedDataParallel, Any, DearState]:
-    """A model after some steps under DeAR, with gathers still under way."""
-    ddp = wrapped(world_size, bucket_cap_mb=0.05)
-    optimizer = sgd(ddp)
-    state = DearState(ddp, optimizer, config)
-    ddp.register_comm_hook(state, dear_hook)
-    for step in range(num_steps):
-        optimizer.zero_grad()
-        ddp(*whole_batches(rank, world_size, step)).backward()
-        optimizer.step()
-    return ddp, optimizer, state
-
-
-def message_of(function: Callable[[], Any]) -> str:
-    """The message with which ``function`` raises."""
-    try:
-        function()
-    except (ValueError, RuntimeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
+from tests.support.dear.misuse import Wrapping, sgd, trained, wrapped
+from tests.support.dear.twins import CONFIG, WholeNumbers, evaluating, whole_batches
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 # -- at construction ----------------------------------------------------------------------------------------------
 
@@ -71,15 +39,6 @@ class SharedMemory(nn.Module):
         self.two = nn.Parameter(self.one.data[:2])
 
 
-class Wrapping(torch.optim.Optimizer):
-    """As timm's Lookahead: it leaves out the constructor of torch's optimizers, and with it their hooks."""
-
-    def __init__(self, inner: torch.optim.Optimizer) -> None:
-        self.inner, self.param_groups, self.state, self.defaults = inner, inner.param_groups, inner.state, {}
-        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = OrderedDict(), OrderedDict()
-
-    def step(self, closure: Any = None) -> Any:
-        return self.inner.step(closure)
 
 
 class Unknown(torch.optim.SGD):

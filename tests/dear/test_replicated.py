@@ -29,13 +29,14 @@ from ddp_hooks.comm.exchange import Algorithm
 from ddp_hooks.dear import sizing
 from ddp_hooks.feed import around_step
 from ddp_hooks.feed.waiting import Waiting
-from tests.dear import test_clipping, twins
-from tests.dear.test_checkpoint import differences, save_every_step
-from tests.dear.test_exact import LOOPS, adamw_two_groups, momentum_sgd
-from tests.dear.test_models import MODELS, TOLERANCE, adamw, choices, conditional, settings
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear import clipping, twins
+from tests.support.dear.loops import LOOPS, adamw_two_groups, momentum_sgd
+from tests.support.dear.matrices import Matrices, adafactor, matrices, wide_rows
+from tests.support.dear.saving import differences, save_every_step
+from tests.support.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
+from tests.support.messages import message_of
+from tests.support.models import MODELS, TOLERANCE, adamw, choices, conditional, sequences, settings
+from tests.support.workers import WorkerPools
 
 REPLICATED = replace(CONFIG, update="replicated", early_gathers=0.6)
 LATE = replace(REPLICATED, early_gathers=0.0)
@@ -92,8 +93,6 @@ def test_schedulers_come_too_late(workers: WorkerPools) -> None:
 # -- optimizers that need whole tensors -------------------------------------------------------------------------------
 
 
-def adafactor(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.Adafactor(model.parameters(), lr=0.01)
 
 
 def muon(model: nn.Module) -> torch.optim.Optimizer:
@@ -128,22 +127,10 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return Lamb(model.parameters())
 
 
-class Matrices(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*(nn.Linear(24, 24, bias=False) for _ in range(6)), nn.Linear(24, 3, bias=False))
-
-    def forward(self, values: Tensor) -> Tensor:
-        return (self.layers(values) - 1).square().mean()
 
 
-def matrices(world_size: int) -> nn.Module:
-    return Matrices().double()
 
 
-def wide_rows(rank: int, world_size: int, step: int) -> tuple[Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    return (torch.randn(4, 24, generator=generator, dtype=torch.float64),)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
@@ -192,11 +179,11 @@ def test_unused_parameters(workers: WorkerPools, world_size: int, loop: Any) -> 
 
 
 @pytest.mark.parametrize("loop", [
-    partial(test_clipping.clip_norm, 2.0, 0.05), test_clipping.clip_then_think_again,
-    test_clipping.clip_while_accumulating, test_clipping.clip_value,
+    partial(clipping.clip_norm, 2.0, 0.05), clipping.clip_then_think_again,
+    clipping.clip_while_accumulating, clipping.clip_value,
 ], ids=["norm", "think-again", "accumulating", "value"])  # fmt: skip
 def test_clipping_comes_before_the_gather(workers: WorkerPools, loop: Any) -> None:
-    test_clipping.check(workers, 3, "encoder", loop, update="replicated")
+    clipping.check(workers, 3, "encoder", loop, update="replicated")
 
 
 def clip_after_the_step(twin: Trainee, step: int) -> None:
@@ -210,19 +197,19 @@ def clip_after_the_step(twin: Trainee, step: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_gradients_may_be_changed_after_the_step(workers: WorkerPools, world_size: int) -> None:
     """Pending updates need them as they were."""
-    test_clipping.check(workers, world_size, "encoder", clip_after_the_step, update="replicated")
+    clipping.check(workers, world_size, "encoder", clip_after_the_step, update="replicated")
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_bad_steps_are_skipped(workers: WorkerPools, world_size: int) -> None:
-    loop = test_clipping.spoilt_on_one_rank
-    test_clipping.check(workers, world_size, "encoder", loop, on_nonfinite="skip", update="replicated")
+    loop = clipping.spoilt_on_one_rank
+    clipping.check(workers, world_size, "encoder", loop, on_nonfinite="skip", update="replicated")
 
 
 def test_grad_scaler(workers: WorkerPools) -> None:
-    model, optimizer = partial(test_clipping.half, torch.float16), partial(test_clipping.momentum_sgd, False)
-    run, loop = partial(compare, config=REPLICATED), partial(test_clipping.scaled, True)
-    for outcome in workers(2).run(run, model, test_clipping.sequences, optimizer, loop, 9):
+    model, optimizer = partial(clipping.half, torch.float16), partial(clipping.momentum_sgd, False)
+    run, loop = partial(compare, config=REPLICATED), partial(clipping.scaled, True)
+    for outcome in workers(2).run(run, model, sequences, optimizer, loop, 9):
         assert outcome.parameter_gap < 1e-5 and outcome.loss_gap < 1e-5, outcome
 
 

@@ -14,11 +14,11 @@ import torch.distributed.checkpoint as dcp
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
-from tests import resuming
-from tests.dear.test_models import MODELS
-from tests.dear.twins import CONFIG
-from tests.resuming import NUM_STEPS, die, die_in_a_round
-from tests.workers import WorkerPools
+from tests.support import resuming
+from tests.support.dear.twins import CONFIG
+from tests.support.models import MODELS
+from tests.support.resuming import NUM_STEPS, die, die_in_a_round
+from tests.support.workers import WorkerPools
 
 PHASES = (
     "backward", "mid reduce-scatter", "before the step", "mid all-gather", "next forward", "saving", "before commit",

@@ -19,10 +19,10 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import DearState, dear_hook
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.pieces import Even, Piece, assemble, find_misfit, named_pieces, overlapping_pieces
-from tests.dear.test_checkpoint import train_step, wrap
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG
-from tests.workers import WorkerPools
+from tests.support.dear.saving import train_step, wrap
+from tests.support.dear.twins import CONFIG
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 9), st.sampled_from(["a", "b.c"]))

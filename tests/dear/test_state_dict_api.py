@@ -29,11 +29,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
 from ddp_hooks.dear.spread import SpreadTensor
-from tests.dear.test_checkpoint import differences, train_step
-from tests.dear.test_exact import adamw_two_groups
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG, WholeNumbers
-from tests.workers import WorkerPools
+from tests.support.dear.loops import adamw_two_groups
+from tests.support.dear.saving import differences, train_step
+from tests.support.dear.twins import CONFIG, WholeNumbers
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 FULL = StateDictOptions(full_state_dict=True)
 ON_FIRST_RANK = StateDictOptions(full_state_dict=True, cpu_offload=True)

@@ -17,8 +17,8 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, topk_hook
 from ddp_hooks.feed import around_step
-from tests.dear.test_refusals import message_of
-from tests.workers import WorkerPools
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 # -- the order, without communication -----------------------------------------------------------------------------
 

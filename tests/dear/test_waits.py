@@ -7,8 +7,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, LaneError, dear_hook
-from tests.comm.test_meeting import logged, message_of
-from tests.workers import WorkerPools
+from tests.support.messages import logged, message_of
+from tests.support.workers import WorkerPools
 
 CONFIG = DearConfig(timeout_s=2, stall_warning_s=0.4, lanes=1, slice_mb=1)
 

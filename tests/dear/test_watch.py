@@ -15,9 +15,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
 from ddp_hooks.dear.backpipe import Reduction
-from tests.dear import twins
-from tests.dear.twins import CONFIG, Whole, compare, whole_batches
-from tests.workers import WorkerPools
+from tests.support.dear import twins
+from tests.support.dear.twins import CONFIG, Whole, compare, whole_batches
+from tests.support.workers import WorkerPools
 
 NAMES = [f"layers.{index}.weight" for index in range(6)]
 

@@ -26,9 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook, shard_embeddings
-from tests.dear.test_refusals import message_of
-from tests.embedding.twins import CONFIG, OPTIMIZERS, Side, Tables, Twins, batches, ids_of
-from tests.workers import WorkerPools
+from tests.support.embedding.twins import CONFIG, OPTIMIZERS, Side, Tables, Twins, batches, ids_of
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 NUM_STEPS, STOP = 8, 5
 WHOLE = StateDictOptions(full_state_dict=True)

@@ -21,9 +21,9 @@ from torch.utils.data import DataLoader
 
 from ddp_hooks import GradScaler, TableConfig, shard_embeddings
 from ddp_hooks.feed import companions
-from tests.dear.test_refusals import message_of
-from tests.embedding.twins import CONFIG, Batch, Side, Twins, batches, ids_of
-from tests.workers import WorkerPools
+from tests.support.embedding.twins import CONFIG, Batch, Side, Twins, batches, ids_of
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 class Two(nn.Module):

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from tests.embedding import test_replicated
-from tests.embedding.hooks import HOOKS
-from tests.embedding.test_exact import LOOPS, NUM_BATCHES, run
-from tests.embedding.twins import CONFIG, OPTIMIZERS, Twins, batches
-from tests.workers import WorkerPools
+from tests.support.embedding import replicated
+from tests.support.embedding.hooks import HOOKS
+from tests.support.embedding.loops import LOOPS, NUM_BATCHES, run
+from tests.support.embedding.twins import CONFIG, OPTIMIZERS, Twins, batches
+from tests.support.workers import WorkerPools
 
 
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
@@ -64,5 +64,5 @@ def test_beside_hooks(gpu_workers: WorkerPools, name: str) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_replicated_tables(gpu_workers: WorkerPools, world_size: int) -> None:
-    for gaps, sent in gpu_workers(world_size).run(test_replicated.train, "dear"):
+    for gaps, sent in gpu_workers(world_size).run(replicated.train, "dear"):
         assert max(gaps) == 0.0 and (sent > 0) == (world_size > 1)

@@ -14,10 +14,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError, RowwiseAdamW, shard_embeddings
-from tests import resuming
-from tests.embedding.twins import CONFIG, Tables, batches, ids_of
-from tests.resuming import NUM_STEPS, die, die_in_a_round
-from tests.workers import WorkerPools
+from tests.support import resuming
+from tests.support.embedding.twins import CONFIG, Tables, batches, ids_of
+from tests.support.resuming import NUM_STEPS, die, die_in_a_round
+from tests.support.workers import WorkerPools
 
 PHASES = ("mid prior rows", "before the step", "mid delayed rows", "saving", "before commit")
 

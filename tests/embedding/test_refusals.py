@@ -18,9 +18,10 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TableConfig, shard_embeddings
-from tests.dear.test_refusals import Wrapping, message_of
-from tests.embedding.twins import CONFIG, Side, Twins, batches, ids_of
-from tests.workers import WorkerPools
+from tests.support.dear.misuse import Wrapping
+from tests.support.embedding.twins import CONFIG, Side, Twins, batches, ids_of
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 class Tied(nn.Module):

@@ -6,9 +6,6 @@ waits for a bucket which it never gets.
 
 from __future__ import annotations
 
-import copy
-from typing import Any
-
 import pytest
 import torch
 import torch.distributed as dist
@@ -17,15 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearState, EmbeddingState, TopKConfig, TopKState, dear_hook, embedding_hook, topk_hook
+from ddp_hooks import DearState, EmbeddingState, TopKState, embedding_hook
 from ddp_hooks.comm import Algorithm, run_on_fabric
 from ddp_hooks.embedding.gradients import RowSum
 from ddp_hooks.embedding.replicated import mean_rows
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG as DEAR_CONFIG
-from tests.devices import on_device, rank_device
-from tests.embedding.twins import Tables, batches, sum_and_divide
-from tests.workers import WorkerPools
+from tests.support.embedding.replicated import train
+from tests.support.embedding.twins import sum_and_divide
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 @given(
@@ -66,44 +62,6 @@ def test_means_of_half_precision_do_not_overflow() -> None:
     assert [result.values.item() for result in results.values()] == [40000.0] * 2
 
 
-def train(rank: int, world_size: int, dense: str) -> tuple[list[float], int]:
-    """The largest difference to plain DDP after each step, and the bytes of sparse gradients."""
-    torch.manual_seed(7)
-    original = Tables(world_size).to(rank_device())
-    ours = DistributedDataParallel(copy.deepcopy(original), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
-    plain = DistributedDataParallel(copy.deepcopy(original), bucket_cap_mb=0.05)
-    plain.register_comm_hook(None, sum_and_divide)
-    optimizers: list[list[Any]] = []
-    for ddp in (ours, plain):
-        module: Any = ddp.module
-        tables = [module.encoder.weight, module.decoder["words"].weight, module.narrow.weight]
-        optimizers.append([torch.optim.SGD([module.dense], lr=0.5), torch.optim.SparseAdam(tables, lr=0.25)])
-    state = EmbeddingState(ours, timeout_s=20)
-    other: Any = None
-    if dense == "dear":
-        other = DearState(ours, optimizers[0][0], DEAR_CONFIG)
-        state.use_for_dense(dear_hook, other)
-    elif dense == "topk":
-        other = TopKState(ours, TopKConfig(density=1.0, timeout_s=20))
-        state.use_for_dense(topk_hook, other)
-    ours.register_comm_hook(state, embedding_hook)
-    gaps = []
-    for batch in on_device(batches(rank, world_size, 6)):
-        for ddp, steppers in zip((ours, plain), optimizers, strict=True):
-            for optimizer in steppers:
-                optimizer.zero_grad()
-            ddp(batch).backward()
-            for optimizer in steppers:
-                optimizer.step()
-        if dense == "dear":
-            other.synchronize()
-        pairs = zip(ours.module.parameters(), plain.module.parameters(), strict=True)
-        gaps.append(max(float((p - q).abs().max()) for p, q in pairs))
-    sent = state.traffic.sent_bytes
-    if other is not None:
-        other.close()
-    state.close()
-    return gaps, sent
 
 
 @pytest.mark.parametrize("dense", ["all-reduce", "dear", "topk"])

@@ -6,37 +6,22 @@ vectors of one forward taken for another's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+from torch import Tensor
 
 from ddp_hooks import clip_grad_norm_, shard_embeddings
-from ddp_hooks.feed import around_step, companions
-from tests.dear.test_refusals import message_of
-from tests.embedding.hooks import HOOKS, UnknownSGD
-from tests.embedding.test_exact import LOOPS
-from tests.embedding.test_training_loop import Checkpointed
-from tests.embedding.twins import CONFIG, Batch, Loop, Side, Tables, Twins, batches, ids_of
-from tests.workers import WorkerPools
-
-
-class TwoDense(Tables):
-    """With dense parameters in two layers."""
-
-    def __init__(self, world_size: int) -> None:
-        super().__init__(world_size)
-        self.other = nn.Parameter(torch.arange(6.0))
-
-    def forward(self, batch: Batch) -> Tensor:
-        return super().forward(batch) + (self.other * batch["dense"]).sum()
-
-
-class Interruption(Exception):
-    """Raised by a hook of a step, when tables have begun theirs."""
+from ddp_hooks.feed import around_step
+from tests.support.embedding.checkpointed import Checkpointed
+from tests.support.embedding.hooks import HOOKS
+from tests.support.embedding.loops import LOOPS
+from tests.support.embedding.steps import Interruption, interrupt, run
+from tests.support.embedding.twins import CONFIG, Batch, Side, Twins, batches, ids_of
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 def interrupted(side: Side, data: Iterator[Batch]) -> None:
@@ -58,8 +43,6 @@ def interrupted(side: Side, data: Iterator[Batch]) -> None:
             handle.remove()
 
 
-def interrupt(*_: Any) -> None:
-    raise Interruption
 
 
 def refused(side: Side, data: Iterator[Batch]) -> None:
@@ -109,39 +92,6 @@ def clip_to_nothing(side: Side, data: Iterator[Batch]) -> None:
         side.step()
 
 
-def run(
-    rank: int,
-    world_size: int,
-    loops: dict[str, Loop],
-    hook: str | None,
-    prefetch: bool,
-    follows: str = "first",
-    make: Callable[[int, int, int], list[Batch]] = batches,
-    num_batches: int = 12,
-) -> list[tuple[str, float]]:
-    """How far apart twins are after each loop, with tables that follow the optimizer before or after the hook does."""
-    found = []
-    for name, loop in loops.items():
-        states: list[Any] = []
-
-        def wrap(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, states: list[Any] = states) -> None:
-            assert hook is not None
-            states.append(HOOKS[hook](ddp, optimizer))
-            if follows == "last":
-                (tables,) = companions.companions_in(ddp.module)
-                tables.follow(optimizer)
-
-        main = UnknownSGD if hook == "dear_whole_update" else torch.optim.SGD
-        twins = Twins.of(world_size, "adagrad", model=TwoDense, wrap=wrap if hook is not None else None, main=main)
-        assert twins.ours.tables is not None
-        twins.train(loop, make(rank, world_size, num_batches), prefetch)
-        for state in states:
-            state.synchronize()
-        found.append((name, max(twins.gap(), twins.optimizer_gap())))
-        for state in states:
-            state.close()
-        twins.ours.tables.close()
-    return found
 
 
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TableConfig, TableStats, shard_embeddings
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 NUM_ROWS, DIM, NUM_IDS, NUM_STEPS = 600, 64, 500, 6
 

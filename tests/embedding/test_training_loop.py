@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint
 
 from ddp_hooks import (
     DearState,
@@ -29,11 +28,12 @@ from ddp_hooks import (
     shard_embeddings,
     topk_hook,
 )
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import CONFIG as DEAR_CONFIG
-from tests.embedding.hooks import HOOKS
-from tests.embedding.twins import CONFIG, Side, Tables, Twins, batches, sum_and_divide
-from tests.workers import WorkerPools
+from tests.support.dear.twins import CONFIG as DEAR_CONFIG
+from tests.support.embedding.checkpointed import Checkpointed
+from tests.support.embedding.hooks import HOOKS
+from tests.support.embedding.twins import CONFIG, Side, Tables, Twins, batches, sum_and_divide
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 def gradients_of(side: Side) -> list[Tensor]:
@@ -373,22 +373,6 @@ def test_order_of_what_travels(workers: WorkerPools) -> None:
         assert followed
 
 
-class Checkpointed(nn.Module):
-    """Forwards of tables are repeated in backward."""
-
-    def __init__(self, reentrant: bool) -> None:
-        super().__init__()
-        self.table = nn.Embedding(20, 6, sparse=True)
-        self.factor = nn.Parameter(torch.ones(6, dtype=torch.float64))
-        self.reentrant = reentrant
-
-    def forward(self, ids: Tensor) -> Tensor:
-        def part(factor: Tensor) -> Tensor:
-            return (self.table(ids) * factor).pow(2).sum()
-
-        first: Tensor = checkpoint(part, self.factor, use_reentrant=self.reentrant)
-        second: Tensor = checkpoint(part, self.factor, use_reentrant=self.reentrant)
-        return first + second
 
 
 def recompute(rank: int, world_size: int, reentrant: bool, prefetch: bool) -> float:

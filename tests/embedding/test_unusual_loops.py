@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_hooks import EmbeddingTables, GradScaler, shard_embeddings
-from tests.dear.test_refusals import message_of
-from tests.embedding.twins import CONFIG, Side, Twins, batches, ids_of, sum_and_divide
-from tests.workers import WorkerPools
+from tests.support.embedding.twins import CONFIG, Side, Twins, batches, ids_of, sum_and_divide
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 NUM_STEPS = 4
 NEAR = 1e-12  # float64

@@ -21,11 +21,11 @@ from ddp_hooks import TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, 
 from ddp_hooks.embedding import zeroing
 from ddp_hooks.embedding.zeroing import ZeroingWitness
 from ddp_hooks.feed import GradientGuard, GuardsAside, around_step, aside
-from tests.embedding.hooks import HOOKS
-from tests.embedding.test_exact import accumulate_with_sync, plain
-from tests.embedding.test_steps import Interruption, interrupt, run
-from tests.embedding.twins import CONFIG, Batch, Loop, Side, Tables, Twins, batches, sum_and_divide
-from tests.workers import WorkerPools
+from tests.support.embedding.hooks import HOOKS
+from tests.support.embedding.loops import accumulate_with_sync, plain
+from tests.support.embedding.steps import Interruption, interrupt, run
+from tests.support.embedding.twins import CONFIG, Batch, Loop, Side, Tables, Twins, batches, sum_and_divide
+from tests.support.workers import WorkerPools
 
 # Data -------------------------------------------------------------------------------------------------------
 

@@ -17,9 +17,9 @@ from ddp_hooks.comm import run_on_fabric
 from fsdp_ext import ExtConfig, codecs
 from fsdp_ext.codecs import Bf16, Codec, Int8Blocks, codec_of
 from fsdp_ext.compressed import compressed_all_gather, compressed_reduce_scatter, sliced
-from tests.fsdp_ext import twins
-from tests.fsdp_ext.twins import CONFIG, Trainee, with_codecs
-from tests.workers import WorkerPools
+from tests.support.fsdp_ext import twins
+from tests.support.fsdp_ext.twins import CONFIG, Trainee, with_codecs
+from tests.support.workers import WorkerPools
 
 CODECS: list[Codec] = [Bf16(), Int8Blocks(4), Int8Blocks(256)]
 REAL = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)

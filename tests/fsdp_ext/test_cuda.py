@@ -19,11 +19,11 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_ext import ExtConfig, extend, restore
 from fsdp_ext.native import NativeAllGather, NativeReduceScatter
-from tests.devices import rank_device
-from tests.fsdp_ext import test_native, test_tables, test_tuning, twins
-from tests.fsdp_ext.test_native import CASES, HOWS
-from tests.fsdp_ext.twins import CONFIG, Trainee, with_codecs
-from tests.workers import WorkerPools
+from tests.support.devices import rank_device
+from tests.support.fsdp_ext import native, tables, tuning, twins
+from tests.support.fsdp_ext.native import CASES, HOWS
+from tests.support.fsdp_ext.twins import CONFIG, Trainee, with_codecs
+from tests.support.workers import WorkerPools
 
 BF16 = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 
@@ -59,13 +59,13 @@ def test_the_same_as_on_processors(
 ) -> None:
     config = with_codecs(gather, scatter)
     world_size = HOWS[how].get("world_size", 3)
-    rings = workers(world_size).run(test_native.train, config, False, HOWS[how])
-    native = gpu_workers(world_size).run(test_native.train, config, False, HOWS[how])
-    assert native[0]["kinds"] == {"NativeAllGather", "NativeReduceScatter"}
-    assert native[0]["restored"] == {"DefaultAllGather", "DefaultReduceScatter"}
+    rings = workers(world_size).run(native.train, config, False, HOWS[how])
+    ours = gpu_workers(world_size).run(native.train, config, False, HOWS[how])
+    assert ours[0]["kinds"] == {"NativeAllGather", "NativeReduceScatter"}
+    assert ours[0]["restored"] == {"DefaultAllGather", "DefaultReduceScatter"}
     # The optimizer rounds otherwise there; what gradients have lost, which is among them, has whole numbers' steps.
-    for ours, expected in zip(native, rings, strict=True):
-        torch.testing.assert_close(torch.tensor(ours["values"]), torch.tensor(expected["values"]))
+    for mine, expected in zip(ours, rings, strict=True):
+        torch.testing.assert_close(torch.tensor(mine["values"]), torch.tensor(expected["values"]))
 
 
 class Deep(nn.Module):
@@ -133,17 +133,17 @@ def test_streams_wait_for_each_other(gpu_workers: WorkerPools, world_size: int, 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_tables_beside_it(gpu_workers: WorkerPools, world_size: int) -> None:
-    assert max(gpu_workers(world_size).run(test_tables.as_one_process)) < 1e-12
+    assert max(gpu_workers(world_size).run(tables.as_one_process)) < 1e-12
 
 
 def test_checkpoints_of_tables(gpu_workers: WorkerPools, tmp_path: Path) -> None:
-    saved, later = gpu_workers(2).run(test_tables.train_and_save, str(tmp_path))[0]
-    for loaded, resumed in gpu_workers(2).run(test_tables.resume, str(tmp_path)):
+    saved, later = gpu_workers(2).run(tables.train_and_save, str(tmp_path))[0]
+    for loaded, resumed in gpu_workers(2).run(tables.resume, str(tmp_path)):
         assert all(torch.equal(loaded[name], saved[name]) for name in saved)
         assert all(torch.equal(resumed[name], later[name]) for name in later)
 
 
 def test_searching(gpu_workers: WorkerPools, tmp_path: Path) -> None:
-    outcomes = gpu_workers(2).run(test_tuning.tuned_for_real, str(tmp_path / "profile.json"))
+    outcomes = gpu_workers(2).run(tuning.tuned_for_real, str(tmp_path / "profile.json"))
     for outcome in outcomes:
         assert outcome["found"] == outcomes[0]["found"] and outcome["found"].step_s > 0 and outcome["changed"]

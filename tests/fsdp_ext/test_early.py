@@ -6,7 +6,6 @@ be reduced.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -20,8 +19,9 @@ from torch.utils.checkpoint import checkpoint
 from fsdp_ext import extend, restore
 from fsdp_ext.compat import whole_parameters_of
 from fsdp_ext.early import EarlyReduceScatter
-from tests.fsdp_ext import twins
-from tests.fsdp_ext.test_exact import (
+from tests.support.fsdp_ext import twins
+from tests.support.fsdp_ext.early import WAITING
+from tests.support.fsdp_ext.exact import (
     BF16,
     BF16_SUMMED_IN_32,
     FP16_SUMS,
@@ -32,11 +32,10 @@ from tests.fsdp_ext.test_exact import (
     include_unused,
     train_gpt2,
 )
-from tests.fsdp_ext.test_unusual_loops import failing_micro_batch, needs_reset, needs_unused
-from tests.fsdp_ext.twins import CONFIG, Trainee
-from tests.workers import WorkerPools
+from tests.support.fsdp_ext.twins import CONFIG, Trainee
+from tests.support.fsdp_ext.unusual import failing_micro_batch, needs_reset, needs_unused
+from tests.support.workers import WorkerPools
 
-WAITING = dataclasses.replace(CONFIG, defer=False)
 NUM_STEPS = 5
 
 

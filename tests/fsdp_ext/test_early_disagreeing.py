@@ -22,12 +22,12 @@ from torch.utils.checkpoint import checkpoint
 from ddp_hooks.comm import LaneError
 from ddp_hooks.comm.work import Joined
 from fsdp_ext import ExtConfig, extend, restore
-from tests.fsdp_ext import twins
-from tests.fsdp_ext.test_early import WAITING
-from tests.fsdp_ext.test_life import train_until_somebody_dies
-from tests.fsdp_ext.test_unusual_loops import Failing, needs_reset, needs_unused
-from tests.fsdp_ext.twins import Stopped
-from tests.workers import WorkerPools
+from tests.support.fsdp_ext import twins
+from tests.support.fsdp_ext.early import WAITING
+from tests.support.fsdp_ext.life import train_until_somebody_dies
+from tests.support.fsdp_ext.twins import Stopped
+from tests.support.fsdp_ext.unusual import Failing, needs_reset, needs_unused
+from tests.support.workers import WorkerPools
 
 NUM_STEPS = 5
 

@@ -14,38 +14,31 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from fsdp_ext import ExtConfig
-from tests.fsdp_ext import twins
-from tests.fsdp_ext.test_unusual_loops import needs_unused
-from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Block, Trainee
-from tests.workers import WorkerPools
+from tests.support.fsdp_ext import twins
+from tests.support.fsdp_ext.exact import (
+    BF16,
+    BF16_SUMMED_IN_32,
+    FP16_SUMS,
+    LOOPS,
+    all_reduce_hook,
+    check,
+    divide_by_eight,
+    each,
+    force_sums,
+    hook_on_gradients,
+    include_unused,
+    train_gpt2,
+)
+from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, Block, Trainee
+from tests.support.fsdp_ext.unusual import needs_unused
+from tests.support.workers import WorkerPools
 
-LOOPS = [
-    twins.plain,
-    twins.zero_grad_to_zeros,
-    twins.never_zero_grad,
-    twins.two_backwards,
-    twins.accumulate,
-    twins.accumulate_unsharded,
-    twins.clip,
-    twins.evaluate,
-    twins.discarded,
-    twins.two_forwards,
-]
 NUM_GROUPS = 6  # of WholeNumbers: five blocks and the root
-BF16 = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-BF16_SUMMED_IN_32 = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-FP16_SUMS = MixedPrecisionPolicy(reduce_dtype=torch.float16)
 
 
-def check(outcomes: list[twins.Outcome]) -> twins.ExtStats:
-    for outcome in outcomes:
-        assert outcome.moved and outcome.differing == []
-    stats: twins.ExtStats = outcomes[0].stats
-    return stats
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -128,43 +121,20 @@ def test_configurations(workers: WorkerPools, config: ExtConfig) -> None:
 # -- what FSDP2 lets users set ---------------------------------------------------------------------------------------
 
 
-def each(model: nn.Module) -> list[FSDPModule]:
-    return [module for module in model.modules() if isinstance(module, FSDPModule)]
 
 
-def force_sums(model: nn.Module) -> None:
-    for module in each(model):
-        module.set_force_sum_reduction_for_comms(True)
 
 
-def divide_by_eight(model: nn.Module) -> None:
-    force_sums(model)
-    for module in each(model):
-        module.set_gradient_divide_factor(8.0)
 
 
-def all_reduce_hook(model: nn.Module) -> None:
-    for module in each(model):
-        module.set_all_reduce_hook(_double)
 
 
-def _double(reduced: torch.Tensor) -> None:
-    reduced.mul_(2)
 
 
-def hook_on_gradients(model: nn.Module) -> None:
-    for parameter in model.parameters():
-        parameter.register_post_accumulate_grad_hook(_halve)
 
 
-def _halve(parameter: torch.Tensor) -> None:
-    assert parameter.grad is not None
-    parameter.grad.mul_(0.5)
 
 
-def include_unused(model: nn.Module) -> None:
-    for module in each(model):
-        module.set_reduce_scatter_unused_params(True)
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -285,44 +255,6 @@ def test_adamw(workers: WorkerPools) -> None:
     check(workers(3).run(twins.compare, twins.clip, 5, CONFIG, {}, {}, 1, None, all_adam))
 
 
-def train_gpt2(
-    rank: int,
-    world_size: int,
-    compiled: bool,
-    ext_config: ExtConfig = CONFIG,
-    dtype: torch.dtype = torch.float64,
-) -> float:
-    """The largest difference between extended and stock after some steps."""
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=3, n_head=2, attn_pdrop=0, resid_pdrop=0)
-    config.embd_pdrop = 0.0
-    models = []
-    for extended in (True, False):
-        torch.manual_seed(1)
-        model: Any = GPT2LMHeadModel(config)
-        model = model.to(dtype)
-        for block in model.transformer.h:
-            if compiled:
-                block.compile()
-            twins.fully_shard(block)
-        twins.fully_shard(model)
-        if extended:
-            extension = twins.extend(model, ext_config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-        generator = torch.Generator().manual_seed(rank)
-        for _ in range(6):
-            ids = torch.randint(0, 97, (2, 16), generator=generator)
-            optimizer.zero_grad()
-            model(input_ids=ids, labels=ids).loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-        models.append(model)
-    pairs = zip(models[0].parameters(), models[1].parameters(), strict=True)
-    gap = max(float((twins.local(a) - twins.local(b)).abs().max()) for a, b in pairs)
-    assert bool(extension.stats().early) == (not ext_config.defer), "only what is waited for begins early"
-    twins.restore(models[0])
-    return gap
 
 
 def test_gpt2_with_tied_weights(workers: WorkerPools) -> None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
 from fsdp_ext import extend, restore
-from tests.fsdp_ext.twins import (
+from tests.support.fsdp_ext.twins import (
     CONFIG,
     Block,
     Stopped,
@@ -30,7 +30,7 @@ from tests.fsdp_ext.twins import (
     shards,
     stop,
 )
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 
 class Towers(nn.Module):

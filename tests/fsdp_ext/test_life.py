@@ -7,7 +7,6 @@ import gc
 import os
 import signal
 import weakref
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,40 +28,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError
 from ddp_hooks.comm import Lanes
-from fsdp_ext import ExtConfig, Extension, checks, compat, extend, restore
+from fsdp_ext import ExtConfig, checks, compat, extend, restore
 from fsdp_ext.gather import RingAllGather
-from tests.fsdp_ext.twins import CONFIG, WholeNumbers, mesh_of, momentum_sgd, shard
-from tests.workers import WorkerPools
-
-
-def trained(rank: int, world_size: int, num_steps: int, config: ExtConfig = CONFIG) -> tuple[nn.Module, Any, Extension]:
-    torch.manual_seed(7)
-    model = shard(WholeNumbers(world_size))
-    extension = extend(model, config)
-    optimizer = momentum_sgd(model)
-    train(model, optimizer, rank, range(num_steps))
-    return model, optimizer, extension
-
-
-def train(model: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: Any) -> None:
-    for step in steps:
-        optimizer.zero_grad()
-        model(1000 * step + rank).backward()
-        optimizer.step()
-
-
-def communication(model: nn.Module) -> list[str]:
-    modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return [type(each).__name__ for module in modules for each in compat.communication_of(module) or ()]
-
-
-def message_of(function: Callable[[], Any]) -> str:
-    try:
-        function()
-    except (ValueError, RuntimeError, TypeError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing was raised"
-
+from tests.support.fsdp_ext.life import communication, train, train_until_somebody_dies, trained
+from tests.support.fsdp_ext.twins import CONFIG, WholeNumbers, mesh_of, momentum_sgd, shard
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 # -- extending and restoring ----------------------------------------------------------------------------------------
 
@@ -392,34 +363,8 @@ def test_needs_a_process_group() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-def _die(gradient: torch.Tensor) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_until_somebody_dies(
-    rank: int, world_size: int, victim: int, phase: str, config: ExtConfig = CONFIG
-) -> str:
-    model, optimizer, _ = trained(rank, world_size, 2, config)
-    try:
-        for step in range(1000):
-            dying = rank == victim and step == 4
-            optimizer.zero_grad()
-            if dying and phase == "in forward":
-                block: Any = model.get_submodule("blocks.2")
-                block.register_forward_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
-            if dying and phase == "before a block's backward":
-                block = model.get_submodule("blocks.1")
-                block.register_forward_hook(lambda *given: given[-1].register_hook(_die) and None)
-            loss = model(1000 * step + rank)
-            if dying and phase == "in backward":
-                loss.register_hook(_die)
-            loss.backward()
-            if dying and phase == "before step":
-                os.kill(os.getpid(), signal.SIGKILL)
-            optimizer.step()
-    except LaneError as error:
-        return str(error)
-    return "nobody noticed"
 
 
 @pytest.mark.parametrize("phase", ["in forward", "in backward", "before step"])

@@ -22,10 +22,10 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 import fsdp_ext.output
 from fsdp_ext import ExtConfig, extend
 from fsdp_ext.early import EarlyReduceScatter
-from tests.fsdp_ext import twins
-from tests.fsdp_ext.test_exact import BF16, FP16_SUMS, all_reduce_hook, check, divide_by_eight, each
-from tests.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
-from tests.workers import WorkerPools
+from tests.support.fsdp_ext import twins
+from tests.support.fsdp_ext.exact import BF16, FP16_SUMS, all_reduce_hook, check, divide_by_eight, each
+from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
+from tests.support.workers import WorkerPools
 
 several_before_the_all_reduce = partial(twins.accumulate, setting="set_requires_all_reduce")
 """Accumulation in shards, which replicas sum once."""

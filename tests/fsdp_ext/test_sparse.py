@@ -27,9 +27,9 @@ from ddp_hooks.topk.blocks import block_counts
 from fsdp_ext import ExtConfig, Extension, extend, restore
 from fsdp_ext.sparse import sparse_reduce_scatter
 from fsdp_ext.transport import equal_bounds
-from tests.fsdp_ext import twins
-from tests.fsdp_ext.twins import CONFIG, Trainee
-from tests.workers import WorkerPools
+from tests.support.fsdp_ext import twins
+from tests.support.fsdp_ext.twins import CONFIG, Trainee
+from tests.support.workers import WorkerPools
 
 SPARSE = replace(CONFIG, reduce_scatter="sparse", density=0.05, wire="exact")
 

@@ -19,14 +19,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
-from fsdp_ext import ExtConfig, TuneConfig, Tuned, checks, compat, extend, restore, shard_by_size, tune
+from fsdp_ext import ExtConfig, TuneConfig, Tuned, compat, extend, restore, shard_by_size, tune
 from fsdp_ext.tuning import trials
 from fsdp_ext.tuning.found import Profile
 from fsdp_ext.tuning.keeping import Keepable, choose_kept
-from tests.devices import rank_device
-from tests.fsdp_ext import twins
-from tests.fsdp_ext.twins import CONFIG, WholeNumbers
-from tests.workers import WorkerPools
+from tests.support.fsdp_ext import twins
+from tests.support.fsdp_ext.tuning import grouped, tuned_for_real
+from tests.support.fsdp_ext.twins import CONFIG, WholeNumbers
+from tests.support.workers import WorkerPools
 
 # -- the knapsack -----------------------------------------------------------------------------------------------------
 
@@ -68,8 +68,6 @@ def test_keeps_nothing_that_does_not_fit() -> None:
 # -- wrapping ---------------------------------------------------------------------------------------------------------
 
 
-def grouped(model: nn.Module, block_mb: float, **options: Any) -> nn.Module:
-    return shard_by_size(model, list(model.get_submodule("blocks").children()), block_mb, **options)
 
 
 def train_grouped(rank: int, world_size: int) -> tuple[list[str], list[list[str]]]:
@@ -205,38 +203,6 @@ def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 # -- with real models -------------------------------------------------------------------------------------------------
 
 
-def tuned_for_real(rank: int, world_size: int, profile: str, first_mb: float = 1.0) -> dict[str, Any]:
-    def build(block_mb: float) -> nn.Module:
-        torch.manual_seed(3)
-        return grouped(WholeNumbers(world_size).to(rank_device()), block_mb, first_mb=first_mb)
-
-    def step(model: nn.Module) -> None:
-        model.zero_grad()
-        model(7 + rank).backward()
-
-    tuner = TuneConfig(
-        block_mb=(0.001, 0.05),
-        prefetch=(1, 2),
-        max_trials=3,
-        dropped_steps=2,
-        steps_per_trial=1,
-        keep_bytes=100_000,
-        profile=profile,
-    )
-    found = tune(build, step, CONFIG, tuner)
-    model = build(found.block_mb)
-    extension = found.apply(model)
-    kept = [name for name, module in checks.fsdp_modules(model) if name and compat.keeps_parameters(module)]
-    before = [value.full_tensor().clone() for value in model.parameters()]  # type: ignore[attr-defined]
-    step(model)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    optimizer.step()
-    changed = any(
-        not torch.equal(a, b.full_tensor())  # type: ignore[attr-defined]
-        for a, b in zip(before, model.parameters(), strict=True)
-    )
-    restore(model)
-    return {"found": found, "kept": kept, "extended": extension is not None, "changed": changed}
 
 
 def test_a_real_model(workers: WorkerPools, tmp_path: Path) -> None:

@@ -18,11 +18,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_ext import ExtConfig, compat, extend, gather, restore
-from tests.fsdp_ext import twins
-from tests.fsdp_ext.test_life import message_of
-from tests.fsdp_ext.test_pending import Reduction, backward, pending
-from tests.fsdp_ext.twins import (
+from fsdp_ext import compat, extend, gather, restore
+from tests.support.fsdp_ext import twins
+from tests.support.fsdp_ext.pending import Reduction, backward, pending
+from tests.support.fsdp_ext.twins import (
     CONFIG,
     Stopped,
     Trainee,
@@ -34,15 +33,9 @@ from tests.fsdp_ext.twins import (
     shard,
     shards,
 )
-from tests.workers import WorkerPools
-
-needs_reset = pytest.mark.skipif(
-    not hasattr(FSDPModule, "reset_iter_state"), reason="this torch cannot go on after an exception"
-)
-needs_unused = pytest.mark.skipif(
-    not hasattr(FSDPModule, "set_reduce_scatter_unused_params"), reason="this torch reduces no zeros for unused ones"
-)
-
+from tests.support.fsdp_ext.unusual import Failing, failing_micro_batch, needs_reset
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 # -- other modes ------------------------------------------------------------------------------------------------------
 
@@ -104,40 +97,8 @@ def test_only_whole_gathers_are_rounded(workers: WorkerPools) -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-class Failing(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> Any:
-        raise Stopped
 
 
-def failing_micro_batch(
-    rank: int, world_size: int, zero: bool | None, foreach: bool, config: ExtConfig = CONFIG
-) -> bool:
-    """The first backward of a step fails, the second one does not; gradients may be set to None or zeros between."""
-
-    def run(model: Any) -> list[Tensor]:
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.125, momentum=0.5, foreach=foreach)
-        for step in range(6):
-            optimizer.zero_grad()
-            if step % 2:
-                if step > 2:
-                    model(1000 * step + 55 + rank).backward()
-                handle = model.blocks[2].register_forward_hook(lambda module, given, total: Failing.apply(total))
-                with pytest.raises(Stopped):
-                    model(1000 * step + 77 + rank).backward()
-                handle.remove()
-                model.reset_iter_state()
-                if zero is not None:
-                    optimizer.zero_grad(set_to_none=not zero)
-            model(1000 * step + rank).backward()
-            optimizer.step()
-        return shards(model)
-
-    return same(*on_both(lambda: shard(WholeNumbers(world_size)), run, config))
 
 
 @needs_reset

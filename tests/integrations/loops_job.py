@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.integrations.launched import weights_of
+from tests.support.integrations.launched import weights_of
 
 NUM_EPOCHS, FATAL_EPOCH = 3, 1  # the latter is the second one
 VICTIM = 1
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def with_accelerate(args: argparse.Namespace) -> dict[str, Tensor]:
-    from tests.integrations.test_accelerate import DEAR, TOPK, Loop
+    from tests.support.integrations.accelerate_loops import DEAR, TOPK, Loop
 
     torch.manual_seed(0)
     loop = Loop({"dear": DEAR, "topk": TOPK}[args.hook], str(args.folder), deterministic=True)
@@ -60,7 +60,7 @@ def with_accelerate(args: argparse.Namespace) -> dict[str, Tensor]:
 def with_lightning(args: argparse.Namespace) -> dict[str, Tensor]:
     from lightning.pytorch.callbacks import ModelCheckpoint
 
-    from tests.integrations.test_lightning import DEAR, TOPK, loader, module, trainer
+    from tests.support.integrations.lightning_modules import DEAR, TOPK, loader, module, trainer
 
     model = module()
     model.network[4].p = 0.0  # Lightning does not keep the state of random numbers

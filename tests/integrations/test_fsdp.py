@@ -18,8 +18,8 @@ from torch import Tensor
 
 from ddp_hooks import DearConfig, TableConfig
 from fsdp_ext import ExtConfig
-from tests.integrations.launched import as_torchrun_does, gpt2, samples
-from tests.workers import WorkerPools
+from tests.support.integrations.launched import as_torchrun_does, gpt2, samples
+from tests.support.workers import WorkerPools
 
 RINGS = ExtConfig(lanes=2, slice_mb=0.01, timeout_s=30)
 SPARSE = ExtConfig(lanes=2, slice_mb=0.01, timeout_s=30, reduce_scatter="sparse", density=0.1)

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.integrations.launched import as_torchrun_does
-from tests.integrations.test_lightning import module
-from tests.test_docs import blocks_of
-from tests.workers import WorkerPools
+from tests.support.integrations.launched import as_torchrun_does
+from tests.support.integrations.lightning_modules import module
+from tests.support.pages import blocks_of
+from tests.support.workers import WorkerPools
 
 
 class Words(nn.Module):
@@ -51,7 +51,7 @@ def names_for(page: str, folder: str) -> dict[str, Any]:
 
 
 def run_page(rank: int, world_size: int, page: str, folder: str) -> int:
-    from tests.integrations.test_lightning import loader
+    from tests.support.integrations.lightning_modules import loader
 
     with as_torchrun_does(rank, world_size):
         torch.manual_seed(0)
@@ -82,7 +82,7 @@ def run_readme(rank: int, world_size: int, folder: str) -> int:
     from accelerate import Accelerator
 
     from ddp_hooks import DearState
-    from tests.integrations.test_transformers import make
+    from tests.support.integrations.trainers import make
 
     with as_torchrun_does(rank, world_size):
         model: Any = Net()

@@ -19,8 +19,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.integrations.launched import assert_same_bits
-from tests.launcher import launch
+from tests.support.integrations.launched import assert_same_bits
+from tests.support.launcher import launch
 
 
 def torchrun(folder: Path, num_processes: int, *arguments: str, fails: bool = False) -> str:

@@ -15,16 +15,18 @@ from torch import Tensor, nn
 
 from ddp_hooks import TableConfig, TopKConfig
 from ddp_hooks.integrations import Tables
-from tests.integrations.launched import as_torchrun_does, assert_close, assert_same_bits, gpt2, samples, weights_of
-from tests.integrations.test_transformers import DEAR, finish, make, values
-from tests.workers import WorkerPools
+from tests.support.integrations.launched import (
+    as_torchrun_does,
+    assert_close,
+    assert_same_bits,
+    gpt2,
+    samples,
+    weights_of,
+)
+from tests.support.integrations.trainer_tables import TABLES, ids_of, model
+from tests.support.integrations.trainers import DEAR, finish, make, values
+from tests.support.workers import WorkerPools
 
-
-def ids_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {"transformer.wte": batch["input_ids"]}
-
-
-TABLES = Tables(ids_of, "transformer.wte", torch.optim.SGD)
 UNANNOUNCED = Tables(None, "transformer.wte", torch.optim.SGD)
 HOOKS: dict[str, Any] = {
     "tables": TABLES,
@@ -35,8 +37,6 @@ HOOKS: dict[str, Any] = {
 SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "linear"}
 
 
-def model() -> nn.Module:
-    return gpt2(tie_word_embeddings=False)
 
 
 def whole_weights(trainer: Any) -> dict[str, Tensor]:

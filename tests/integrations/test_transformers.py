@@ -7,7 +7,6 @@ save what they do not have; options of the Trainer that silently do without the 
 from __future__ import annotations
 
 import logging
-from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 from ddp_hooks import DearConfig, TopKConfig
 from ddp_hooks.dear.spread import SpreadTensor
-from tests.integrations.launched import (
+from tests.support.integrations.launched import (
     MODELS,
     as_torchrun_does,
     assert_close,
@@ -26,47 +25,13 @@ from tests.integrations.launched import (
     samples,
     weights_of,
 )
-from tests.workers import WorkerPools
+from tests.support.integrations.trainers import DEAR, TOPK, finish, make, values
+from tests.support.workers import WorkerPools
 
-DEAR = DearConfig(lanes=2, slice_mb=0.01, atom_mb=0.01)
 REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01, early_gathers=0.0)
-TOPK = TopKConfig(density=0.1, lanes=2, dense_below_numel=16)
 EXACT = {"dear": DEAR, "replicated": REPLICATED}
 
 
-def make(folder: Path, hook: Any, model: nn.Module, by: str = "attach", **settings: Any) -> Any:
-    """A Trainer with a hook (None: a plain one), given to it as ``by`` says."""
-    import transformers
-
-    from ddp_hooks.integrations.transformers import CommHookMixin, attach
-
-    class Mixed(CommHookMixin, transformers.Trainer):
-        pass
-
-    own = {"optimizers", "optimizer_cls_and_kwargs", "callbacks", "compute_metrics", "model_init", "eval_dataset"}
-    given = {name: settings.pop(name) for name in own & settings.keys()}
-    arguments: dict[str, Any] = {
-        "max_steps": 6,
-        "per_device_train_batch_size": 2,
-        "learning_rate": 0.01,
-        "optim": "adamw_torch",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "save_strategy": "no",
-        "seed": 5,
-    } | deepcopy(settings)  # the Trainer changes some of them
-    args = transformers.TrainingArguments(
-        str(folder), use_cpu=True, ddp_backend="gloo", report_to=[], disable_tqdm=True, **arguments
-    )
-    data = samples(48)
-    if "model_init" not in given:
-        given["model"] = model
-    if by == "mixin":
-        return Mixed(args=args, train_dataset=data, comm_hook=hook, **given)
-    trainer = transformers.Trainer(args=args, train_dataset=data, **given)
-    if hook is not None:
-        attach(trainer, hook)
-    return trainer
 
 
 def hooked(trainer: Any) -> Any:
@@ -75,10 +40,6 @@ def hooked(trainer: Any) -> Any:
     return binding
 
 
-def finish(trainer: Any) -> None:
-    """Let go of a trainer, so that the next one finds the workers as they were."""
-    if getattr(trainer, "_attachment", None) is not None:
-        trainer._detach()
 
 
 def train(trainer: Any, **how: Any) -> dict[str, Any]:
@@ -108,9 +69,6 @@ def train_both(
         return plain, train(make(Path(folder) / "ours", hook, MODELS[model](), by, **settings))
 
 
-def values(outcome: dict[str, Any], key: str) -> list[float]:
-    """What was logged under a name."""
-    return [entry[key] for entry in outcome["log"] if key in entry]
 
 
 # The same training ------------------------------------------------------------------------------------------------

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.integrations.launched import gpt2, weights_of
-from tests.integrations.test_trainer_tables import TABLES, model
-from tests.integrations.test_transformers import DEAR, TOPK, make
+from tests.support.integrations.launched import gpt2, weights_of
+from tests.support.integrations.trainer_tables import TABLES, model
+from tests.support.integrations.trainers import DEAR, TOPK, make
 
 HOOKS: dict[str, Any] = {"none": None, "dear": DEAR, "topk": TOPK, "tables": [DEAR, TABLES]}
 MAX_STEPS, SAVE_STEPS = 9, 3

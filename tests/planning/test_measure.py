@@ -21,7 +21,7 @@ from ddp_hooks.planning.events import Wire
 from ddp_hooks.planning.processor import HostTime, RankTime, total_seconds
 from ddp_hooks.planning.profiling import StepWatch
 from ddp_hooks.topk.rehearsal import compute_s
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 # -- fits --------------------------------------------------------------------------------------------------------------
 

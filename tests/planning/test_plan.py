@@ -29,7 +29,7 @@ from ddp_hooks.planning import (
     profile_of_layers,
 )
 from ddp_hooks.planning.scripts import ScriptError, profile_script
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 STEP = profile_of_layers(
     [(0.01, 0.02, [i]) for i in range(10)], [f"layer {i}" for i in range(10)], [4_000_000] * 10, optimizer_s=0.001

@@ -13,9 +13,9 @@ from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 from recipes import bert_mlm
 from recipes.texts import python_documentation
 from recipes.tokens import cut_into_blocks, shared_tokenizer
-from tests.launcher import launch
-from tests.recipes.launched import torchrun
-from tests.workers import WorkerPools
+from tests.support.launcher import launch
+from tests.support.recipes.launched import torchrun
+from tests.support.workers import WorkerPools
 
 TINY = [
     *["--steps=20", "--batch-size=4", "--lr=0.01"],

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from PIL import Image
 
 from recipes.images import endless_batches, load_images
+from tests.support.recipes.images import make_folder
 
 
 def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
@@ -18,12 +18,6 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: world_size)
 
 
-def make_folder(folder: Path, per_class: int) -> Path:
-    for number, name in enumerate(("cat", "dog", "owl")):
-        (folder / name).mkdir(parents=True)
-        for index in range(per_class):
-            Image.new("RGB", (20, 30 + index), (80 * number, 10, 200)).save(folder / name / f"{index}.png")
-    return folder
 
 
 def test_digits() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from recipes import lightning_gpt as recipe
 from recipes.texts import python_documentation
-from tests.recipes.launched import run_recipe
+from tests.support.recipes.launched import run_recipe
 
 TINY = [
     *["--epochs=2", "--batch-size=4", "--accumulate=2", "--clip=0.5", "--log-every=1"],

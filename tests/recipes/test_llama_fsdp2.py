@@ -9,8 +9,8 @@ import pytest
 from recipes import llama_fsdp2
 from recipes.record import Record
 from recipes.texts import python_documentation
-from tests.launcher import launch
-from tests.recipes.launched import torchrun
+from tests.support.launcher import launch
+from tests.support.recipes.launched import torchrun
 
 TINY = [
     *["--steps=6", "--log-every=1", "--batch-size=4", "--block-length=16"],

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from recipes import lstm_lm_embrace as recipe
-from tests.recipes.launched import torchrun
-from tests.workers import WorkerPools
+from tests.support.recipes.launched import torchrun
+from tests.support.workers import WorkerPools
 
 TINY = ["--steps=40", "--batch-size=4", "--sequence-length=16", "--embedding=20", "--hidden=32"]
 LR = {"sgd": "--lr=1", "adam": "--lr=0.01"}

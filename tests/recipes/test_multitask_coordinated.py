@@ -13,8 +13,8 @@ from recipes import multitask_coordinated as recipe
 from recipes.benchmarks import conditional
 from recipes.images import load_images
 from recipes.record import Record
-from tests.recipes.launched import run_recipe
-from tests.workers import WorkerPools
+from tests.support.recipes.launched import run_recipe
+from tests.support.workers import WorkerPools
 
 FEW = ["--steps=6", "--batch-size=8", "--log-every=1", "--width=16"]
 

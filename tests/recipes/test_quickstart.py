@@ -19,7 +19,7 @@ from ddp_hooks import Span
 from recipes import quickstart
 from recipes.cluster import ClusterUnavailable
 from recipes.quickstart import Reading, Report, Result, Variant
-from tests.recipes.test_images import make_folder
+from tests.support.recipes.images import make_folder
 
 REPOSITORY = Path(__file__).parents[2]
 

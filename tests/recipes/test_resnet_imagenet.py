@@ -11,8 +11,8 @@ from PIL import Image
 
 from recipes import resnet_imagenet as recipe
 from recipes.record import Record
-from tests.recipes.launched import run_recipe
-from tests.workers import WorkerPools
+from tests.support.recipes.launched import run_recipe
+from tests.support.workers import WorkerPools
 
 FEW = ["--epochs=2", "--limit-batches=3", "--batch-size=8", "--log-every=1"]
 

@@ -27,8 +27,8 @@ from recipes.pig_latin import pig_latin, sentences
 from recipes.record import Record, all_reduce_mb, command_of, mean_stats, report
 from recipes.texts import python_documentation
 from recipes.tokens import Blocks, cut_into_blocks, shared_tokenizer
-from tests.launcher import launch
-from tests.recipes.launched import torchrun
+from tests.support.launcher import launch
+from tests.support.recipes.launched import torchrun
 
 TINY = [
     *["--steps=4", "--log-every=1", "--batch-size=4", "--block-length=16"],

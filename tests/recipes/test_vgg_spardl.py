@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from recipes import bags, vgg_spardl
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 
 def test_arguments_that_cannot_work() -> None:

@@ -19,8 +19,8 @@ from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.oktopk import OkTopkEstimates
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
-from tests.topk.test_spardl import returning
-from tests.topk.twins import top
+from tests.support.topk.algorithms import returning
+from tests.support.topk.twins import top
 
 NAMES = ["topka", "topkdsa", "gtopk", "oktopk"]
 

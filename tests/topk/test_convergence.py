@@ -26,7 +26,7 @@ from ddp_hooks.topk.ledger import Collection
 from recipes.images import load_images
 from recipes.texts import python_documentation
 from recipes.vgg_spardl import make_vgg
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 WORLD_SIZE = 4  # the least with residuals inside of the procedure, which partial collection loses
 RESIDUALS: tuple[Collection, ...] = ("global", "partial", "local")

@@ -12,7 +12,7 @@ from ddp_hooks.comm import AlphaBeta, run_on_fabric
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.wire import Wire
 from recipes.benchmarks.sparse_costs import WORLD_SIZES, Counted, lines
-from tests.topk.test_spardl import returning
+from tests.support.topk.algorithms import returning
 
 LARGE = [
     pytest.param(size, marks=[pytest.mark.slow, pytest.mark.timeout(400)]) for size in WORLD_SIZES if size > 16

@@ -19,9 +19,9 @@ from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.selection import BlockSelector
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
-from tests.topk import test_forward, test_hook
-from tests.topk.test_spardl import returning
-from tests.workers import WorkerPools
+from tests.support.topk import forward, hooks
+from tests.support.topk.algorithms import returning
+from tests.support.workers import WorkerPools
 
 GPU = torch.device("cuda")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
@@ -71,29 +71,29 @@ def test_exchanges(name: Any, format: Any, teams: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(*outcomes, strict=True))
 
 
-ALGORITHMS = [{"teams": 1}, {"teams": 2, "sag": "r"}, {"teams": 2, "sag": "b"}, *test_hook.ALGORITHMS[3:]]
+ALGORITHMS = [{"teams": 1}, {"teams": 2, "sag": "r"}, {"teams": 2, "sag": "b"}, *hooks.ALGORITHMS[3:]]
 
 
 @pytest.mark.parametrize("changes", ALGORITHMS, ids=lambda changes: "-".join(map(str, changes.values())))
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_nothing_is_lost(gpu_workers: WorkerPools, world_size: int, changes: dict[str, Any]) -> None:
-    config = replace(test_hook.CONFIG, **changes)
-    test_hook.check(gpu_workers(world_size).run(test_hook.conserve, config, test_hook.plain, 5))
+    config = replace(hooks.CONFIG, **changes)
+    hooks.check(gpu_workers(world_size).run(hooks.conserve, config, hooks.plain, 5))
 
 
 @pytest.mark.parametrize("changes", [{"wire": "compact"}, {"dense_below_numel": 200}, {"warmup_steps": 3}], ids=str)
-@pytest.mark.parametrize("loop", [test_hook.zero_to_zeros, test_hook.accumulate], ids=lambda loop: loop.__name__)
+@pytest.mark.parametrize("loop", [hooks.zero_to_zeros, hooks.accumulate], ids=lambda loop: loop.__name__)
 def test_loops(gpu_workers: WorkerPools, loop: Any, changes: dict[str, Any]) -> None:
-    config = replace(test_hook.CONFIG, teams=1, **changes)
-    test_hook.check(gpu_workers(3).run(test_hook.conserve, config, loop, 5))
+    config = replace(hooks.CONFIG, teams=1, **changes)
+    hooks.check(gpu_workers(3).run(hooks.conserve, config, loop, 5))
 
 
 @pytest.mark.parametrize(
     "loop",
-    [test_forward.plain, test_forward.accumulated, test_forward.two_backwards, test_forward.saved],
+    [forward.plain, forward.accumulated, forward.two_backwards, forward.saved],
     ids=lambda loop: loop.__name__,
 )
 def test_in_the_next_forward(gpu_workers: WorkerPools, loop: Any) -> None:
-    config = replace(test_forward.CONFIG, teams=1)
-    for same, updates in gpu_workers(2).run(test_forward.outcomes, loop, config):
+    config = replace(forward.CONFIG, teams=1)
+    for same, updates in gpu_workers(2).run(forward.outcomes, loop, config):
         assert same and updates > 0

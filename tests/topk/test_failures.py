@@ -13,10 +13,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError, TopKConfig, TopKState, topk_hook
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import WholeNumbers, whole_batches
-from tests.topk.test_hook import CONFIG
-from tests.workers import WorkerPools
+from tests.support.dear.twins import WholeNumbers, whole_batches
+from tests.support.messages import message_of
+from tests.support.topk.hooks import CONFIG
+from tests.support.workers import WorkerPools
 
 
 def wrapped(

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
 from recipes.benchmarks.heap import HeapWatch, used_heap_bytes
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 WIDTH, LAYERS = 500, 48  # 48 MB
 

@@ -16,8 +16,8 @@ from ddp_hooks.comm import Lanes, LaneSettings, Recorder, run_on_fabric
 from ddp_hooks.topk.algorithms import Name, SparseSum, Sparsity
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
-from tests.topk.test_spardl import returning, teams_of
-from tests.workers import WorkerPools
+from tests.support.topk.algorithms import returning, teams_of
+from tests.support.workers import WorkerPools
 
 NUMEL, K = 70_001, 700
 

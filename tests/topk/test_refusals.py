@@ -15,8 +15,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
-from tests.dear.test_refusals import message_of
-from tests.workers import WorkerPools
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
 
 
 @pytest.mark.parametrize(("changes", "expected"), [

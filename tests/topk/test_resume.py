@@ -13,10 +13,10 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
-from tests import resuming
-from tests.dear.test_models import MODELS
-from tests.resuming import die, die_in_a_round
-from tests.workers import WorkerPools
+from tests.support import resuming
+from tests.support.models import MODELS
+from tests.support.resuming import die, die_in_a_round
+from tests.support.workers import WorkerPools
 
 PHASES = ("backward", "mid exchange", "before the step", "saving", "before commit")
 CONFIG = TopKConfig(density=0.05, group_mb=0.02, warmup_steps=6, timeout_s=20, stall_warning_s=10)

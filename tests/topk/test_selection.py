@@ -23,7 +23,7 @@ from ddp_hooks.topk.primitives import are_in, kth_largest, positions_of, stable_
 from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.selection import BlockSelector
 from ddp_hooks.topk.sparse import SparseVector, add, largest, split_largest
-from tests.topk.twins import top
+from tests.support.topk.twins import top
 
 
 @given(st.integers(0, 60), st.integers(0, 70), st.integers(0, 1000), st.sampled_from([1, 5, 100]))

@@ -5,7 +5,6 @@ Prevents: gradients that are lost or counted twice, replicas that differ, messag
 
 from __future__ import annotations
 
-from collections.abc import Generator
 from typing import Any
 
 import pytest
@@ -14,19 +13,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_hooks.comm import Round, num_rounds, run_on_fabric
+from ddp_hooks.comm import num_rounds, run_on_fabric
 from ddp_hooks.comm.bags import bags, reduce_scatter_steps
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.blocks import block_counts
 from ddp_hooks.topk.controller import TopHController
 from ddp_hooks.topk.sparse import SparseVector
 from ddp_hooks.topk.wire import Wire
-from tests.topk.twins import DenseTwin
-
-
-def returning(algorithm: Generator[Round, None, Any], results: dict[int, Any], rank: int) -> Any:
-    """The algorithm, as executors take it, and what it returns in ``results``."""
-    results[rank] = yield from algorithm
+from tests.support.topk.algorithms import returning, teams_of
+from tests.support.topk.twins import DenseTwin
 
 
 def run_spardl(
@@ -49,10 +44,6 @@ def run_spardl(
     return [results[rank] for rank in range(len(work))]
 
 
-def teams_of(world_size: int) -> list[tuple[int, str]]:
-    """Every number of teams, with every Spar-All-Gather that it allows."""
-    divisors = [d for d in range(1, world_size + 1) if world_size % d == 0]
-    return [(d, "b") for d in divisors if d > 1] + [(d, "r") for d in divisors if d & (d - 1) == 0]
 
 
 @st.composite

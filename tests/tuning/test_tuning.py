@@ -28,10 +28,10 @@ from ddp_hooks.comm import LinkProfile
 from ddp_hooks.topk import tuned as topk_tuned
 from ddp_hooks.tuning import Setting, Tuning
 from ddp_hooks.tuning import tuning as tuning_module
-from tests.dear.test_refusals import message_of
-from tests.dear.twins import WholeNumbers, whole_batches
-from tests.topk.test_hook import sum_and_divide
-from tests.workers import WorkerPools
+from tests.support.dear.twins import WholeNumbers, whole_batches
+from tests.support.messages import message_of
+from tests.support.topk.hooks import sum_and_divide
+from tests.support.workers import WorkerPools
 
 TUNER = BucketTuner(
     low_mb=0.002, high_mb=0.2, start_mb=0.05, max_trials=5, steps_per_trial=3, first_step=3, min_gain=0.0, profile=None

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, DearStats, dear_hook
-from tests.devices import on_device, rank_device
+from tests.support.devices import on_device, rank_device
 
 # Small atoms and slices, so that even small models are cut, fused, sliced and spread over lanes.
 CONFIG = DearConfig(atom_mb=0.02, fusion_mb=0.05, slice_mb=0.002, lanes=2, timeout_s=20, stall_warning_s=10)

@@ -22,9 +22,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-from tests.workers import server_context
+from tests.support.workers import server_context
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def launch(
@@ -103,7 +103,7 @@ def _told_by_torchrun(rank: int, num_processes: int, port: int) -> dict[str, str
 
 def _run(script: str, arguments: list[str], environment: dict[str, str], output: str) -> None:
     """In a process of its own: become the script."""
-    gc.freeze()  # see tests/workers.py
+    gc.freeze()  # see tests/support/workers.py
     said = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import EmbeddingTables, RowwiseAdamW, TableConfig, shard_embeddings
-from tests.devices import on_device, rank_device
+from tests.support.devices import on_device, rank_device
 
 CONFIG = TableConfig(timeout_s=20, stall_warning_s=10)
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {

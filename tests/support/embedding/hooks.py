@@ -10,7 +10,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, TopKConfig, TopKState, dear_hook, topk_hook
-from tests.dear.twins import CONFIG as DEAR_CONFIG
+from tests.support.dear.twins import CONFIG as DEAR_CONFIG
 
 Hook: TypeAlias = Callable[[DistributedDataParallel, torch.optim.Optimizer], Any]  # makes its state, and registers
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from tests.workers import WorkerPools
+from tests.support.workers import WorkerPools
 
 NUM_STEPS, SAVE_EVERY, FATAL_STEP = 9, 2, 5
 

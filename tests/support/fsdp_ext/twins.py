@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_ext import ExtConfig, Extension, ExtStats, extend, restore
-from tests.devices import rank_device
+from tests.support.devices import rank_device
 
 NUM_STEPS = 10
 # Small slices and two lanes, so that even small models are sliced and spread.

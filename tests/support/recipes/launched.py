@@ -8,9 +8,9 @@ import sys
 from pathlib import Path
 
 from recipes.record import Record
-from tests.launcher import launch
+from tests.support.launcher import launch
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
 
 

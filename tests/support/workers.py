@@ -22,7 +22,7 @@ from typing import Any
 
 _PRELOAD = [
     *["torch", "torch.distributed", "torchvision", "transformers", "ddp_hooks", "ddp_hooks.tuning.surrogate"],
-    # What is imported late takes seconds in every rank of every pool, and of every script of tests/launcher.py.
+    # What is imported late takes seconds in every rank of every pool, and of every script of tests/support/launcher.py.
     *["accelerate", "lightning.pytorch", "transformers.trainer", "torch._dynamo", "ddp_hooks.integrations"],
     *[f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")],
 ]
@@ -88,7 +88,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection, 
 class Workers:
     """``world_size`` processes of one group that run functions ``f(rank, world_size, *args)``.
 
-    With ``device="cuda"`` the group is NCCL's; see :mod:`tests.devices`.
+    With ``device="cuda"`` the group is NCCL's; see :mod:`tests.support.devices`.
     """
 
     def __init__(self, world_size: int, device: str = "cpu") -> None:
