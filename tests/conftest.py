@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fnmatch
 from collections.abc import Iterator
 
 import hypothesis
@@ -52,3 +53,22 @@ def gpu_workers() -> Iterator[WorkerPools]:
     pools = GpuWorkers()
     yield pools
     pools.end()
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark the cases of a test as slow that its ``quick`` mark does not name."""
+    unknown = {}
+    for item in items:
+        mark = item.get_closest_marker("quick")
+        if mark is None or not isinstance(item, pytest.Function):
+            continue
+        case = item.callspec.id if hasattr(item, "callspec") else ""
+        patterns = unknown.setdefault(item.nodeid.split("[")[0], set(mark.args))
+        matching = {pattern for pattern in mark.args if fnmatch.fnmatchcase(case, pattern)}
+        patterns -= matching
+        if not matching:
+            item.add_marker(pytest.mark.slow)
+    if not any("::" in argument for argument in config.args) and any(unknown.values()):
+        named = {test: sorted(patterns) for test, patterns in unknown.items() if patterns}
+        raise pytest.UsageError(f"the quick marks of these tests match none of their cases: {named}")

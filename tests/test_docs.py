@@ -64,6 +64,7 @@ def _loss_of(output: Tensor) -> Tensor:
     return output.square().mean()
 
 
+@pytest.mark.quick("training_loop.md-8", "sparse.md-4", "tables.md-8", "coordination.md-5")
 @pytest.mark.parametrize(
     ("page", "least"),
     [
@@ -120,6 +121,7 @@ def test_every_page_is_in_one_toctree() -> None:
     assert len(listed) == len(set(listed)) and pages <= set(listed)
 
 
+@pytest.mark.slow
 def test_the_documentation_is_built_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-b", "html", str(DOCS), str(tmp_path)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=110)

@@ -64,6 +64,7 @@ def saved_states(rank: int, world_size: int, optimizer: Callable[..., Any]) -> l
     return differences(ours, theirs)
 
 
+@pytest.mark.quick("*-2", "adamw_two_groups-3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
 def test_full_state_is_that_of_plain_ddp(workers: WorkerPools, world_size: int, optimizer: Any) -> None:
@@ -97,6 +98,7 @@ def save_between_backward_and_step(twin: Trainee, step: int) -> None:
     twin.optimizer.step()
 
 
+@pytest.mark.quick("*-adamw_two_groups-2", "*-mixed_dtypes-2", "resume_after_a_detour-scalar_tensors-1")
 @pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
 @pytest.mark.parametrize("loop", [resume_after_a_detour, save_between_backward_and_step], ids=lambda f: f.__name__)
@@ -143,6 +145,7 @@ def train_and_save(rank: int, world_size: int, with_dear: bool, steps: int, read
     return b"".join(p.detach().numpy().tobytes() for p in ddp.module.parameters())
 
 
+@pytest.mark.quick("2-3", "4-1")
 @pytest.mark.parametrize(("first", "then"), [(2, 3), (3, 2), (4, 1), (1, 4)])
 def test_any_number_of_ranks_goes_on(workers: WorkerPools, tmp_path: Path, first: int, then: int) -> None:
     begun, ours, theirs = str(tmp_path / "begun"), str(tmp_path / "ours"), str(tmp_path / "theirs")

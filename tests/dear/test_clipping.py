@@ -36,12 +36,14 @@ from tests.support.models import TOLERANCE, Conditional, adamw, choices, sequenc
 from tests.support.workers import WorkerPools
 
 
+@pytest.mark.quick("2.0-0.05-3", "1.0-0.5-2", "inf-0.001-2", "3.0-100.0-1")
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("norm_type", "max_norm"), [(2.0, 0.05), (1.0, 0.5), (math.inf, 0.001), (3.0, 100.0)])
 def test_clip_grad_norm(workers: WorkerPools, world_size: int, norm_type: float, max_norm: float) -> None:
     check(workers, world_size, "encoder", partial(clip_norm, norm_type, max_norm))
 
 
+@pytest.mark.quick("*-2-encoder", "clip_then_think_again-3-backwards")
 @pytest.mark.parametrize("name", ["encoder", "backwards"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize(
@@ -182,6 +184,7 @@ def test_bad_gradients_raise_on_every_rank_and_training_can_go_on(workers: Worke
 
 
 
+@pytest.mark.quick("-clipped-2", "fused--2", "--1")
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 @pytest.mark.parametrize("clip", [False, True], ids=["", "clipped"])
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])

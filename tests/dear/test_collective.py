@@ -46,6 +46,7 @@ def compare(rank: int, world_size: int, config: DearConfig, rule: CollectiveRule
         return twins.compare(rank, world_size, WholeNumbers, whole_batches, optimizer, loop, steps, config)
 
 
+@pytest.mark.quick("sharded-4-config1", "replicated-3-config0", "sharded-4-config2")
 @pytest.mark.parametrize(("world_size", "config"), [(3, LOG), (4, LOG), (4, NODES)])
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_steps_are_those_of_plain_ddp(workers: WorkerPools, world_size: int, config: Any, update: Any) -> None:
@@ -207,6 +208,7 @@ def _equal(these: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(these, others, strict=True))
 
 
+@pytest.mark.quick("state_dict-log", "state_dict-two-level", "pieces-replicated")
 @pytest.mark.parametrize(
     ("world_size", "config", "rules"),
     [

@@ -298,6 +298,7 @@ def take_another_way(rank: int, world_size: int, how: str) -> float:
     return max(gaps)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["part", pytest.param("whole", marks=SLOW)])
 def test_another_way_through_compiled_code(workers: WorkerPools, how: str) -> None:
     assert max(workers(2).run(take_another_way, how)) < 1e-6

@@ -22,6 +22,7 @@ from tests.support.dear.twins import Trainee, WholeNumbers, whole_batches
 from tests.support.workers import WorkerPools
 
 
+@pytest.mark.quick("*-2", "adamw_two_groups-3", "momentum_sgd-1")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("optimizer", [momentum_sgd, adamw_two_groups, adagrad, foreach_adam])
 def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable[..., torch.optim.Optimizer]) -> None:

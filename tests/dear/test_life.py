@@ -83,6 +83,7 @@ def test_a_forgotten_state_is_collected_and_ends_its_lanes() -> None:
     assert after == before, "threads of lanes or process groups are still there"
 
 
+@pytest.mark.slow
 def test_the_rank_whose_script_fails_is_named_with_its_reason(tmp_path: Path) -> None:
     processes = [start(ONE_RANK_RAISES, str(tmp_path / "store"), str(rank)) for rank in range(3)]
     errors = [process.communicate(timeout=90)[1] for process in processes]

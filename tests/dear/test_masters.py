@@ -27,6 +27,7 @@ from tests.support.messages import message_of
 from tests.support.workers import WorkerPools
 
 
+@pytest.mark.quick("1-2", "3-3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_as_with_masters_by_hand(workers: WorkerPools, world_size: int, micro_batches: int) -> None:

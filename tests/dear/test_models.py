@@ -37,6 +37,9 @@ def cases() -> list[Any]:
     ]
 
 
+@pytest.mark.quick(
+    "2-bert", "2-encoder", "2-backwards", "2-restless", "2-recomputed-reentrant", "2-frozen", "3-encoder", "1-restless"
+)
 @pytest.mark.parametrize(("world_size", "name"), cases())
 def test_twenty_steps(workers: WorkerPools, world_size: int, name: str) -> None:
     model, batches, optimizer = MODELS[name]
@@ -47,6 +50,7 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, name: str) -> None:
         assert outcome.loss_drop > 0, "the model does not learn, so equality would mean little"
 
 
+@pytest.mark.quick("evaluate_between-backwards", "evaluate_on_one_rank-encoder", "save_and_load-bert")
 @pytest.mark.parametrize("name", ["bert", "encoder", "backwards", pytest.param("resnet", marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "loop", [twins.evaluate_between, twins.evaluate_on_one_rank, twins.save_and_load], ids=lambda loop: loop.__name__

@@ -146,6 +146,7 @@ def _is_long(world_size: int, name: str) -> bool:
     return world_size == 4 or (name == "torch.compile" and world_size != 2)
 
 
+@pytest.mark.quick("2-*", "3-accumulation", "3-D3: another order in every step", "1-D8: zero_grad")
 @pytest.mark.parametrize(("world_size", "name"), lines())
 def test_line(workers: WorkerPools, world_size: int, name: str) -> None:
     line = MATRIX[name]

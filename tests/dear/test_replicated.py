@@ -42,6 +42,7 @@ REPLICATED = replace(CONFIG, update="replicated", early_gathers=0.6)
 LATE = replace(REPLICATED, early_gathers=0.0)
 
 
+@pytest.mark.quick("*-2", "adamw_two_groups-3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", [momentum_sgd, adamw_two_groups])
 def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
@@ -133,6 +134,7 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 
 
+@pytest.mark.quick("*-replicated-2", "coupled_lamb-auto-2", "muon-auto-1")
 @pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(size, marks=pytest.mark.slow) for size in (3, 4))])
 @pytest.mark.parametrize("update", ["replicated", "auto"])
 @pytest.mark.parametrize("optimizer", [adafactor, muon, coupled_lamb], ids=lambda f: f.__name__)
@@ -151,6 +153,7 @@ def test_steps_that_are_counted_in_groups(workers: WorkerPools) -> None:
         assert outcome.parameter_gap < TOLERANCE, outcome
 
 
+@pytest.mark.quick("plain-*", "evaluate_on_one_rank-restless", "save_and_load-encoder")
 @pytest.mark.parametrize("name", [
     "encoder", "backwards", "restless", "recomputed-reentrant", "frozen",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2", "resnet")),
@@ -166,6 +169,7 @@ def test_models(workers: WorkerPools, name: str, loop: Any) -> None:
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
 
 
+@pytest.mark.quick("2-*", "3-two_backwards")
 @pytest.mark.parametrize(
     "loop",
     [twins.plain, twins.zero_grad_to_zeros, twins.two_backwards, twins.accumulate_on_zeros],

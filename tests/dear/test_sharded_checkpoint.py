@@ -106,6 +106,7 @@ def begin(rank: int, world_size: int, folder: str, file: str) -> None:
     state.close()
 
 
+@pytest.mark.quick("0-2-3", "1-3-1", "0-4-2")
 @pytest.mark.parametrize(("first", "then"), [(2, 2), (2, 3), (3, 1), (1, 4), (4, 2)])
 @pytest.mark.parametrize("read_after", [0, 1, pytest.param(3, marks=pytest.mark.slow)])
 def test_any_number_of_ranks_goes_on(

@@ -203,6 +203,7 @@ def load(rank: int, world_size: int, kind: str, folder: str, steps: int) -> byte
     return ended
 
 
+@pytest.mark.quick("2-sharded-3-sharded", "3-sharded-2-plain", "2-replicated-3-sharded")
 @pytest.mark.parametrize(
     ("first", "saver", "then", "loader"),
     [

@@ -119,6 +119,7 @@ def resume(rank: int, world_size: int, optimizer: str, folder: str, sharded: boo
     return same
 
 
+@pytest.mark.quick("2-*-full", "3-adagrad-sharded", "2-sparse_adam-sharded")
 @pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -157,6 +158,7 @@ def load(rank: int, world_size: int, folder: str, full: Any) -> tuple[bool, bool
     return same[0], same[1]
 
 
+@pytest.mark.quick("2-3", "4-1")
 @pytest.mark.parametrize(("before", "after"), [(1, 3), (2, 3), (3, 2), (4, 1)])
 def test_other_numbers_of_ranks(workers: WorkerPools, tmp_path: Path, before: int, after: int) -> None:
     full = workers(before).run(save, str(tmp_path))[0]

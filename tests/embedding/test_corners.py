@@ -196,6 +196,7 @@ def other_loaders(rank: int, world_size: int, case: str) -> float:
     return gap
 
 
+@pytest.mark.quick("evaluation between", "left early")
 @pytest.mark.parametrize("case", ["workers", "evaluation between", "evaluation first", "left early"])
 def test_several_loaders(workers: WorkerPools, case: str) -> None:
     assert workers(2).run(other_loaders, case) == [0.0, 0.0]
@@ -319,6 +320,7 @@ def parted(rank: int, world_size: int, case: str) -> str:
     return message
 
 
+@pytest.mark.quick("saving")
 @pytest.mark.parametrize("case", ["evaluation", "saving", "another table"])
 def test_ranks_that_part(workers: WorkerPools, case: str) -> None:
     pool = workers(2)

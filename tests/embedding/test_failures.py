@@ -87,6 +87,7 @@ class Loop:
         return result
 
 
+@pytest.mark.quick("mid prior rows", "before commit")
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_and_resumed(workers: WorkerPools, tmp_path: Path, phase: str) -> None:
     resuming.kill_and_resume(workers, train, tmp_path, 2, 1, phase)
@@ -114,6 +115,7 @@ def look_up_until_somebody_dies(rank: int, world_size: int, victim: int) -> str:
     return "nobody noticed"
 
 
+@pytest.mark.quick("3-1")
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1)])
 def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int) -> None:
     pool = workers(world_size)

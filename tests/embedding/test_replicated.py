@@ -64,6 +64,7 @@ def test_means_of_half_precision_do_not_overflow() -> None:
 
 
 
+@pytest.mark.quick("2-*", "3-dear")
 @pytest.mark.parametrize("dense", ["all-reduce", "dear", "topk"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_equals_plain_ddp(workers: WorkerPools, world_size: int, dense: str) -> None:

@@ -94,6 +94,7 @@ def clip(rank: int, world_size: int, norm_type: float, hook: str, config: TableC
     return result
 
 
+@pytest.mark.quick("2-2.0-*", "3-inf-ddp", "3-1.0-dear")
 @pytest.mark.parametrize("hook", ["ddp", "dear", "dear_replicated"])
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("world_size", [2, 3])  # of three ranks one has no column of the narrow table
@@ -318,6 +319,7 @@ def with_a_hook(rank: int, world_size: int, hook: str, prefetch: bool) -> tuple[
     return result
 
 
+@pytest.mark.quick("2-*-prefetch", "3-dear-no_prefetch")
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("hook", ["dear", "topk"])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -470,6 +472,7 @@ def real_model(rank: int, world_size: int, kind: str) -> tuple[float, float]:
     return gap, max(map(abs, losses))
 
 
+@pytest.mark.quick("plain", "autocast", "fsdp2 clipped")
 @pytest.mark.parametrize("kind", ["plain", "autocast", "fsdp2", "fsdp2 clipped", "compile"])
 def test_real_models(workers: WorkerPools, kind: str) -> None:
     tolerance = 1e-2 if kind == "autocast" else 1e-6 if "clipped" in kind else 1e-12

@@ -95,6 +95,7 @@ def run_cases(rank: int, world_size: int, hook: str | None, follows: str) -> lis
     return found
 
 
+@pytest.mark.quick("None-first", "dear-last", "dear_replicated-first", "topk_forward-last")
 @pytest.mark.parametrize("follows", ["first", "last"])
 @pytest.mark.parametrize("hook", [None, *HOOKS])
 def test_zeroed_or_just_zero(workers: WorkerPools, hook: str | None, follows: str) -> None:

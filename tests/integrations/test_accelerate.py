@@ -43,6 +43,7 @@ def compare(
     return outcomes
 
 
+@pytest.mark.quick("together", "optimizer first")
 @pytest.mark.parametrize("order", ["together", "optimizer first", "one by one"])
 def test_same_bits_in_any_order(workers: WorkerPools, order: str) -> None:
     for plain, ours in workers(2).run(compare, DEAR, order, {}, {}):
@@ -118,6 +119,7 @@ def save_and_load(rank: int, world_size: int, folder: str, saved_by: Any, loaded
 HOOKS = {"plain": None, "dear": DEAR, "replicated": DearConfig(update="replicated", lanes=2, slice_mb=0.01)}
 
 
+@pytest.mark.quick("dear-dear-False", "plain-dear-False")
 @pytest.mark.parametrize(
     ("saved_by", "loaded_by", "everywhere"),
     [

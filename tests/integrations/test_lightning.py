@@ -69,6 +69,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick("dear-accumulation", "replicated-bf16")
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("hook", ["dear", "replicated"])
 def test_same_bits_as_plain_ddp(workers: WorkerPools, tmp_path: Path, hook: str, settings: str) -> None:
@@ -107,6 +108,7 @@ def test_manual_optimization(workers: WorkerPools, tmp_path: Path, hook: str) ->
         assert_same_bits(ours[0], plain[0])
 
 
+@pytest.mark.quick("dear-norm", "replicated-value", "everything-norm")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("hook", ["dear", "replicated", "everything"])
 def test_clipping(workers: WorkerPools, tmp_path: Path, hook: str, algorithm: str) -> None:
@@ -168,6 +170,7 @@ def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: A
         return expected, weights_of(model)
 
 
+@pytest.mark.quick("dear-plain", "replicated-dear", "topk-topk")
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("topk", "topk")],

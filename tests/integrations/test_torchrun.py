@@ -59,6 +59,7 @@ def outcome(folder: Path) -> tuple[dict[str, Any], dict[str, Tensor]]:
     return json.loads((folder / "outcome.json").read_text()), torch.load(folder / "weights.pt")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_as_many_processes_as_were_asked_for(whole: Callable[[str, int], Path], num_processes: int) -> None:
     (plain, expected), (ours, found) = (outcome(whole(hook, num_processes)) for hook in ("none", "dear"))
@@ -69,6 +70,7 @@ def test_as_many_processes_as_were_asked_for(whole: Callable[[str, int], Path], 
         torch.testing.assert_close(found[name], value)
 
 
+@pytest.mark.quick("topk-ddp_hooks_rank1.bin-2")
 @pytest.mark.parametrize(
     ("hook", "file", "num_processes"),
     [

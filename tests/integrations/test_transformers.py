@@ -74,6 +74,7 @@ def train_both(
 # The same training ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("gpt2-dear-attach", "bert-replicated-mixin")
 @pytest.mark.parametrize("by", ["attach", "mixin"])
 @pytest.mark.parametrize("hook", EXACT)
 @pytest.mark.parametrize("model", MODELS)
@@ -101,6 +102,15 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.quick(
+    "gpt2-accumulation",
+    "bert-last accumulation is short",
+    "gpt2-bf16",
+    "bert-gradient checkpointing",
+    "gpt2-an optimizer that looks at whole tensors",
+    "bert-weight decay and warm-up",
+    "gpt2-unused parameters are looked for",
+)
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("model", MODELS)
 def test_same_bits_whatever_the_arguments(workers: WorkerPools, tmp_path: Path, model: str, settings: str) -> None:
@@ -367,6 +377,7 @@ def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: A
 EITHER = {"plain": None, **EXACT}
 
 
+@pytest.mark.quick("dear-plain", "replicated-dear")
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("dear", "replicated")],
@@ -582,6 +593,7 @@ def find_batch_size(rank: int, world_size: int, folder: str, when: int) -> Any:
     return outcomes
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("when", [1, 3])
 def test_auto_find_batch_size(workers: WorkerPools, tmp_path: Path, when: int) -> None:
     for plain, ours in workers(2).run(find_batch_size, str(tmp_path), when):

@@ -112,6 +112,7 @@ def train(rank: int, world_size: int, hook: str) -> bert_mlm.Result:
     return bert_mlm.train(args, python_documentation(), torch.device("cpu"))
 
 
+@pytest.mark.slow
 def test_three_ranks_end_with_the_same_loss_with_and_without_dear(workers: WorkerPools) -> None:
     without = [result.final_loss for result in workers(3).run(train, "none")]
     with_dear = [result.final_loss for result in workers(3).run(train, "dear")]

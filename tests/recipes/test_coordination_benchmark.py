@@ -13,6 +13,7 @@ from recipes.benchmarks.coordination_fabric import NEGOTIATED, Costs, agree_on_f
 from recipes.benchmarks.coordination_job import VARIANTS, ControlJob, GroupingJob, load
 
 
+@pytest.mark.slow
 def test_a_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     coordination.main(["--quick", "--output", str(tmp_path / "out"), "--markdown", str(page)])

@@ -62,6 +62,7 @@ def test_job_survives_its_file(tmp_path: Path) -> None:
     assert EmbraceJob.load(tmp_path / "job.json") == job
 
 
+@pytest.mark.slow
 def test_every_variant_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     embrace.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
@@ -77,6 +78,7 @@ def test_every_variant_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
     assert "2d" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_sweep(tmp_path: Path) -> None:
     embrace.main(["--quick", "--sweep", "--loopback", "--output", str(tmp_path)])
     (measured,) = json.loads((tmp_path / "embrace.json").read_text())["measured"]

@@ -29,6 +29,7 @@ def test_stock_is_used_alike(name: str, stock: str) -> None:
     assert fsdp._stock_of(stock) == stock
 
 
+@pytest.mark.slow
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     variants = [
         "dear",

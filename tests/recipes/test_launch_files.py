@@ -95,6 +95,7 @@ def slurm(tmp_path: Path) -> Iterator[dict[str, str]]:
     }
 
 
+@pytest.mark.slow
 def test_sbatch_file_joins_the_ranks_of_all_nodes(slurm: dict[str, str], tmp_path: Path) -> None:
     script = tmp_path / "program.py"
     script.write_text(

@@ -25,6 +25,7 @@ def text(tmp_path: Path) -> str:
     return f"--text={path}"
 
 
+@pytest.mark.slow
 def test_dear_has_the_losses_of_plain_ddp_and_resumes(tmp_path: Path, text: str) -> None:
     plain = run_recipe("lightning_gpt", tmp_path / "none", "none", *TINY, text)
     assert plain.num_workers == 2 and plain.steps == 2 * STEPS == len(plain.losses)

@@ -44,6 +44,7 @@ def losses_of(record: Record) -> list[float]:
     return [*(loss for _, loss in record.losses), record.held_out["loss"]]
 
 
+@pytest.mark.slow
 def test_rings_change_nothing(tmp_path: Path, text: str) -> None:
     arguments = text, "--accumulate=2", "--keep-parameters"
     ring = trained("ring", tmp_path, *arguments, by_torchrun=True)

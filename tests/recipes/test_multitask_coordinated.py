@@ -19,6 +19,7 @@ from tests.support.workers import WorkerPools
 FEW = ["--steps=6", "--batch-size=8", "--log-every=1", "--width=16"]
 
 
+@pytest.mark.slow
 def test_losses_of_plain_ddp(tmp_path: Path) -> None:
     plain = run_recipe("multitask_coordinated", tmp_path, "none", *FEW)
     coordinated = run_recipe("multitask_coordinated", tmp_path, "coordinated", *FEW, by_torchrun=True)
@@ -51,6 +52,7 @@ def test_tasks() -> None:
     assert table[1:].sum(1).tolist() == [5] * 4 and len({tuple(row) for row in table.tolist()}) == 5
 
 
+@pytest.mark.slow
 def test_the_benchmark_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     conditional.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])

@@ -47,6 +47,7 @@ def test_what_the_schedule_may_gain_is_equation_9() -> None:
         assert perfect_gain(model, PLACES[0]) == pytest.approx(1 + saved_s / dear_s)
 
 
+@pytest.mark.slow
 def test_without_fusion_latency_decides() -> None:
     whole, fifth, *_ = PLACES
     for model in ("resnet50", "densenet201"):
@@ -95,6 +96,7 @@ def test_the_command_makes_a_page_with_every_figure(tmp_path: Path, capsys: pyte
     assert "python -m recipes.paper.dear_figures --markdown docs/results/page.md" in text
 
 
+@pytest.mark.slow
 def test_figure_5_is_measured(tmp_path: Path) -> None:
     path = tmp_path / "fig5.md"
     dear_fig5.main(["--quick", "--loopback", "--markdown", str(path)])

@@ -127,6 +127,7 @@ def test_ok_topk_and_topkdsa_cost_more_than_spardl() -> None:
         assert all(LAB.seconds(each, WORKERS, 20.1e6, network) > own for each in (TOPKDSA, OKTOPK))
 
 
+@pytest.mark.slow
 def test_the_page_has_every_figure_with_its_text(tmp_path: Path) -> None:
     path = tmp_path / "page.md"
     run("recipes.paper.spardl", "", spardl.make, ["--quick", "--markdown", str(path)])

@@ -23,6 +23,7 @@ def assert_same_losses(found: Record, expected: Record) -> None:
     assert [loss for _, loss in found.losses] == pytest.approx([loss for _, loss in expected.losses], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_dear_has_the_losses_of_plain_ddp_and_resumes(tmp_path: Path) -> None:
     plain = run_recipe("resnet_imagenet", tmp_path / "none", "none", *FEW)
     assert plain.num_workers == 2 and plain.steps == 6 == len(plain.losses)
@@ -57,6 +58,7 @@ def train(rank: int, world_size: int, folder: str, *arguments: str) -> tuple[Rec
     return record, torch.load(newest / "training.pt", weights_only=True)["model"]
 
 
+@pytest.mark.slow
 def test_what_was_left_out_comes_back_with_a_resumed_run(workers: WorkerPools, tmp_path: Path) -> None:
     whole = workers(2).run(train, str(tmp_path / "whole"), "--hook=spardl")
     workers(2).run(train, str(tmp_path / "parts"), "--hook=spardl", "--stop-after=1")
@@ -66,6 +68,7 @@ def test_what_was_left_out_comes_back_with_a_resumed_run(workers: WorkerPools, t
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
+@pytest.mark.quick("spardl")
 @pytest.mark.parametrize("hook", ["none", "dear", "spardl"])
 def test_mixed_precision_clipping_and_channels_last(workers: WorkerPools, tmp_path: Path, hook: str) -> None:
     how = [f"--hook={hook}", "--epochs=1", "--clip=1", "--channels-last", "--amp=bf16"]
@@ -74,6 +77,7 @@ def test_mixed_precision_clipping_and_channels_last(workers: WorkerPools, tmp_pa
         assert weights["layer1.0.conv1.weight"].is_contiguous(memory_format=torch.channels_last)
 
 
+@pytest.mark.slow
 def test_sparse_gradients_go_on_with_another_number_of_ranks(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(train, str(tmp_path), "--hook=spardl", "--stop-after=1")
     ((record, _),) = workers(1).run(train, str(tmp_path), "--hook=spardl", "--resume")

@@ -82,11 +82,13 @@ def test_bert_with_spardl(tmp_path: Path, text: Path) -> None:
     assert record.losses[0][1] == pytest.approx(np.log(600), rel=0.1), "guessing: it is not multiplied by anything"
 
 
+@pytest.mark.slow
 def test_t5_with_dear_and_tables(tmp_path: Path) -> None:
     record = trained("t5_translation", "dear+tables", tmp_path)
     assert set(record.held_out) == {"loss", "token accuracy"}
 
 
+@pytest.mark.slow
 def test_accelerate_with_dear_goes_on_where_it_stopped(tmp_path: Path) -> None:
     """In the middle of an epoch, which is not the first one."""
     short = tmp_path / "short.txt"

@@ -34,6 +34,7 @@ def test_replays_count_trials() -> None:
     assert trials_needed(peak, "grid", 0, max_trials=5) == 6, "one more than allowed: not found"
 
 
+@pytest.mark.slow
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     tuner.main(["--quick", "--loopback", "--output", str(tmp_path)])
     printed = capsys.readouterr().out

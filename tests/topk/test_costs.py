@@ -20,6 +20,7 @@ LARGE = [
 VARYING = ("Ok-Topk", "TopkDSA")  # messages follow the data: regions are as full as they are
 
 
+@pytest.mark.quick("2", "8", "14")
 @pytest.mark.parametrize("world_size", [*(size for size in WORLD_SIZES if size <= 16), *LARGE])
 def test_table_1(world_size: int) -> None:
     counted = lines(world_size)
@@ -40,6 +41,7 @@ def check(line: Counted) -> None:
         assert counted == most, line
 
 
+@pytest.mark.quick("8-2", "14-7")
 @pytest.mark.parametrize(("world_size", "num_teams"), [(8, 2), (8, 4), (14, 7), (16, 4)])
 def test_b_sag_stays_in_its_range(world_size: int, num_teams: int) -> None:
     """Eq. 10 as corrected: from entries that never meet, which is its least, to teams that all have the same."""

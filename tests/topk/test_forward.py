@@ -223,6 +223,7 @@ LOOPS = [
 
 
 
+@pytest.mark.quick("*-2", "zeros_and_no_step-1")
 @pytest.mark.parametrize("world_size", [1, 2, *(pytest.param(p, marks=pytest.mark.slow) for p in (3, 4))])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_the_same_bits(workers: WorkerPools, world_size: int, loop: Callable[[Run, int], None]) -> None:

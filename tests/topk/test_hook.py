@@ -73,6 +73,7 @@ def everywhere() -> list[Any]:
     return cases
 
 
+@pytest.mark.quick("3-", "3-oktopk", "4-2-b")
 @pytest.mark.parametrize(("world_size", "changes"), everywhere())
 def test_nothing_is_lost(workers: WorkerPools, world_size: int, changes: dict[str, Any]) -> None:
     pool = workers(world_size)
@@ -81,6 +82,7 @@ def test_nothing_is_lost(workers: WorkerPools, world_size: int, changes: dict[st
         pool.end()  # large pools are used once
 
 
+@pytest.mark.quick("2-*", "3-accumulate")
 @pytest.mark.parametrize("loop", [zero_to_zeros, accumulate, evaluate], ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_loops(workers: WorkerPools, world_size: int, loop: Any) -> None:
@@ -145,6 +147,9 @@ class Sometimes(WholeNumbers):
         return total
 
 
+@pytest.mark.quick(
+    "True-plain-{}", "True-accumulate-{'algorithm': 'oktopk'}", "True-zero_to_zeros-{'dense_below_numel': 200}"
+)
 @pytest.mark.parametrize("changes", [{}, {"algorithm": "oktopk"}, {"dense_below_numel": 200}], ids=str)
 @pytest.mark.parametrize("loop", [plain, zero_to_zeros, accumulate], ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("view", [True, pytest.param(False, marks=pytest.mark.slow)])
@@ -220,6 +225,7 @@ def gradients_of(model: nn.Module, seed: int) -> list[Tensor]:
     return [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone() for p in model.parameters()]
 
 
+@pytest.mark.quick("3-*-None", "2-spardl-0.5")
 @pytest.mark.parametrize(
     ("algorithm", "momentum"), [("spardl", None), ("spardl", 0.5), ("topka", None), ("oktopk", None), ("oktopk", 0.5)]
 )
@@ -467,6 +473,7 @@ def resume(rank: int, world_size: int, changes: dict[str, Any], before: int, aft
     return same
 
 
+@pytest.mark.quick("spardl-3", "algorithm-warmup_steps-3")
 @pytest.mark.parametrize("before", [pytest.param(1, marks=pytest.mark.slow), 3])
 @pytest.mark.parametrize("changes", [
     {}, {"teams": 2, "sag": "b"}, {"algorithm": "oktopk"}, {"momentum": 0.5, "warmup_steps": 5},
@@ -503,6 +510,7 @@ def load(rank: int, world_size: int, saved: list[dict[str, Any]], changes: dict[
     return total
 
 
+@pytest.mark.quick("sparse-3-2", "sparse-1-3", "dense-3-4", "auto-3-1")
 @pytest.mark.parametrize(("before", "after"), [(3, 2), (3, 4), (3, 1), (1, 3)])
 @pytest.mark.parametrize("changes", [{}, {"density": 1.0}, {"algorithm": "auto"}], ids=["sparse", "dense", "auto"])
 def test_another_number_of_ranks_takes_over_all_residuals(
@@ -596,6 +604,7 @@ def choose(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[Any, fl
     return result
 
 
+@pytest.mark.quick("changes0")
 @pytest.mark.parametrize("changes", [{"algorithm": "auto"}, {"teams": "auto"}, {"algorithm": "auto", "teams": "auto"}])
 def test_all_ranks_choose_the_same(workers: WorkerPools, changes: dict[str, Any]) -> None:
     outcomes = workers(4).run(choose, changes)

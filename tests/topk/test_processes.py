@@ -65,6 +65,7 @@ def on_lanes_and_on_the_fabric(rank: int, world_size: int) -> list[Sparsity]:
     return different
 
 
+@pytest.mark.quick("2", "3")
 @pytest.mark.parametrize(
     "world_size", [1, 2, 3, 4, *(pytest.param(size, marks=pytest.mark.slow) for size in (5, 6, 7, 8))]
 )

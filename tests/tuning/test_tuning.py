@@ -138,6 +138,7 @@ EXACT: dict[str, DearConfig | TopKConfig] = {
 }
 
 
+@pytest.mark.quick("sharded", "replicated, early", "topk, everything, forward")
 @pytest.mark.parametrize("name", EXACT)
 def test_sizes_change_and_results_do_not(workers: WorkerPools, name: str) -> None:
     outcomes = workers(2).run(beside_ddp, EXACT[name])
@@ -147,6 +148,7 @@ def test_sizes_change_and_results_do_not(workers: WorkerPools, name: str) -> Non
     assert outcomes[0][1] == outcomes[1][1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [3, *(pytest.param(size, marks=pytest.mark.slow) for size in (4, 8))])
 def test_more_ranks(workers: WorkerPools, world_size: int) -> None:
     for name in ("sharded", "replicated"):
@@ -189,6 +191,7 @@ def conserving(rank: int, world_size: int, pipeline: Any) -> tuple[float, float,
     return outcome
 
 
+@pytest.mark.quick("forward")
 @pytest.mark.parametrize("pipeline", ["backward", "forward"])
 def test_nothing_is_lost_when_groups_of_topk_change(workers: WorkerPools, pipeline: str) -> None:
     for gap, kept, sizes, too_early in workers(2).run(conserving, pipeline):
@@ -212,6 +215,7 @@ def with_other_clocks(rank: int, world_size: int, config: DearConfig | TopKConfi
     return outcome
 
 
+@pytest.mark.quick("topk")
 @pytest.mark.parametrize("config", [DEAR, TOPK], ids=["dear", "topk"])
 def test_the_slowest_rank_counts(workers: WorkerPools, config: DearConfig | TopKConfig) -> None:
     outcomes = workers(3).run(with_other_clocks, replace(config, tuner=replace(TUNER, max_trials=8)))
@@ -247,6 +251,7 @@ def slow_to_decide(rank: int, world_size: int) -> tuple[list[int], int, list[flo
     return outcome
 
 
+@pytest.mark.slow
 def test_training_goes_on_while_the_first_rank_thinks(workers: WorkerPools) -> None:
     (polls, steps, sizes), (others, *_) = workers(2).run(slow_to_decide)
     assert polls == others, "all ranks ask in the same steps"
@@ -281,6 +286,7 @@ def lucky_once(rank: int, world_size: int) -> tuple[Setting, list[Any]]:
     return outcome
 
 
+@pytest.mark.slow
 def test_luck_does_not_count(workers: WorkerPools) -> None:
     setting, roles = workers(2).run(lucky_once)[0]
     assert setting.mb == 0.01
@@ -322,6 +328,7 @@ def dying(rank: int, world_size: int, victim: int) -> str:
     return "nobody noticed"
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("victim", [0, 1])
 def test_survivors_of_a_trial_name_the_dead(workers: WorkerPools, victim: int) -> None:
     pool = workers(3)
@@ -352,6 +359,7 @@ def with_profile(
     return outcome
 
 
+@pytest.mark.quick("topk")
 @pytest.mark.parametrize("config", [DEAR, TOPK], ids=["dear", "topk"])
 def test_what_was_found_is_used_again(workers: WorkerPools, tmp_path: Path, config: DearConfig | TopKConfig) -> None:
     path = str(tmp_path / "tuning.json")
@@ -380,6 +388,7 @@ def with_other_ranges(rank: int, world_size: int, path: str) -> list[int]:
     return found
 
 
+@pytest.mark.slow
 def test_an_ended_search_in_another_range_is_no_check(workers: WorkerPools, tmp_path: Path) -> None:
     """Prevents: a search that takes the checks of a former one for its own, and ends without a trial."""
     for first, second in workers(2).run(with_other_ranges, str(tmp_path / "tuning.json")):
@@ -398,6 +407,7 @@ def test_an_interrupted_search_goes_on(workers: WorkerPools, tmp_path: Path) -> 
     assert first + rest == every, "as if it had not been interrupted"
 
 
+@pytest.mark.slow
 def test_a_corrupt_profile_is_replaced(workers: WorkerPools, tmp_path: Path) -> None:
     path = tmp_path / "tuning.json"
     path.write_text('{"version": 1, "entries": [{"job":')
@@ -440,6 +450,7 @@ def test_checkpoints_of_topk_know_the_size(workers: WorkerPools) -> None:
         assert equal and not finished
 
 
+@pytest.mark.slow
 def test_checkpoints_of_topk_know_the_lanes(workers: WorkerPools) -> None:
     for equal, finished, _, lanes in workers(2).run(resume_topk, None, 4):
         assert equal and finished and lanes == 4, "the fastest of one to four, of which two are the default"
