@@ -76,7 +76,7 @@ def test_pieces_that_are_worked_on_one_after_the_other(numel: int, monkeypatch: 
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
 def test_adding_what_a_payload_says(codec: Codec, dtype: torch.dtype) -> None:
     values, base = normal(1001, 0).to(dtype), normal(1001, 1).to(dtype)
     payload = torch.empty(codec.nbytes(1001), dtype=torch.uint8)
@@ -86,7 +86,7 @@ def test_adding_what_a_payload_says(codec: Codec, dtype: torch.dtype) -> None:
     assert torch.equal(total, base + there_and_back(codec, values))
 
 
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
 def test_what_a_payload_loses(codec: Codec) -> None:
     values, before = normal(1001, 0), normal(1001, 1) / 100
     residual, payload = before.clone(), torch.empty(codec.nbytes(1001), dtype=torch.uint8)
@@ -128,7 +128,7 @@ def test_what_is_not_finite_shows(bad: float) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 17])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
 def test_all_ranks_gather_the_same(world_size: int, codec: Codec) -> None:
     for numel in (0, 1, 300):
         owned = [normal(numel, rank) for rank in range(world_size)]
@@ -143,7 +143,7 @@ def test_all_ranks_gather_the_same(world_size: int, codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 17])
-@pytest.mark.parametrize("codec", CODECS, ids=str)
+@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
 def test_means_are_of_what_was_sent(world_size: int, codec: Codec) -> None:
     numel = 300
     given_ = [[normal(numel, 100 * rank + c) for c in range(world_size)] for rank in range(world_size)]
