@@ -1,6 +1,6 @@
 # make demo       train a small ResNet on four local workers, plain DDP and DeAR side by side
 # make test       lint, types and every test that is not slow
-# make test-slow  slow tests but for the longest; continuous integration runs them after make test
+# make test-slow  slow tests but for long ones; continuous integration runs them after make test
 # make test-all   all slow tests: before a release, and when what they are about has changed
 # make docs       the documentation, in docs/_build/html
 #

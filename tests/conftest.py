@@ -57,8 +57,8 @@ def gpu_workers() -> Iterator[WorkerPools]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases of a test as slow that its ``quick`` mark does not name."""
-    unknown = {}
+    """Mark the cases of a test as slow and long that its ``quick`` mark does not name."""
+    unknown: dict[str, set[str]] = {}
     for item in items:
         mark = item.get_closest_marker("quick")
         if mark is None or not isinstance(item, pytest.Function):
@@ -67,8 +67,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         patterns = unknown.setdefault(item.nodeid.split("[")[0], set(mark.args))
         matching = {pattern for pattern in mark.args if fnmatch.fnmatchcase(case, pattern)}
         patterns -= matching
-        if not matching:
+        if not matching and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.slow)
+            item.add_marker(pytest.mark.long)  # CI ends after 90 minutes
     if not any("::" in argument for argument in config.args) and any(unknown.values()):
         named = {test: sorted(patterns) for test, patterns in unknown.items() if patterns}
         raise pytest.UsageError(f"the quick marks of these tests match none of their cases: {named}")
