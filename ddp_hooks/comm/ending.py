@@ -92,7 +92,8 @@ def at_exit(
 
     The last gathers must reach the other ranks before this process goes. If ``is_stuck`` afterwards, a thread waits in
     the backend for another rank. It would abort the process if it came back while the interpreter ends, so the
-    process ends here, with status 1: others do not have what it had to send.
+    process ends here, with status 1: others do not have what it had to send. The status is 1, too, if ``close``
+    raises: Python itself would print the error and end with 0.
     """
     references = weakref.WeakMethod(close), weakref.WeakMethod(abandon), weakref.WeakMethod(is_stuck)
 
@@ -102,12 +103,19 @@ def at_exit(
         error = getattr(sys, "last_value", None)
         if close is None or abandon is None or is_stuck is None:
             return
-        if error is not None:
-            abandon(error)
-        else:
-            close()
+        failed = False
+        try:
+            if error is not None:
+                abandon(error)
+            else:
+                close()
+        except Exception as found:
+            failed = True
+            logger.error("leaving with status 1, because communication failed: %s", found)
         if is_stuck():
+            failed = True
             logger.error("leaving with status 1 while another rank is still waited for")
+        if failed:
             last_words()
             _leave()
 
