@@ -71,6 +71,24 @@ def test_a_process_that_is_stuck_ends_with_another_status_than_0(tmp_path: Path)
     assert code == 1 and "closed" in said and "leaving with status 1" in said, said
 
 
+class Failing(Stuck):
+    def close(self) -> None:
+        raise LaneError("rank 1 died")
+
+    def is_stuck(self) -> bool:
+        return False
+
+
+def end_failing(keep: list[Stuck]) -> None:
+    keep.append(Failing())
+    at_exit(keep[0].close, keep[0].abandon, keep[0].is_stuck)
+
+
+def test_a_process_whose_close_fails_ends_with_another_status_than_0(tmp_path: Path) -> None:
+    [(code, said)] = outcome_of(tmp_path, end_failing, ([],))
+    assert code == 1 and "because communication failed: rank 1 died" in said, said
+
+
 def meet_late(rank: int, port: int, folder: str) -> None:
     """Rank 0 serves the store, rank 1 dies, rank 2 comes when rank 0 has been at its end for a while."""
     store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, wait_for_workers=False)
