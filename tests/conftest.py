@@ -57,7 +57,7 @@ def gpu_workers() -> Iterator[WorkerPools]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark the cases of a test as slow and long that its ``quick`` mark does not name."""
+    """Mark each case as slow and long that the ``quick`` mark of its test does not match."""
     unknown: dict[str, set[str]] = {}
     for item in items:
         mark = item.get_closest_marker("quick")

@@ -61,16 +61,6 @@ class Stuck:
         return True
 
 
-def end_stuck(keep: list[Stuck]) -> None:
-    keep.append(Stuck())
-    at_exit(keep[0].close, keep[0].abandon, keep[0].is_stuck)
-
-
-def test_a_process_that_is_stuck_ends_with_another_status_than_0(tmp_path: Path) -> None:
-    [(code, said)] = outcome_of(tmp_path, end_stuck, ([],))
-    assert code == 1 and "closed" in said and "leaving with status 1" in said, said
-
-
 class Failing(Stuck):
     def close(self) -> None:
         raise LaneError("rank 1 died")
@@ -79,14 +69,15 @@ class Failing(Stuck):
         return False
 
 
-def end_failing(keep: list[Stuck]) -> None:
-    keep.append(Failing())
+def end_with(kind: type[Stuck], keep: list[Stuck]) -> None:
+    keep.append(kind())
     at_exit(keep[0].close, keep[0].abandon, keep[0].is_stuck)
 
 
-def test_a_process_whose_close_fails_ends_with_another_status_than_0(tmp_path: Path) -> None:
-    [(code, said)] = outcome_of(tmp_path, end_failing, ([],))
-    assert code == 1 and "because communication failed: rank 1 died" in said, said
+def test_a_process_that_is_stuck_or_cannot_close_ends_with_another_status_than_0(tmp_path: Path) -> None:
+    (code, said), (failing_code, failing_said) = outcome_of(tmp_path, end_with, (Stuck, []), (Failing, []))
+    assert code == 1 and "closed" in said and "another rank is still waited for" in said, said
+    assert failing_code == 1 and "because communication failed: rank 1 died" in failing_said, failing_said
 
 
 def meet_late(rank: int, port: int, folder: str) -> None:

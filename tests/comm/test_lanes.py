@@ -34,8 +34,6 @@ def lanes_of(num_lanes: int, timeout_s: float = 20, stall_warning_s: float = 10,
     return Lanes(dist.group.WORLD, num_lanes, CPU, settings, Recorder(enabled=True))
 
 
-
-
 def scatter_and_gather(rank: int, world_size: int, num_lanes: int, jitter: bool) -> dict[str, Any]:
     """Many collectives of odd sizes and types on several lanes, submitted at times that differ between ranks."""
     numels = [0, 1, 5, 64, 1000, 4097, 32 * world_size, 777]

@@ -59,10 +59,6 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-
-
-
-
 def keys_left() -> int:
     store = compat.default_store()
     return sum(store.check([f"ddp_hooks/meeting/{world().group_name}/{n}/{r}"]) for n in range(50) for r in range(3))

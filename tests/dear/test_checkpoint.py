@@ -43,12 +43,6 @@ def mixed_dtypes(model: nn.Module) -> torch.optim.Optimizer:
 OPTIMIZERS = [momentum_sgd, adamw_two_groups, adagrad, scalar_tensors, mixed_dtypes]
 
 
-
-
-
-
-
-
 def saved_states(rank: int, world_size: int, optimizer: Callable[..., Any]) -> list[str]:
     collected: list[Any] = []
 
@@ -121,10 +115,6 @@ def _compare_with(rank: int, world_size: int, options: dict[str, Any], *args: An
 
 
 # -- from one number of ranks to another, and to plain DDP and back ---------------------------------------------------
-
-
-
-
 
 
 def train_and_save(rank: int, world_size: int, with_dear: bool, steps: int, read: str | None, write: str) -> bytes:

@@ -137,9 +137,6 @@ def test_norms_are_checked(max_norm: float, norm_type: float) -> None:
 # -- gradients that are not finite ------------------------------------------------------------------------------------
 
 
-
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("max_grad_norm", [None, 1e9])
 def test_bad_steps_are_skipped_together(workers: WorkerPools, world_size: int, max_grad_norm: float | None) -> None:
@@ -174,14 +171,6 @@ def test_bad_gradients_raise_on_every_rank_and_training_can_go_on(workers: Worke
 
 
 # -- mixed precision --------------------------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
 
 
 @pytest.mark.quick("-clipped-2", "fused--2", "--1")

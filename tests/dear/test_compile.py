@@ -30,17 +30,9 @@ from tests.support.workers import WorkerPools
 SMALL = replace(CONFIG, atom_mb=0.0005, fusion="none", fusion_mb=None)
 
 
-
-
-
-
 def compiled_before(world_size: int) -> nn.Module:
     model: nn.Module = torch.compile(Blocks().double(), backend=BACKEND)  # type: ignore[assignment]
     return model
-
-
-
-
 
 
 def compiled_after(twin: Trainee, step: int) -> None:
@@ -61,8 +53,6 @@ def zero_grad_late(twin: Trainee, step: int) -> None:
     twin.optimizer.zero_grad()
     loss.backward()
     twin.optimizer.step()
-
-
 
 
 CASES: dict[str, tuple[Callable[[int], nn.Module], Callable[[Trainee, int], None]]] = {

@@ -55,8 +55,6 @@ def test_loops_when_ddp_never_rebuilds(workers: WorkerPools, loop: Callable[[Tra
         assert outcome.bitwise, outcome
 
 
-
-
 def warm_adamw(model: nn.Module) -> torch.optim.Optimizer:
     """An optimizer that has made steps before it is handed over, as after loading a checkpoint."""
     optimizer = adamw_two_groups(model)

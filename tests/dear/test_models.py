@@ -83,12 +83,6 @@ def test_single_precision(workers: WorkerPools) -> None:
         assert outcome.parameter_gap < 1e-5, outcome
 
 
-
-
-
-
-
-
 @pytest.mark.parametrize(
     "loop",
     [twins.plain, twins.zero_grad_to_zeros, twins.two_backwards, twins.accumulate_on_zeros],

@@ -39,8 +39,6 @@ class SharedMemory(nn.Module):
         self.two = nn.Parameter(self.one.data[:2])
 
 
-
-
 class Unknown(torch.optim.SGD):
     """An optimizer of which nothing is known."""
 

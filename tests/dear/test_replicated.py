@@ -94,8 +94,6 @@ def test_schedulers_come_too_late(workers: WorkerPools) -> None:
 # -- optimizers that need whole tensors -------------------------------------------------------------------------------
 
 
-
-
 def muon(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.Muon(model.parameters(), lr=0.01)
 
@@ -126,12 +124,6 @@ def coupled_lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 def lamb(model: nn.Module) -> torch.optim.Optimizer:
     return Lamb(model.parameters())
-
-
-
-
-
-
 
 
 @pytest.mark.quick("*-replicated-2", "coupled_lamb-auto-2", "muon-auto-1")

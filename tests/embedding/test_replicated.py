@@ -62,8 +62,6 @@ def test_means_of_half_precision_do_not_overflow() -> None:
     assert [result.values.item() for result in results.values()] == [40000.0] * 2
 
 
-
-
 @pytest.mark.quick("2-*", "3-dear")
 @pytest.mark.parametrize("dense", ["all-reduce", "dear", "topk"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])

@@ -43,8 +43,6 @@ def interrupted(side: Side, data: Iterator[Batch]) -> None:
             handle.remove()
 
 
-
-
 def refused(side: Side, data: Iterator[Batch]) -> None:
     """Settings with which a step cannot be split are put right, and the same step is taken then."""
     for number, batch in enumerate(data):
@@ -90,8 +88,6 @@ def clip_to_nothing(side: Side, data: Iterator[Batch]) -> None:
                 if parameter.grad is not None:
                     parameter.grad.mul_(0.0)
         side.step()
-
-
 
 
 @pytest.mark.quick("dear-prefetch", "dear_replicated-no_prefetch", "topk_forward-no_prefetch")

@@ -375,8 +375,6 @@ def test_order_of_what_travels(workers: WorkerPools) -> None:
         assert followed
 
 
-
-
 def recompute(rank: int, world_size: int, reentrant: bool, prefetch: bool) -> float:
     torch.manual_seed(3)
     model = Checkpointed(reentrant).double()

@@ -20,7 +20,6 @@ from fsdp_ext import extend, restore
 from fsdp_ext.compat import whole_parameters_of
 from fsdp_ext.early import EarlyReduceScatter
 from tests.support.fsdp_ext import twins
-from tests.support.fsdp_ext.early import WAITING
 from tests.support.fsdp_ext.exact import (
     BF16,
     BF16_SUMMED_IN_32,
@@ -32,7 +31,7 @@ from tests.support.fsdp_ext.exact import (
     include_unused,
     train_gpt2,
 )
-from tests.support.fsdp_ext.twins import CONFIG, Trainee
+from tests.support.fsdp_ext.twins import CONFIG, WAITING, Trainee
 from tests.support.fsdp_ext.unusual import failing_micro_batch, needs_reset, needs_unused
 from tests.support.workers import WorkerPools
 

@@ -23,9 +23,8 @@ from ddp_hooks.comm import LaneError
 from ddp_hooks.comm.work import Joined
 from fsdp_ext import ExtConfig, extend, restore
 from tests.support.fsdp_ext import twins
-from tests.support.fsdp_ext.early import WAITING
 from tests.support.fsdp_ext.life import train_until_somebody_dies
-from tests.support.fsdp_ext.twins import Stopped
+from tests.support.fsdp_ext.twins import WAITING, Stopped
 from tests.support.fsdp_ext.unusual import Failing, needs_reset, needs_unused
 from tests.support.workers import WorkerPools
 

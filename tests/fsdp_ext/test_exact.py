@@ -39,8 +39,6 @@ from tests.support.workers import WorkerPools
 NUM_GROUPS = 6  # of WholeNumbers: five blocks and the root
 
 
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, int], None]) -> None:
@@ -119,22 +117,6 @@ def test_configurations(workers: WorkerPools, config: ExtConfig) -> None:
 
 
 # -- what FSDP2 lets users set ---------------------------------------------------------------------------------------
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
-
 
 
 def checkpoint_activations(model: nn.Module) -> None:
@@ -253,8 +235,6 @@ def all_adam(model: nn.Module) -> torch.optim.Optimizer:
 
 def test_adamw(workers: WorkerPools) -> None:
     check(workers(3).run(twins.compare, twins.clip, 5, CONFIG, {}, {}, 1, None, all_adam))
-
-
 
 
 def test_gpt2_with_tied_weights(workers: WorkerPools) -> None:

@@ -363,10 +363,6 @@ def test_needs_a_process_group() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-
-
-
-
 @pytest.mark.parametrize("phase", ["in forward", "in backward", "before step"])
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1)])
 def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int, phase: str) -> None:

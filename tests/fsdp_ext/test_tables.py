@@ -19,18 +19,12 @@ from tests.support.workers import WorkerPools
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_trains_as_one_process(workers: WorkerPools, world_size: int) -> None:
     assert max(workers(world_size).run(as_one_process)) < 1e-12
 
 
 # -- checkpoints ------------------------------------------------------------------------------------------------------
-
-
-
-
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 2), (3, 1), (1, 2)])

@@ -68,8 +68,6 @@ def test_keeps_nothing_that_does_not_fit() -> None:
 # -- wrapping ---------------------------------------------------------------------------------------------------------
 
 
-
-
 def train_grouped(rank: int, world_size: int) -> tuple[list[str], list[list[str]]]:
     """Bit for bit as stock FSDP2, with blocks that share a group."""
     sizes, differing = [], []
@@ -201,8 +199,6 @@ def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 
 
 # -- with real models -------------------------------------------------------------------------------------------------
-
-
 
 
 def test_a_real_model(workers: WorkerPools, tmp_path: Path) -> None:

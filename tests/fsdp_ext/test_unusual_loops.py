@@ -97,10 +97,6 @@ def test_only_whole_gathers_are_rounded(workers: WorkerPools) -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-
-
-
-
 @needs_reset
 @pytest.mark.parametrize("zero", [None, False, True], ids=["added_to", "to_none", "to_zeros"])
 @pytest.mark.parametrize("foreach", [False, True])

@@ -24,16 +24,6 @@ EVERYTHING = TopKConfig(density=1.0, lanes=2)
 HOOKS = {"plain": None, "dear": DEAR, "replicated": REPLICATED, "topk": TOPK, "everything": EVERYTHING}
 
 
-
-
-
-
-
-
-
-
-
-
 class Watch:
     """That the hook was at work until the end, before it is gone."""
 

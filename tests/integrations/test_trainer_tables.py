@@ -37,8 +37,6 @@ HOOKS: dict[str, Any] = {
 SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_type": "linear"}
 
 
-
-
 def whole_weights(trainer: Any) -> dict[str, Tensor]:
     """Of all ranks, whether tables are sharded or not."""
     tables = getattr(trainer, "_tables", None)

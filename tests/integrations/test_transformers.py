@@ -32,14 +32,10 @@ REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.0
 EXACT = {"dear": DEAR, "replicated": REPLICATED}
 
 
-
-
 def hooked(trainer: Any) -> Any:
     """The binding of the model that the trainer trains: that there is one shows that the hook is there."""
     (binding,) = trainer._attachment.bindings
     return binding
-
-
 
 
 def train(trainer: Any, **how: Any) -> dict[str, Any]:
@@ -67,8 +63,6 @@ def train_both(
     with as_torchrun_does(rank, world_size):
         plain = train(make(Path(folder) / "plain", None, MODELS[model](), by, **settings))
         return plain, train(make(Path(folder) / "ours", hook, MODELS[model](), by, **settings))
-
-
 
 
 # The same training ------------------------------------------------------------------------------------------------

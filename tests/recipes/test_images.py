@@ -18,8 +18,6 @@ def as_rank(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: world_size)
 
 
-
-
 def test_digits() -> None:
     images = load_images(None, size=32)
     assert images.num_classes == 10

@@ -189,6 +189,8 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def fast_sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
 MODELS = {
     "resnet": (resnet, images, sgd),
     "bert": (bert, ids, adamw),

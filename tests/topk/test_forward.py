@@ -39,10 +39,6 @@ from tests.support.workers import WorkerPools
 FORWARD = replace(CONFIG, pipeline="forward")
 
 
-
-
-
-
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     groups: list[dict[str, Any]] = [
         {"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0},
@@ -63,18 +59,12 @@ def joined(parameters: Any) -> torch.optim.Optimizer:
     return Joined(parameters, lr=0.1, momentum=0.9)
 
 
-
-
-
-
 def compiled() -> nn.Module:
     model: nn.Module = torch.compile(Net(), backend="eager")  # type: ignore[assignment]
     return model
 
 
 # -- loops ------------------------------------------------------------------------------------------------------------
-
-
 
 
 def late_zeroing(run: Run, step: int) -> None:
@@ -139,10 +129,6 @@ def never_zeroed(run: Run, step: int) -> None:
     run.optimizer.step()
 
 
-
-
-
-
 def dropped(run: Run, step: int) -> None:
     run.optimizer.zero_grad()
     run.backward()
@@ -164,8 +150,6 @@ def evaluated(run: Run, step: int) -> None:
     with torch.no_grad():
         run.seen.append(run.ddp(torch.ones(2, 24)))
     run.ddp.train()
-
-
 
 
 def two_steps(run: Run, step: int) -> None:
@@ -219,8 +203,6 @@ LOOPS = [
     not_finite,
     through_the_module,
 ]
-
-
 
 
 @pytest.mark.quick("*-2", "zeros_and_no_step-1")

@@ -33,17 +33,7 @@ from tests.support.workers import WorkerPools
 DENSE: dict[str, Any] = {"algorithm": "dense", "density": None}
 
 
-
-
-
-
 # -- loops ------------------------------------------------------------------------------------------------------------
-
-
-
-
-
-
 
 
 def evaluate(pair: Pair, step: int) -> None:
@@ -53,12 +43,6 @@ def evaluate(pair: Pair, step: int) -> None:
         with torch.no_grad():
             pair.ours.module(1)
         pair.ours.train()
-
-
-
-
-
-
 
 
 def everywhere() -> list[Any]:

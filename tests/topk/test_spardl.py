@@ -44,8 +44,6 @@ def run_spardl(
     return [results[rank] for rank in range(len(work))]
 
 
-
-
 @st.composite
 def exchanges(draw: Any) -> tuple[list[Tensor], int, int, str]:
     world_size = draw(st.integers(1, 17))

@@ -87,6 +87,8 @@ def check(workers: WorkerPools, world_size: int, name: str, loop: Any, **changes
     for outcome in workers(world_size).run(run, model, batches, optimizer, loop, 8):
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
         assert outcome.loss_drop != 0
+
+
 BAD_STEPS = {2: math.inf, 3: math.nan, 6: -math.inf}
 
 

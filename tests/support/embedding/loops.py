@@ -123,6 +123,8 @@ def schedule(side: Side, data: Iterator[Batch]) -> None:
         side.step()
         for scheduler in schedulers:
             scheduler.step()
+
+
 LOOPS: dict[str, Loop] = {
     function.__name__: function
     for function in (

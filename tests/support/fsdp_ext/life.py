@@ -40,9 +40,7 @@ def _die(gradient: torch.Tensor) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def train_until_somebody_dies(
-    rank: int, world_size: int, victim: int, phase: str, config: ExtConfig = CONFIG
-) -> str:
+def train_until_somebody_dies(rank: int, world_size: int, victim: int, phase: str, config: ExtConfig = CONFIG) -> str:
     model, optimizer, _ = trained(rank, world_size, 2, config)
     try:
         for step in range(1000):

@@ -39,6 +39,8 @@ def train(rank: int, world_size: int, config: ExtConfig, native: bool, how: dict
     found = [value for each in values for value in twins.local(each).flatten().tolist()]
     twins.restore(model)
     return {"kinds": set(kinds), "values": found, "restored": set(communication(model))}
+
+
 HOWS: dict[str, dict[str, Any]] = {
     "plain": {},
     "two backwards": {"loop": twins.two_backwards},

@@ -22,6 +22,7 @@ from tests.support.devices import rank_device
 NUM_STEPS = 10
 # Small slices and two lanes, so that even small models are sliced and spread.
 CONFIG = ExtConfig(lanes=2, slice_mb=0.002, timeout_s=20, stall_warning_s=10)
+WAITING = replace(CONFIG, defer=False)  # a backward waits for its first reduce-scatter
 
 
 def with_codecs(gather: Any, scatter: Any, **more: Any) -> ExtConfig:

@@ -6,13 +6,13 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hooks.integrations import Tables
-from tests.support.integrations.launched import (
-    gpt2,
-)
+from tests.support.integrations.launched import gpt2
 
 
 def ids_of(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"transformer.wte": batch["input_ids"]}
+
+
 TABLES = Tables(ids_of, "transformer.wte", torch.optim.SGD)
 
 

@@ -139,7 +139,5 @@ def outcomes(
             loop(run, step)
         results.append(run.everything())
         run.state.close()
-    same = len(results[0]) == len(results[1]) and all(
-        torch.equal(a, b) for a, b in zip(*results, strict=True)
-    )
+    same = len(results[0]) == len(results[1]) and all(torch.equal(a, b) for a, b in zip(*results, strict=True))
     return same, updates

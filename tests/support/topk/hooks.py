@@ -133,6 +133,8 @@ def check(outcomes: Any, keeps: bool = True) -> None:
         assert agree, "replicas differ"
         assert (kept > 0) == keeps, "nothing was left out, so nothing was tested"
         assert num_groups > 1
+
+
 ALGORITHMS: list[dict[str, Any]] = [
     {},
     {"teams": 2, "sag": "r"},
