@@ -45,7 +45,9 @@ from ddp_hooks.comm.work import Joined, StreamWork, ThreadWork, Work
 
 logger = logging.getLogger("ddp_hooks")
 
-_FIRST_SPECIAL_TAG = 1 << 30  # tags below are those of slices
+_FIRST_SPECIAL_TAG = 1 << 30  # tags below are those of slices: two bits for their kind, then a counter
+_TAGS_PER_SLICE_KIND = 1 << 28
+_SLICE_KINDS = ("reduce-scatter", "all-gather", "exchange")
 _ROLL_CALL_TAG = _FIRST_SPECIAL_TAG
 _TAGS_PER_KIND = 1 << 20
 _VERIFYING, _SMALL = 1 << 9, (1 << 9) + 1  # kinds of exchanges that nobody else has
@@ -120,6 +122,7 @@ class Lane(Protocol):
 
 @dataclass
 class _Submission:
+    kind: str  # of _SLICE_KINDS
     work: ThreadWork
     slices: Iterable[Slice]
     after: Collection[Work]
@@ -218,12 +221,12 @@ class ThreadLane:
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
     def _submit(
-        self, phase: str, slices: Iterable[Slice], label: str, after: Collection[Work] = (), content: str | None = ""
+        self, kind: str, slices: Iterable[Slice], label: str, after: Collection[Work] = (), content: str | None = ""
     ) -> ThreadWork:
         settings = self._settings
-        name = f"{phase} of {label}"
+        name = f"{kind} of {label}"
         work = ThreadWork(name, settings.timeout_s, settings.stall_warning_s, self.describe, self._witness)
-        self._submissions.put(_Submission(work, slices, after, content))
+        self._submissions.put(_Submission(kind, work, slices, after, content))
         return work
 
     @torch.no_grad()
@@ -267,7 +270,8 @@ class ThreadLane:
         lines, algorithm = lines_of_all(f"{name}: {submission.content}", self._rank, self._world_size)
         tag = special_tag(_VERIFYING, self._num_verified)
         self._num_verified += 1
-        self._run_slices(_Submission(submission.work, [Slice(lambda scratch: algorithm, 0, torch.uint8, tag)], ()))
+        verifying = Slice(lambda scratch: algorithm, 0, torch.uint8, tag)
+        self._run_slices(_Submission("exchange", submission.work, [verifying], ()))
         found = difference(lines, self._global_ranks)
         if found is not None:
             raise LaneError(f"collective {self._num_verified} of lane {self._index}: {found}{see('ranks-differ')}")
@@ -288,7 +292,7 @@ class ThreadLane:
         window: deque[_Running] = deque()
         self._doing = submission.work.label
         if self._settings.tag_by_label:
-            # Far from those of other labels, as far as there are few slices; 24 bits of it are left in a tag.
+            # Far from those of other labels, as far as there are few slices; 22 bits of it are left in a tag.
             self._num_slices = zlib.crc32(submission.work.label.encode()) << 4
         for slot in range(WINDOW):
             self._begin_next(slices, window, submission, slot)
@@ -308,13 +312,21 @@ class ThreadLane:
         for piece in slices:
             if self._stopping:
                 raise LaneError(f"{self.describe()} was cut short, because this rank ends{see('a-rank-died')}")
-            # The slot in the tag keeps the buffers apart; the counter keeps slices of one slot apart on the wire.
-            tag = (self._num_slices * WINDOW + slot) % _FIRST_SPECIAL_TAG if piece.tag is None else piece.tag
+            tag = self._next_tag(submission.kind, slot) if piece.tag is None else piece.tag
             self._num_slices += 1
             running = _Running(piece.start(self._scratch_for(piece, slot)), tag)
             if self._advance(running):
                 window.append(running)
                 return
+
+    def _next_tag(self, kind: str, slot: int) -> int:
+        """The tag of the next slice in ``slot``.
+
+        The slot keeps buffers apart, and the counter slices of one slot. The kind keeps gradients from meeting
+        parameters where one rank has skipped a step: both then wait, and say for what.
+        """
+        number = (self._num_slices * WINDOW + slot) % _TAGS_PER_SLICE_KIND
+        return _SLICE_KINDS.index(kind) * _TAGS_PER_SLICE_KIND + number
 
     def _advance(self, running: _Running) -> bool:
         """Post the slice's next round; False when the slice is complete."""

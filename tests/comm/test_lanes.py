@@ -294,6 +294,30 @@ def test_labels_tell_collectives_from_each_other(workers: WorkerPools) -> None:
     pool.end()
 
 
+def of_another_kind(rank: int, world_size: int) -> str:
+    """One rank has skipped a step: it reduces gradients of the next one, where the others gather parameters."""
+    lanes = lanes_of(1, timeout_s=2, stall_warning_s=1)
+    flat = torch.ones(64 * world_size)
+    partition = Partition(flat, aligned_bounds(flat.numel(), world_size, 4))
+    submit = lanes.reduce_scatter if rank == 1 else lanes.all_gather
+    try:
+        submit([partition], "layer 7").wait()
+        return "moved"
+    except LaneError as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        lanes.abandon(LaneError("the test is over"))
+
+
+def test_gradients_never_meet_parameters(workers: WorkerPools) -> None:
+    pool = workers(2)
+    outcomes = pool.run(of_another_kind)
+    assert all(outcome.startswith("Lane") for outcome in outcomes), outcomes
+    first = next(outcome for outcome in outcomes if outcome.startswith("LaneTimeout"))  # it closes connections
+    assert "all-gather of layer 7" in first and "reduce-scatter of layer 7" in first
+    pool.end()
+
+
 def test_the_harness_reports_a_failing_rank(workers: WorkerPools) -> None:
     pool = workers(2)
     with pytest.raises(WorkerFailed, match="on purpose"):
