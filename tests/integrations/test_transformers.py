@@ -418,6 +418,7 @@ def test_what_was_left_out_is_not_dropped_in_silence(workers: WorkerPools, tmp_p
     assert not [line for line in second if "dropped" in line], "one rank says it"
 
 
+@pytest.mark.slow
 def test_old_checkpoints_go_with_all_their_files(workers: WorkerPools, tmp_path: Path) -> None:
     workers(2).run(resume, str(tmp_path), TOPK, TOPK, {"save_steps": 2, "save_total_limit": 3})
     kept = sorted(path.name for path in (tmp_path / "first").iterdir())
@@ -527,6 +528,7 @@ def train_twice_with_batch_sizes(rank: int, world_size: int, folder: str) -> Any
     return outcomes
 
 
+@pytest.mark.slow
 def test_a_second_train_keeps_the_optimizer_when_batch_sizes_are_tried(workers: WorkerPools, tmp_path: Path) -> None:
     for plain, ours in workers(2).run(train_twice_with_batch_sizes, str(tmp_path)):
         assert_same_bits(ours, plain)
@@ -616,6 +618,7 @@ def search(rank: int, world_size: int, folder: str) -> Any:
     return outcomes
 
 
+@pytest.mark.slow
 def test_hyperparameter_search(workers: WorkerPools, tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     for plain, ours in workers(2).run(search, str(tmp_path)):

@@ -308,6 +308,7 @@ def test_scripts_that_do_not_train(tmp_path: Path, text: str, message: str) -> N
         profile_script(script, [], 3, 2)
 
 
+@pytest.mark.slow
 def test_described_networks_need_one_process(tmp_path: Path) -> None:
     script, saved = tmp_path / "train.py", tmp_path / "plan.json"
     script.write_text(SCRIPT)
@@ -340,6 +341,7 @@ def test_torchrun_measures(tmp_path: Path) -> None:
 # -- models, and wrong commands ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_models_by_name(capsys: pytest.CaptureFixture[str]) -> None:
     network = ["--workers", "8", "--rate", "1gbit", "--node-size", "4"]
     command_line.main(["plan", "--model", "resnet18", "--batch", "1", "--steps", "1", *network])

@@ -241,6 +241,7 @@ json.dump(answer, open(os.environ["NOTES"] + f"/answer{rank}", "w"))
     assert not any(name in host_names() for name in ("cluster0", "ddp-cluster"))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("available")
 def test_gloo_works_in_it(run: Run) -> None:
     script = (

@@ -109,6 +109,7 @@ def train(rank: int, world_size: int, arguments: list[str]) -> recipe.Result:
     return recipe.train(recipe.parse_arguments([*TINY, *arguments]), sentences())
 
 
+@pytest.mark.slow
 @pytest.mark.quick("adam")
 @pytest.mark.parametrize("optimizer", recipe.OPTIMIZERS)
 def test_both_kinds_of_table_take_the_same_steps(workers: WorkerPools, optimizer: str) -> None:

@@ -31,6 +31,7 @@ def test_largest_speedups_are_the_papers() -> None:
     assert row.ratio <= 1.0
 
 
+@pytest.mark.slow
 def test_the_page_has_every_model_and_explains_what_differs(tmp_path: Path) -> None:
     rows = [
         dear_table2.simulate_row(network, "resnet50", alpha_s)
@@ -44,6 +45,7 @@ def test_the_page_has_every_model_and_explains_what_differs(tmp_path: Path) -> N
     assert all(name in explained for name in ("ResNet-50", "DenseNet-201", "Inception-v4", "BERT-Base", "BERT-Large"))
 
 
+@pytest.mark.slow
 def test_what_stands_out_is_what_is_explained() -> None:
     row = dear_table2.simulate_row("10GbE", "bert", dear_table2.ALPHA_S)
     assert row.points < -5 and row.any_schedule < row.paper[1] < row.max_speedup

@@ -85,6 +85,7 @@ def test_nearby_layers_are_one_group() -> None:
         assert len(scatters) == 8 // num_layers
 
 
+@pytest.mark.slow
 def test_the_command_makes_a_page_with_every_figure(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "page.md"
     dear_figures.main(["--quick", "--markdown", str(path)])

@@ -200,6 +200,7 @@ def test_the_last_link_scales_the_baseline_as_in_the_paper() -> None:
 # -- the page ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_command_writes_every_section(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     embrace.main(["--quick", "--markdown", str(tmp_path / "page.md")])
     text = (tmp_path / "page.md").read_text()

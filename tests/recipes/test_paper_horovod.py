@@ -114,6 +114,7 @@ def test_all_of_summit_scales_nearly_linearly() -> None:
     assert seen[0] == pytest.approx(seen[1], abs=0.005) and seen[1] > 0.93
 
 
+@pytest.mark.slow
 def test_the_page_has_every_section(tmp_path: Path) -> None:
     horovod.main(["--quick", "--markdown", str(tmp_path / "page.md")])
     text = (tmp_path / "page.md").read_text()
@@ -127,6 +128,7 @@ def test_the_page_has_every_section(tmp_path: Path) -> None:
     assert figures >= {f"figure_{number}" for number in (2, 3, 6, 7, 8, 9, 10, 11)}
 
 
+@pytest.mark.slow
 def test_what_the_text_says_of_the_tables() -> None:
     """Sentences that name an outcome on 6,000 or 768 GPUs."""
     all_reduces = {name: outcome(STEMDL, Way(name, "coordinator"), 6000).all_reduce_s for name in BACKENDS}

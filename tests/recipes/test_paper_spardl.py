@@ -121,6 +121,7 @@ def test_less_is_faster_and_latency_stays() -> None:
     assert times[-1] > spardl_costs.compute_s(16, 32) + 8 * MAIN[1].alpha_s
 
 
+@pytest.mark.slow
 def test_ok_topk_and_topkdsa_cost_more_than_spardl() -> None:
     for network in NETWORKS:
         own = LAB.seconds(SPARDL, WORKERS, 20.1e6, network)

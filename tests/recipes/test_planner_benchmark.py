@@ -25,6 +25,7 @@ def test_times_that_are_too_close_have_no_order() -> None:
     assert not is_ordered([replace(first, slowest_s=1.9), second])
 
 
+@pytest.mark.slow
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     planner.main(["--quick", "--loopback", "--output", str(tmp_path)])
     assert "Predicted and measured" in capsys.readouterr().out

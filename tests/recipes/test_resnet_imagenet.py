@@ -40,6 +40,7 @@ def test_dear_has_the_losses_of_plain_ddp_and_resumes(tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "dear").glob("epoch-*")] == ["epoch-2"]
 
 
+@pytest.mark.slow
 def test_sparse_gradients(tmp_path: Path) -> None:
     record = run_recipe("resnet_imagenet", tmp_path, "spardl", *FEW, "--density=0.01", "--epochs=3")
     assert record.num_workers == 2 and record.steps == 9

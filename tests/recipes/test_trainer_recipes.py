@@ -68,6 +68,7 @@ def losses_of(record: Record) -> list[float]:
 # Whole runs ---------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_gpt2_trains_alike_with_and_without_dear(tmp_path: Path, text: Path) -> None:
     dear = trained("gpt2_clm_trainer", "dear", tmp_path, "--text", str(text), by_torchrun=True)
     none = trained("gpt2_clm_trainer", "none", tmp_path, "--text", str(text))

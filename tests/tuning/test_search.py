@@ -55,6 +55,7 @@ def test_near_the_best_in_ten_trials(name: str) -> None:
     assert max(needed) <= 10, needed
 
 
+@pytest.mark.slow
 def test_fewer_trials_than_by_chance_or_in_order() -> None:
     def total(search: str) -> float:
         needed = [

@@ -395,6 +395,7 @@ def test_an_ended_search_in_another_range_is_no_check(workers: WorkerPools, tmp_
         assert first > 4 and second > 4
 
 
+@pytest.mark.slow
 def test_an_interrupted_search_goes_on(workers: WorkerPools, tmp_path: Path) -> None:
     path, whole = tmp_path / "tuning.json", tmp_path / "whole.json"
     every, setting, _ = workers(2).run(with_profile, DEAR, str(whole), None)[0]
