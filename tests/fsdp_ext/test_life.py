@@ -201,6 +201,7 @@ def everything(model: nn.Module) -> list[float]:
     return [value for each in parameters for value in each.full_tensor().flatten().tolist()]
 
 
+@pytest.mark.quick("False-True-2-3", "True-False-3-2", "True-True-4-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 3), (3, 2), (4, 1)])
 @pytest.mark.parametrize(("extended", "then"), [(True, False), (False, True), (True, True)])
 def test_checkpoints_with_other_numbers_of_ranks(
@@ -363,6 +364,7 @@ def test_needs_a_process_group() -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("2-0-in forward", "3-1-in backward")
 @pytest.mark.parametrize("phase", ["in forward", "in backward", "before step"])
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1)])
 def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int, phase: str) -> None:
@@ -419,6 +421,7 @@ def train_replicas_until_somebody_dies(rank: int, world_size: int) -> str:
     return "nobody noticed"
 
 
+@pytest.mark.slow
 def test_survivors_among_replicas(workers: WorkerPools) -> None:
     """Rank 3 talks to rank 0 in no group: it waits for ranks 1 and 2, whose processes live on here."""
     pool = workers(4)

@@ -19,6 +19,7 @@ from tests.support.workers import WorkerPools
 # -- training ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("2", "3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_trains_as_one_process(workers: WorkerPools, world_size: int) -> None:
     assert max(workers(world_size).run(as_one_process)) < 1e-12
@@ -27,6 +28,7 @@ def test_trains_as_one_process(workers: WorkerPools, world_size: int) -> None:
 # -- checkpoints ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("2-3", "3-1")
 @pytest.mark.parametrize(("before", "after"), [(2, 2), (2, 3), (3, 2), (3, 1), (1, 2)])
 def test_checkpoints(workers: WorkerPools, tmp_path: Path, before: int, after: int) -> None:
     saved, later = workers(before).run(train_and_save, str(tmp_path))[0]

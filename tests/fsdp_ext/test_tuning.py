@@ -81,6 +81,7 @@ def train_grouped(rank: int, world_size: int) -> tuple[list[str], list[list[str]
     return sizes, differing
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_blocks_that_share_a_group(workers: WorkerPools, world_size: int) -> None:
     for sizes, differing in workers(world_size).run(train_grouped):
@@ -201,6 +202,7 @@ def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixtu
 # -- with real models -------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_real_model(workers: WorkerPools, tmp_path: Path) -> None:
     outcomes = workers(2).run(tuned_for_real, str(tmp_path / "profile.json"))
     for outcome in outcomes:
@@ -237,6 +239,7 @@ def tuned_with_replicas(rank: int, world_size: int) -> tuple[Tuned, bool, list[f
     return found, extension is not None, [float(each.double().sum()) for each in gradients]
 
 
+@pytest.mark.slow
 def test_replicas_are_averaged_over(workers: WorkerPools) -> None:
     outcomes = workers(4).run(tuned_with_replicas)
     for found, extended, gradients in outcomes:
