@@ -1,4 +1,4 @@
-"""Worker processes that stay alive between tests: one pool per world size, rendezvous through a file.
+"""Worker processes that stay alive between tests: one pool per world size, whose store the tests' own process serves.
 
 Starting ranks costs seconds, a task on a running pool milliseconds. A pool in which anything failed is ended and
 replaced, so that one test's failure cannot reach the next.
@@ -44,11 +44,11 @@ def server_context() -> Any:
     return context
 
 
-def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection, device: str) -> None:
+def _serve(rank: int, world_size: int, port: int, folder: str, connection: Connection, device: str) -> None:
     gc.freeze()  # a full collection would visit, and so copy, all that the server has imported: a second each time
     os.environ |= _ENVIRONMENT
     # A process that a signal ends cannot report: what it and its libraries print at last is kept for _outcome.
-    said = os.open(f"{rendezvous}.stderr{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    said = os.open(os.path.join(folder, f"stderr{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(said, 2)
     import torch
     import torch.distributed as dist
@@ -60,7 +60,7 @@ def _serve(rank: int, world_size: int, rendezvous: str, connection: Connection, 
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
-        init_method=f"file://{rendezvous}",
+        store=dist.TCPStore("localhost", port, is_master=False),
         rank=rank,
         world_size=world_size,
         timeout=datetime.timedelta(seconds=GROUP_TIMEOUT_S),
@@ -98,12 +98,13 @@ class Workers:
         context = multiprocessing.get_context("spawn") if torch.cuda.is_available() else server_context()
         self.world_size = world_size
         self._folder = tempfile.TemporaryDirectory(prefix="ddp_hooks_tests_")
-        self._rendezvous = os.path.join(self._folder.name, "rendezvous")
+        # A file would be polled, and a store of one rank would end with it.
+        self._store = torch.distributed.TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes: list[Any] = []
         self._connections: list[Connection] = []
         for rank in range(world_size):
             ours, theirs = context.Pipe()
-            given = rank, world_size, self._rendezvous, theirs, device
+            given = rank, world_size, self._store.port, self._folder.name, theirs, device
             process = context.Process(target=_serve, args=given, daemon=True)
             process.start()
             theirs.close()
@@ -141,7 +142,7 @@ class Workers:
 
     def _last_words(self, rank: int) -> str:
         self.processes[rank].join(5)
-        said = Path(f"{self._rendezvous}.stderr{rank}").read_text(errors="replace")
+        said = Path(self._folder.name, f"stderr{rank}").read_text(errors="replace")
         said = said.partition("\nExtension modules: ")[0]  # faulthandler's list of hundreds
         return f"exit code {self.processes[rank].exitcode}; its last words:\n{said[-6000:]}"
 
