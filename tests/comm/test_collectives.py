@@ -99,7 +99,7 @@ def test_pairwise_exchange(world_size: int, random: object) -> None:
     st.integers(1, 200),
     st.integers(0, 300),
 )
-@settings(max_examples=120)
+@settings(max_examples=40)
 def test_slices_cover_everything_once(
     ranks: tuple[int, int], numels: list[int], slice_bytes: int, log_numel: int
 ) -> None:

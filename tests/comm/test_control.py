@@ -149,6 +149,7 @@ def exchange(rank: int, world_size: int, numel: int) -> bool:
     return all(torch.equal(a, b) for a, b in zip(received, expected, strict=True))
 
 
+@pytest.mark.quick("*-3")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 @pytest.mark.parametrize("numel", [0, 1, 3_000_000])
 def test_messages_of_any_size(workers: WorkerPools, world_size: int, numel: int) -> None:

@@ -70,6 +70,7 @@ def scatter_and_gather(rank: int, world_size: int, num_lanes: int, jitter: bool)
     return {"sent": traffic.sent_bytes, "payload": payload, "buffers": scratch, "rounds": traffic.rounds}
 
 
+@pytest.mark.quick("1-*", "2-*", "3-*")
 @pytest.mark.parametrize(
     ("world_size", "num_lanes"),
     [
@@ -234,6 +235,7 @@ def collective_forever(rank: int, world_size: int, victim: int, how: str) -> str
     return "nobody noticed"
 
 
+@pytest.mark.quick("3-0", "4-2")
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 1), (3, 0), (4, 1), (4, 2)])
 def test_a_death_is_blamed_on_the_one_that_died(workers: WorkerPools, world_size: int, victim: int) -> None:
     """Rank 0's far neighbour sees the connections of survivors break, and must still name the dead."""

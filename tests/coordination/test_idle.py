@@ -87,7 +87,8 @@ def sizes(thing: object) -> dict[str, int]:
     return found
 
 
-@pytest.mark.parametrize("num_cycles", [5_000, pytest.param(100_000, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.slow
+@pytest.mark.parametrize("num_cycles", [5_000, pytest.param(100_000, marks=pytest.mark.long)])
 @pytest.mark.timeout(300)
 def test_many_cycles_leave_nothing(num_cycles: int) -> None:
     asking, largest = Asking(), dict[str, int]()
@@ -158,7 +159,8 @@ def many_requests(rank: int, world_size: int, number: int) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.parametrize("number", [500, pytest.param(5_000, marks=[pytest.mark.slow, pytest.mark.long])])
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [500, pytest.param(5_000, marks=pytest.mark.long)])
 @pytest.mark.timeout(300)
 def test_many_requests_leave_nothing(workers: WorkerPools, number: int) -> None:
     for found in workers(2).run(many_requests, number, timeout_s=250):

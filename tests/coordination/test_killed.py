@@ -210,6 +210,9 @@ def death(world_size: int, victim: int, phase: str, note: str, quick: bool) -> A
     return pytest.param(world_size, victim, phase, note, marks=marks, id=f"{phase}, rank {victim} of {world_size}")
 
 
+@pytest.mark.quick(
+    "gather 1*", "broadcast 1*", "idle*", "close, asked*rank 1*", "all-gather of known*", "waited for*", "asked*"
+)
 @pytest.mark.parametrize(("world_size", "victim", "phase", "expected"), list(deaths()))
 def test_survivors_name_the_dead(
     workers: WorkerPools, tmp_path: Path, world_size: int, victim: int, phase: str, expected: str

@@ -56,6 +56,7 @@ class Rank:
             self.pending[each.name] = each
 
 
+@pytest.mark.quick("*-1", "*-2", "*-3", "*-5", "*-17")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 5, 7, 8, 16, 17, 64])
 @pytest.mark.parametrize(("capacity", "fan_out"), [(0, None), (3, None), (1024, None), (0, 2)])
 def test_any_order_and_any_subset(world_size: int, capacity: int, fan_out: int | None) -> None:

@@ -119,6 +119,7 @@ def overtake(rank: int, world_size: int, hold_back: bool) -> tuple[list[str], li
     return order, results
 
 
+@pytest.mark.quick("2", "3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_between_processes(workers: WorkerPools, world_size: int) -> None:
     found = workers(world_size).run(overtake, True)
@@ -164,6 +165,7 @@ def chains(rank: int, world_size: int) -> list[list[float]]:
     return results
 
 
+@pytest.mark.quick("2", "3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_exchanges_follow_each_other(workers: WorkerPools, world_size: int) -> None:
     if world_size == 1:

@@ -76,6 +76,7 @@ def train(rank: int, world_size: int, prefetch: bool) -> tuple[float, list[str],
     return gap, left, priorities
 
 
+@pytest.mark.quick("3-*")
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_one_coordinator_moves_both(workers: WorkerPools, world_size: int, prefetch: bool) -> None:

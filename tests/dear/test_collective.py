@@ -379,6 +379,7 @@ def compare_as_measured(rank: int, world_size: int) -> tuple[bool, CollectiveRul
     return outcome.bitwise, rule
 
 
+@pytest.mark.slow
 def test_auto_measures_for_itself(workers: WorkerPools) -> None:
     outcomes = workers(3).run(compare_as_measured)
     assert all(bitwise for bitwise, _ in outcomes)

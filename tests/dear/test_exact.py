@@ -74,6 +74,7 @@ def test_other_beginnings(workers: WorkerPools, model: Any, optimizer: Any) -> N
         assert outcome.bitwise, outcome
 
 
+@pytest.mark.slow
 def test_many_ranks(workers: WorkerPools) -> None:
     pool = workers(8)  # a power of two, so that plain DDP divides exactly
     for outcome in pool.run(twins.compare, WholeNumbers, whole_batches, adamw_two_groups, twins.accumulate, 6):

@@ -107,6 +107,7 @@ updates = st.sampled_from(["sharded", "replicated"])
 quiet = settings(deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 
 
+@pytest.mark.slow
 @settings(quiet, max_examples=8, phases=[Phase.generate])
 @given(script=st.lists(steps, min_size=12, max_size=16), update=updates)
 def test_two_ranks(workers: WorkerPools, script: list[list[Callable[[Trainee, int], None]]], update: str) -> None:

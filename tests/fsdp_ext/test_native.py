@@ -18,7 +18,8 @@ from tests.support.workers import WorkerPools
 
 
 @pytest.mark.quick(
-    "bf16-exact-plain", "exact-bf16-plain", "int8-int8-another factor", "int8-int8-unused parameters", "int8-int8-kept parameters", "int8-int8-bfloat16"
+    "bf16-exact-plain", "exact-bf16-plain", "int8-int8-another factor", "int8-int8-unused parameters",
+    "int8-int8-kept parameters", "int8-int8-bfloat16",
 )
 @pytest.mark.parametrize(("gather", "scatter", "how"), CASES)
 def test_the_same_as_rings(workers: WorkerPools, gather: Any, scatter: Any, how: str) -> None:

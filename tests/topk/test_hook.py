@@ -588,6 +588,7 @@ def choose(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[Any, fl
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.quick("changes0")
 @pytest.mark.parametrize("changes", [{"algorithm": "auto"}, {"teams": "auto"}, {"algorithm": "auto", "teams": "auto"}])
 def test_all_ranks_choose_the_same(workers: WorkerPools, changes: dict[str, Any]) -> None:

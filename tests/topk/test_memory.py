@@ -40,6 +40,7 @@ def peak_bytes(rank: int, world_size: int, config: TopKConfig | None) -> float:
     return watch.peak_bytes - before
 
 
+@pytest.mark.slow
 @pytest.mark.quick("2")
 @pytest.mark.skipif(math.isnan(used_heap_bytes()), reason="bytes in use are counted by glibc 2.33 or newer")
 @pytest.mark.parametrize("world_size", [2, 4])
