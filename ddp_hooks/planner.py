@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import agree, broadcast_object
+from ddp_hooks.comm import LaneSettings, agree, broadcast_object
 from ddp_hooks.planning import (
     Costs,
     Ddp,
@@ -244,7 +244,7 @@ def plan(
     if group is not None:
         problem = None if failure is None else f"{type(failure).__name__}: {failure}"
         try:
-            agree({}, problem, group, "the profile")
+            agree({}, problem, group, "the profile", LaneSettings())
         except ValueError as error:
             raise error from failure
     assert profile is not None
@@ -265,7 +265,7 @@ def plan_profiled(
         select_s = partial(compute_s, density=DENSITY, workers=min(network.workers, _REHEARSED))
         costs = [measure_alone(device, select_s)]
         if group is not None:
-            costs = broadcast_object(costs, group, "plan()")
+            costs = broadcast_object(costs, group, "plan()", LaneSettings())
         return predict(profile, network, costs[0], None, strategies(bucket_mb, network.node_size))
     assert group is not None
     workers = dist.get_world_size(group)

@@ -33,7 +33,7 @@ def agree(
     problem: str | None,
     group: dist.ProcessGroup,
     subject: str,
-    patience: object = None,
+    patience: object,
 ) -> None:
     """Compare as :func:`compare` does.
 
@@ -53,7 +53,7 @@ def compare(
     problem: str | None,
     group: dist.ProcessGroup,
     subject: str,
-    patience: object = None,
+    patience: object,
 ) -> Disagreement:
     """Compare ``entries`` (name -> anything with a stable ``str``) and this rank's ``problem`` over all ranks.
 

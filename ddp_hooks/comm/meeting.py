@@ -85,14 +85,14 @@ def call_named(what: str) -> str:
     return _call.get() or what
 
 
-def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: object = None) -> list[Any]:
+def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: object) -> list[Any]:
     """Return every rank's ``item``, in the order of the group's ranks; collective over ``group``.
 
     Args:
         item: anything that can be pickled; tensors are on the CPU.
         group: the ranks, of any backend.
         what: the call as users know it, the same on every rank, such as ``"consolidate()"``; see :func:`calling`.
-        patience: settings with ``timeout_s`` and ``stall_warning_s``; None: 600 s and 60 s.
+        patience: settings with ``timeout_s`` and ``stall_warning_s``; where these are none, 600 s and 60 s.
 
     Raises:
         LaneTimeout: on every rank that waits: some rank has not called this within ``timeout_s``.
@@ -123,7 +123,7 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
     return gathered
 
 
-def report_error(error: BaseException, group: dist.ProcessGroup, patience: object = None) -> None:
+def report_error(error: BaseException, group: dist.ProcessGroup, patience: object) -> None:
     """Let all ranks of ``group`` raise in the meeting that they come to next: this rank will not.
 
     For an error on this rank alone, which is raised afterwards. Waits for the others, as ``patience`` has it.
@@ -138,7 +138,7 @@ def report_error(error: BaseException, group: dist.ProcessGroup, patience: objec
         logger.debug("others were not told of an error: %s", failure)
 
 
-def broadcast_object(item: Any, group: dist.ProcessGroup, what: str, patience: object = None) -> Any:
+def broadcast_object(item: Any, group: dist.ProcessGroup, what: str, patience: object) -> Any:
     """Return the item of the group's first rank, on every rank; collective, see :func:`gather_objects`."""
     return gather_objects(item if dist.get_rank(group) == 0 else None, group, what, patience)[0]
 

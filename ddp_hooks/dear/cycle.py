@@ -118,7 +118,7 @@ class StepCycle:
             optimizer, self._parameters, self._names, self._lanes, config.master_dtype
         )
         self._checkpoint = OptimizerCheckpoint(
-            optimizer, self._sharded, self._arrangement, self._parameters, self._names, group
+            optimizer, self._sharded, self._arrangement, self._parameters, self._names, group, config
         )
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         arrived = self._replicated.arrived if self._replicated is not None else None
@@ -407,7 +407,7 @@ class StepCycle:
         if self._log is not None:
             self._log.write(self._stats.step, self._latest_stats)
         if self.config.check_replicas:
-            refuse_parted_replicas(self._parameters, self._names, self._stats.step, self._lanes.group)
+            refuse_parted_replicas(self._parameters, self._names, self._stats.step, self._lanes.group, self.config)
         if self.tuning is not None:
             self.tuning.stepped()
 

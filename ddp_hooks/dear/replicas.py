@@ -10,14 +10,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import compare, in_storage_order, see
+from ddp_hooks.dear.config import DearConfig
 
 
 def refuse_parted_replicas(
-    parameters: Sequence[Tensor], names: Sequence[str], step: int, group: dist.ProcessGroup
+    parameters: Sequence[Tensor], names: Sequence[str], step: int, group: dist.ProcessGroup, config: DearConfig
 ) -> None:
     """Raise RuntimeError, on every rank, if a parameter differs between ranks in any bit; collective."""
     digests = {f"the hash of {name}": _digest(p) for name, p in zip(names, parameters, strict=True)}
-    difference = compare(digests, None, group, f"the model after step {step}").difference
+    difference = compare(digests, None, group, f"the model after step {step}", config).difference
     if difference is not None:
         raise RuntimeError(
             f"{difference}. Look for what only some ranks do: writing parameters, seeding, skipping a step or a "

@@ -47,6 +47,7 @@ class Channels:
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, config: TableConfig) -> None:
         self.group = group
+        self.config = config
         self.tally = Tally()
         self.ranks = dist.get_process_group_ranks(group)
         self.recorder = Recorder(False)

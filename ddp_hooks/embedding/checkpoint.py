@@ -133,7 +133,7 @@ class TableCheckpoint:
         missing = [table.name for table in self._tables if f"{table.name}.weight" not in keys]
         if missing:
             problem = problem or f"{os.fspath(path)} has no table {', '.join(missing)} under {prefix!r}"
-        agree({"entries": sorted(keys)}, problem, self._group, "the checkpoint")
+        agree({"entries": sorted(keys)}, problem, self._group, "the checkpoint", self._channels.config)
         target: dict[str, Any] = {"param_groups": self._own_state()["param_groups"]}
         for table in self._tables:
             for key in keys:

@@ -80,11 +80,11 @@ class EmbeddingState:
         problem = _find_problem(ddp, timeout_s, stall_warning_s)
         names = compat.sparse_parameters(ddp) if problem is None else {}
         entries = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in names.items()}
-        agree(entries, problem, group, "the set-up of EmbeddingState")
+        settings = LaneSettings(timeout_s=timeout_s, stall_warning_s=stall_warning_s)
+        agree(entries, problem, group, "the set-up of EmbeddingState", settings)
         self._names = {id(parameter): name for name, parameter in names.items()}
         device = next(iter(names.values())).device
         self._recorder = Recorder(False)
-        settings = LaneSettings(timeout_s=timeout_s, stall_warning_s=stall_warning_s)
         self._lanes = Lanes(group, 1, device, settings, self._recorder)
         self._group = group
         self._stall = Stall()

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddp_hooks.comm import Work, at_exit, compat, see
+from ddp_hooks.comm import Work, at_exit, compat, see, whole
 from ddp_hooks.embedding.channels import Exchanger
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.columns import scatter_columns
@@ -257,8 +257,8 @@ class EmbeddingTables(TableFlow):
         other ranks, and after the next step, they raise. With None every rank gets them.
         """
         world_size = self._channels.world_size
-        if to is not None and not 0 <= to < world_size:
-            raise ValueError(f"consolidate(to=...) takes None or a rank from 0 to {world_size - 1}, got {to}")
+        if to is not None and not (whole(to, 0) and to < world_size):
+            raise ValueError(f"consolidate(to=...) takes None or a rank from 0 to {world_size - 1}, got {to!r}")
         self._flush_together()
         self._kept = self._checkpoint.weights(to, torch.device("cpu"))
         self._checkpoint.keep(self._checkpoint.optimizer_state(to))

@@ -108,8 +108,8 @@ class Verified:
         assert group is not None
         numbers = [str(index) for index in range(job.num_tensors)]
         self._buckets = [[int(each) for each in bucket] for bucket in equal_counts(numbers, job.num_buckets)]
-        agree({"buckets": self._buckets, "numel": job.numel}, None, group, "the schedule")
         settings = LaneSettings(int(SLICE_MB * (1 << 20)), FARAWAY_S)
+        agree({"buckets": self._buckets, "numel": job.numel}, None, group, "the schedule", settings)
         self._lanes = Lanes(group, LANES, torch.device("cpu"), settings, Recorder())
         self._partitions = []
         for bucket in self._buckets:

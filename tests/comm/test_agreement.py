@@ -23,7 +23,7 @@ def compare(rank: int, world_size: int, case: str) -> str:
         problem = "no optimizer"
     assert dist.group.WORLD is not None
     try:
-        agree(entries, problem, dist.group.WORLD, "the set-up")
+        agree(entries, problem, dist.group.WORLD, "the set-up", None)
     except ValueError as error:
         return str(error)
     return "agreed"

@@ -67,15 +67,15 @@ def keys_left() -> int:
 def meet(rank: int, world_size: int) -> None:
     large = bytes(range(256)) * 512 * (rank + 1)
     for item in (rank, None, {"rank": rank}, large if rank == 1 else b"short"):
-        everyone = gather_objects(item, world(), "meet()")
+        everyone = gather_objects(item, world(), "meet()", None)
         assert everyone[rank] == item and len(everyone) == world_size
     assert everyone == [b"short", bytes(range(256)) * 1024, b"short"]
-    assert broadcast_object(rank, world(), "begin()") == 0
+    assert broadcast_object(rank, world(), "begin()", None) == 0
     subgroup = dist.new_group([0, 2])
     if rank != 1:
         assert isinstance(subgroup, dist.ProcessGroup)
-        assert gather_objects(rank, subgroup, "meet()") == [0, 2]
-    assert gather_objects(rank, world(), "meet()") == [0, 1, 2]
+        assert gather_objects(rank, subgroup, "meet()", None) == [0, 2]
+    assert gather_objects(rank, world(), "meet()", None) == [0, 1, 2]
     dist.barrier()
     dist.barrier()
     assert keys_left() == 0
@@ -99,9 +99,9 @@ def part(rank: int, world_size: int) -> tuple[list[str], list[str]]:
             inside = message_of(lambda: gather_objects(rank, world(), call, Patience(1e6, 1e6)))
         # One rank reports an error, to whatever others call.
         if rank == 1:
-            report_error(ZeroDivisionError("on purpose"), world())
-        reported = message_of(lambda: gather_objects(rank, world(), "meet()")) if rank != 1 else ""
-    assert gather_objects(rank, world(), "meet()") == [0, 1, 2]  # goes on
+            report_error(ZeroDivisionError("on purpose"), world(), None)
+        reported = message_of(lambda: gather_objects(rank, world(), "meet()", None)) if rank != 1 else ""
+    assert gather_objects(rank, world(), "meet()", None) == [0, 1, 2]  # goes on
     return [late, differing, inside, reported], lines
 
 
@@ -149,7 +149,7 @@ def test_a_dead_store_is_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(dist, "get_rank", lambda _=None: 1)
     for lost, expected in (([0], "rank 0 died"), ([], "rank 0, or torchrun's agent")):
         monkeypatch.setattr(meeting, "lost_ranks", lambda *_, lost=lost, **__: lost)
-        message = message_of(lambda: gather_objects(1, group, "consolidate()"))
+        message = message_of(lambda: gather_objects(1, group, "consolidate()", None))
         assert "the rendezvous store does not answer" in message and expected in message
 
 

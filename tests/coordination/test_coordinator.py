@@ -398,7 +398,7 @@ def closes_early(rank: int, world_size: int) -> str:
             coordinator.all_reduce(torch.ones(1), "y").wait()
         message = str(error.value)
         coordinator.close(farewell_s=3)
-    agree({}, None, dist.group.WORLD, "the end")  # type: ignore[arg-type]
+    agree({}, None, dist.group.WORLD, "the end", None)  # type: ignore[arg-type]
     return message
 
 
@@ -412,7 +412,7 @@ def closes_with_a_request(rank: int, world_size: int) -> str:
         with pytest.raises(LaneError) as error:
             handle.wait()
         message = str(error.value)
-    agree({}, None, dist.group.WORLD, "the end")  # type: ignore[arg-type]
+    agree({}, None, dist.group.WORLD, "the end", None)  # type: ignore[arg-type]
     coordinator.close(farewell_s=3)
     return message
 
