@@ -36,6 +36,8 @@ _num_groups: Counter[tuple[int, ...]] = Counter()  # that were made of these ran
 _NOBODYS_TAG = (1 << 31) - 1
 LETTER_TAG = (1 << 31) - 2
 """Of messages about failures; tags of lanes are lower."""
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""As ``__torch_function__`` of a subclass of Tensor: functions see it as a tensor."""
 _COMPILED_CALLS = ("compile_wrapper", "_fn")
 
 # torch asks this before it sets a converted gradient's .data.
@@ -359,6 +361,7 @@ def inside_grad_scaler() -> bool:
 class StateDictCall(NamedTuple):
     """Who asks for an optimizer's ``state_dict``: ``torch.distributed.checkpoint.state_dict``, on all ranks."""
 
+    loads: bool  # to load another, so that it looks for shapes and devices only
     gathers: bool  # it wants whole tensors
     on_first_rank: bool  # and those on the first rank only
 
@@ -369,8 +372,8 @@ class StateDictCall(NamedTuple):
         info = frame.f_locals.get("info") if frame is not None else None
         if info is None:
             return None
-        loads = _frame_of_state_dict_api("_load_optim_state_dict") is not None  # it looks for shapes and devices only
-        return StateDictCall(info.full_state_dict and not loads, info.cpu_offload)
+        loads = _frame_of_state_dict_api("_load_optim_state_dict") is not None
+        return StateDictCall(loads, info.full_state_dict and not loads, info.cpu_offload)
 
 
 def unflattens_state() -> bool:

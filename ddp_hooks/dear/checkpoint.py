@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ddp_hooks.comm import agree, calling, compat, read_metadata, see, shaped_like
 from ddp_hooks.dear.arrangement import Arrangement
+from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import Placement, State, is_elementwise
 from ddp_hooks.dear.order import SumOrder, take_order
@@ -36,6 +37,7 @@ class OptimizerCheckpoint:
         parameters: the parameters that are reduced, in a fixed order.
         names: their names.
         group: the ranks of the DDP module.
+        config: the settings, for how long ranks wait for each other.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class OptimizerCheckpoint:
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         group: dist.ProcessGroup,
+        config: DearConfig,
     ) -> None:
         self._optimizer = optimizer
         self._sharded = sharded
@@ -53,6 +56,7 @@ class OptimizerCheckpoint:
         self._parameters = parameters
         self._names = names
         self._group = group
+        self._config = config
         self._rank = dist.get_rank(group)
         self._consolidated: dict[int, State] | None = None  # every parameter's whole state, in its shape
         self._consolidated_on: int | None = None
@@ -96,18 +100,29 @@ class OptimizerCheckpoint:
 
     def before_state_dict(self, _: torch.optim.Optimizer) -> None:
         """Raise unless the full state is here, or torch.distributed.checkpoint asks, which does so on all ranks."""
-        spread, call = self._spread, compat.StateDictCall.current()
-        if spread is None or self._consolidated is not None:
+        spread, call, holder = self._spread, compat.StateDictCall.current(), self._consolidated_on
+        if call is not None and call.loads:  # on all ranks, also where the whole state is
+            holder = None
+        if spread is None or holder == self._rank:
             return
         if call is None:
-            where = f"; it is on rank {self._consolidated_on}" if self._consolidated_on is not None else ""
+            where = f"; it is on rank {holder}" if holder is not None else ""
             raise RuntimeError(
                 f"this rank's optimizer holds a shard of its state, so optimizer.state_dict() would save 1/P of it: "
                 f"call state.consolidate(to=0) on all ranks after the last step, then optimizer.state_dict() on rank "
                 f"0, or state.full_optimizer_state_dict() on all ranks{where}{see('optimizer-state-is-sharded')}"
             )
-        with calling("get_state_dict() or set_state_dict()"):
-            self._asked_for = self._ask_all_ranks(spread, call)
+        if holder is None:
+            with calling("get_state_dict() or set_state_dict()"):
+                self._asked_for = self._ask_all_ranks(spread, call)
+        elif call.on_first_rank and dist.get_global_rank(self._group, holder) == 0:
+            self._asked_for = {}
+        else:  # rank `holder` has it, and asks nobody: it may call this alone, as with plain DDP
+            raise RuntimeError(
+                f"consolidate() has put the optimizer's state on rank {holder}, which alone can ask for it until the "
+                f"next step: call get_state_dict() on rank {holder} only, or on all ranks before consolidate()"
+                f"{see('optimizer-state-is-sharded')}"
+            )
 
     def _ask_all_ranks(self, spread: ShardedOptimizer, call: compat.StateDictCall) -> dict[int, State]:
         if not call.gathers:
@@ -208,7 +223,7 @@ class OptimizerCheckpoint:
                 f"save it with torch.distributed.checkpoint.save({{{prefix!r}: state.sharded_optimizer_state_dict()}})"
             )
         problem = problem or find_misfit(saved, dict(zip(self._names, self._sharded.numels, strict=True)))
-        agree({"pieces": sorted(saved)}, problem, self._group, "the checkpoint")
+        agree({"pieces": sorted(saved)}, problem, self._group, "the checkpoint", self._config)
 
         size = getattr(saved[SETTINGS], "size", ())
         content = self._load(path, prefix, {SETTINGS: torch.empty(size, dtype=torch.uint8)})
@@ -218,7 +233,7 @@ class OptimizerCheckpoint:
             problem = loaded.difference(self._settings())
         except Exception as error:
             problem = f"{path} has damaged settings of the optimizer: {type(error).__name__}: {error}"
-        agree({}, problem, self._group, "the checkpoint")
+        agree({}, problem, self._group, "the checkpoint", self._config)
         placement = self._sharded.placement(self._arrangement.layout)
         intervals = placement.intervals(self._rank)
         pieces = self._load(path, prefix, overlapping_pieces(saved, intervals, self._names))

@@ -58,7 +58,7 @@ def clip_grad_norm_(
         ValueError: ``norm_type`` or ``max_norm`` is not one.
         RuntimeError: ``error_if_nonfinite``, and the norm is not finite; gradients are as they were.
     """
-    check_norm(max_norm, norm_type)
+    max_norm, norm_type = checked_norm(max_norm, norm_type)
     shards, tensors = _sort(sources)
     shards += [beside for source in shards for beside in _companions(source) if beside not in shards]
     replicated = gradients_of(tensors)
@@ -78,12 +78,21 @@ def clip_grad_norm_(
     return total
 
 
-def check_norm(max_norm: float, norm_type: float) -> None:
-    """Raise ValueError unless these are a bound and an order of a norm."""
-    if not norm_type > 0:
-        raise ValueError(f"norm_type must be > 0 or math.inf, got {norm_type}")
-    if not max_norm >= 0:
-        raise ValueError(f"max_norm must be >= 0, got {max_norm}")
+def checked_norm(max_norm: float, norm_type: float) -> tuple[float, float]:
+    """Return a bound and an order of a norm as floats, from whatever torch takes for them, also ``"inf"``.
+
+    Raises:
+        ValueError: they are none.
+    """
+    try:
+        bound, order = float(max_norm), float(norm_type)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"max_norm and norm_type must be numbers, got {max_norm!r} and {norm_type!r}") from error
+    if not order > 0:
+        raise ValueError(f"norm_type must be > 0 or math.inf, got {order}")
+    if not bound >= 0:
+        raise ValueError(f"max_norm must be >= 0, got {bound}")
+    return bound, order
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:

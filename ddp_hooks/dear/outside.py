@@ -9,10 +9,10 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
-from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 from ddp_hooks.comm import see
 from ddp_hooks.dear.moves import State
@@ -42,8 +42,71 @@ class SpreadState(Protocol):
         """Forget this rank's part of a parameter's state."""
 
 
-class StateOutside(MutableMapping[Any, Mapping[str, Any]]):
-    """The optimizer's state by parameter; entries are replaced as a whole, or deleted, on all ranks alike.
+class SmallEntries:
+    """Entries of one value, such as counts of steps, as users see them: a rank holds one for each of its shards."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[int, str], tuple[Tensor, int]] = {}  # a copy, and its version
+
+    def show(self, index: int, key: str, value: Any) -> Any:
+        """Return what stands for ``value`` of parameter ``index`` until :meth:`forget`; it may be written."""
+        if not isinstance(value, Tensor):
+            return value
+        if (index, key) not in self._shown:
+            copied = value.clone()
+            self._shown[index, key] = copied, copied._version
+        return self._shown[index, key][0]
+
+    def written(self) -> Iterator[tuple[int, str, Tensor]]:
+        """Yield what was written since it was shown, or since this was asked."""
+        for (index, key), (value, version) in self._shown.items():
+            if value._version != version:
+                self._shown[index, key] = value, value._version
+                yield index, key, value
+
+    def forget(self, index: int | None = None) -> None:
+        """Show new copies from now on, of parameter ``index`` or of all: the optimizer's own are about to change."""
+        self._shown = {at: shown for at, shown in self._shown.items() if index not in (None, at[0])}
+
+
+class EntriesOutside(MutableMapping[str, Any]):
+    """The state of one parameter; what is assigned or deleted is so for this rank's part of it.
+
+    Args:
+        spread: where the state is.
+        index: the number of the parameter.
+    """
+
+    def __init__(self, spread: SpreadState, index: int) -> None:
+        self._spread = spread
+        self._index = index
+        self._entries = spread.spread_state(index)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        self._take({**self._entries, key: value})
+
+    def __delitem__(self, key: str) -> None:
+        self._take({name: value for name, value in self._entries.items() if name != key})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def _take(self, entries: State) -> None:
+        self._spread.set_state(self._index, entries)
+        self._entries = self._spread.spread_state(self._index) if entries else {}
+
+
+class StateOutside(MutableMapping[Any, MutableMapping[str, Any]]):
+    """The optimizer's state by parameter; what is assigned or deleted is so on all ranks alike.
 
     Args:
         spread: where the state is.
@@ -52,11 +115,11 @@ class StateOutside(MutableMapping[Any, Mapping[str, Any]]):
     def __init__(self, spread: SpreadState) -> None:
         self._spread = spread
 
-    def __getitem__(self, parameter: Any) -> Mapping[str, Any]:
+    def __getitem__(self, parameter: Any) -> MutableMapping[str, Any]:
         index = self._spread.index_of(parameter)
         if index is None:
             return self._spread.states[parameter]
-        return MappingProxyType(self._spread.spread_state(index))
+        return EntriesOutside(self._spread, index)
 
     def get(self, parameter: Any, default: Any = None) -> Any:
         """As a dictionary's: an entry that is not there is not made."""

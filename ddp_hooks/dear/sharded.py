@@ -21,7 +21,7 @@ from torch import Tensor
 from ddp_hooks.comm import Lanes, compat, in_order_of, see
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, agree_on_entries, is_elementwise, move_states
-from ddp_hooks.dear.outside import StateOutside
+from ddp_hooks.dear.outside import SmallEntries, StateOutside
 from ddp_hooks.dear.pieces import Even
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, Shard, ShardSet
 from ddp_hooks.dear.spread import SpreadTensor
@@ -51,6 +51,7 @@ class ShardedOptimizer(ShardSet):
         self.states: defaultdict[Any, State] = defaultdict(dict)  # the optimizer's, inside of a step
         self._layout: Layout | None = None  # of the shards, once there are some
         self._outside: Any = StateOutside(self)
+        self._small = SmallEntries()
         self._groups_outside: list[list[Tensor]] = [list(group["params"]) for group in optimizer.param_groups]
         self._groups_inside: list[list[Tensor]] = []
         self._blank: dict[Interval, Tensor] = {}  # what the optimizer makes a state for without a step
@@ -76,6 +77,8 @@ class ShardedOptimizer(ShardSet):
                 )
         if self._optimizer.state is not self._outside:
             self._reset(self._optimizer.state)
+        self._take_written()
+        self._small.forget()
         self._exchange(self._groups_inside, self.states)
         self._is_inside = True
 
@@ -135,7 +138,16 @@ class ShardedOptimizer(ShardSet):
                 f"{see('optimizer-state-is-sharded')}"
             )
         first, entries = next(iter(own.items()))
-        return self._spread(index, own, {k: v.dtype if is_elementwise(v, first) else v for k, v in entries.items()})
+        spread = self._spread(index, own, {k: v.dtype for k, v in entries.items() if is_elementwise(v, first)})
+        return {k: spread[k] if k in spread else self._small.show(index, k, v) for k, v in entries.items()}
+
+    def _take_written(self) -> None:
+        """Put what users wrote into entries of one value where each shard has it."""
+        held = self._held()
+        for index, key, value in self._small.written():
+            for interval, state in held.items():
+                if interval.parameter == index and isinstance(state.get(key), Tensor):
+                    state[key].copy_(value)
 
     def set_state(self, index: int, state: Mapping[str, Any]) -> None:
         """See :class:`~ddp_hooks.dear.outside.SpreadState`.
@@ -143,6 +155,7 @@ class ShardedOptimizer(ShardSet):
         Raises:
             ValueError: it is spread otherwise than at present.
         """
+        self._small.forget(index)
         held: dict[Any, State] = self._early[1] if self._early is not None else self.states
         keys = {shard.interval: shard.tensor for shard in self.shards} if self._early is None else {i: i for i in held}
         for interval, key in keys.items():
@@ -352,6 +365,7 @@ class ShardedOptimizer(ShardSet):
 
     def held_states(self, layout: Layout | None) -> tuple[Placement, dict[Interval, State]]:
         """What this rank holds, and how state is spread over the ranks."""
+        self._take_written()
         if self._early is not None:
             placement, states = self._early
             return placement, dict(states)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import see
+from ddp_hooks.comm import compat, see
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import Placement
 
@@ -92,7 +92,7 @@ class SpreadTensor(Tensor):
         parts = {interval: change(part) for interval, part in self.parts.items()}
         return SpreadTensor(self, dtype, device, parts, self.placement, self.label)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -114,12 +114,19 @@ class SpreadTensor(Tensor):
             for interval, part in own.parts.items():
                 part.copy_(args[1].parts[interval])
             return own
-        names = [arg.label for arg in _spread_in([*args, *kwargs.values()])]
-        raise RuntimeError(
-            f"{func.__name__.split('.')[0]}() met {names[0]}, of which this rank holds a part, so its values would not "
-            f"be those of the whole: call state.full_optimizer_state_dict() on all ranks for whole tensors, or save it "
-            f"with torch.distributed.checkpoint; .local_shards() are the parts{see('optimizer-state-is-sharded')}"
-        )
+        raise _refusal(func.__name__.split(".")[0], next(_spread_in([*args, *kwargs.values()])))
+
+    # These do not come by way of the dispatcher. data_ptr(), for which async_save asks, is 0.
+
+    def numpy(self, *_: Any, **__: Any) -> Any:
+        """Raise: this rank holds a part."""
+        raise _refusal("numpy", self)
+
+    def tolist(self) -> Any:
+        """Raise: this rank holds a part."""
+        raise _refusal("tolist", self)
+
+    __array__ = numpy
 
     def __reduce_ex__(self, _: Any) -> Any:
         raise TypeError(
@@ -176,6 +183,14 @@ class SpreadTensor(Tensor):
 
     def __get_tensor_shard__(self, index: Any) -> Tensor:
         return next(values for block, values in self._blocks() if torch.Size(block.offsets) == index.offset)
+
+
+def _refusal(operation: str, tensor: SpreadTensor) -> RuntimeError:
+    return RuntimeError(
+        f"{operation}() met {tensor.label}, of which this rank holds a part, so its values would not be those of the "
+        f"whole: call state.full_optimizer_state_dict() on all ranks for whole tensors, or save it with "
+        f"torch.distributed.checkpoint; .local_shards() are the parts{see('optimizer-state-is-sharded')}"
+    )
 
 
 def _spread_in(values: Sequence[Any]) -> Iterator[SpreadTensor]:

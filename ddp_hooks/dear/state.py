@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Span, agree, at_exit, calling, see
+from ddp_hooks.comm import Span, agree, at_exit, calling, see, whole
 from ddp_hooks.dear import checks, clipping, registry, seams
 from ddp_hooks.dear.config import DearConfig, Fusion
 from ddp_hooks.dear.cycle import StepCycle
@@ -212,8 +212,8 @@ class DearState(StepCycle):
         Until the next step ``optimizer.state_dict()`` returns the complete state there; on other ranks, and after
         the next step, it raises.
         """
-        if not 0 <= to < self._lanes.world_size:
-            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._lanes.world_size - 1}, got {to}")
+        if not (whole(to, 0) and to < self._lanes.world_size):
+            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._lanes.world_size - 1}, got {to!r}")
         self._refuse_closed()
         self.synchronize()
         self._checkpoint.consolidate(to)

@@ -232,7 +232,8 @@ def consolidating(rank: int, world_size: int) -> dict[str, str]:
     ddp(*whole_batches(rank, world_size, 9)).backward()
     optimizer.step()
     messages["stale"] = message_of(optimizer.state_dict)
-    messages["nowhere"] = message_of(lambda: state.consolidate(to=world_size))
+    for name, to in [("nowhere", world_size), ("no rank", "0")]:
+        messages[name] = message_of(partial(state.consolidate, to=to))  # type: ignore[arg-type]
     return messages
 
 
@@ -241,7 +242,7 @@ def test_a_rank_that_has_not_the_whole_state_raises(workers: WorkerPools) -> Non
     for rank, messages in enumerate(outcomes):
         for moment in ("never", "stale"):
             assert messages[moment].startswith("RuntimeError") and "state.consolidate(to=0)" in messages[moment]
-        assert messages["nowhere"].startswith("ValueError")
+        assert messages["nowhere"].startswith("ValueError") and messages["no rank"].startswith("ValueError")
         if rank == 1:
             assert messages["fresh"] == "9"
         else:

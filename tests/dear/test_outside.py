@@ -60,7 +60,23 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     before = copy.deepcopy(state.full_optimizer_state_dict())
     for parameter, entries in optimizer.state.items():  # as Lightning moves them to another device
         optimizer.state[parameter] = {k: v.to("cpu", copy=True) for k, v in entries.items()}
+    for entries in optimizer.state.values():  # as older code does
+        for key, value in entries.items():
+            entries[key] = value.to("cpu", copy=True)
     found["assignment"] = differences(state.full_optimizer_state_dict(), before) == []
+    written = []
+    for factor, entries in enumerate(optimizer.state.values(), start=2):
+        entries["step"].mul_(factor)
+        written.append(float(entries["step"]))
+    found["written in place"] = written, [float(entries["step"]) for entries in optimizer.state.values()]
+    saved = state.full_optimizer_state_dict()["state"].values()
+    found["saved"] = {float(entries["step"]) for entries in saved}
+    for chosen in (optimizer, plain_optimizer):
+        for entries in chosen.state.values():
+            entries["step"].zero_()
+    train_step(plain, plain_optimizer, rank, world_size, 3)
+    train_step(ddp, optimizer, rank, world_size, 3)
+    found["after zeros"] = all(map(torch.equal, plain.module.state_dict().values(), ddp.module.state_dict().values()))
     found["pickle"] = message_of(lambda: torch.save(optimizer, "/dev/null"))
     state.close()
     return found
@@ -75,7 +91,9 @@ def test_groups_and_states_are_those_of_whole_parameters(workers: WorkerPools) -
     for found in outcomes:
         for what in ("earlier post-hook", "later post-hook", "after the step", "norm", "deepcopy"):
             assert found[what], what
-        assert found["states"] and found["assignment"]
+        assert found["states"] and found["assignment"] and found["after zeros"]
+        written, read = found["written in place"]
+        assert written == read and set(written) <= found["saved"]
         for what in ("norm of a state", "pickle"):
             assert "state.full_optimizer_state_dict()" in found[what]
     assert sum(found["numel"][0] for found in outcomes) == outcomes[0]["numel"][1]

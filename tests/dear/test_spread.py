@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -63,6 +64,7 @@ def spread_tensor() -> SpreadTensor:
 
 @pytest.mark.parametrize("use", [
     torch.norm, torch.zeros_like, Tensor.zero_, lambda t: t + 1, lambda t: t[0], lambda t: torch.stack([t]),
+    lambda t: t.numpy(), lambda t: t.tolist(), numpy.asarray,
     lambda t: torch._foreach_add([t], 1), lambda t: torch.zeros(4, 3).copy_(t), lambda t: torch.save(t, "/dev/null"),
 ])  # fmt: skip
 def test_values_of_the_whole_are_refused(use: Callable[[Tensor], Any]) -> None:
