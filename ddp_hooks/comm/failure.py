@@ -320,27 +320,33 @@ class Witness:
 
     def _sentence(self, note: str, mine: str | None = None) -> str:
         _, culprit, *reason = note.split(":", 2)
-        waited = ""
+        own = self._rank if note == mine else None
         if not reason:
             try:
                 end = end_of(self._store, int(culprit))
                 if end is not None:
                     return f"rank {culprit} ended first, with {end}"
-                waits = self._notes.of([int(culprit)])  # it may have given up
-                waited = f"; it had waited in {waits[int(culprit)]}" if waits else ""
+                return _plainly(note, own, self._notes.of([int(culprit)]).get(int(culprit)))
             except Exception as error:  # a note is enough
                 logger.debug("could not ask about the end of rank %s: %s", culprit, error)
-        return _plainly(note, self._rank if note == mine else None) + waited
+        return _plainly(note, own)
 
 
-def _plainly(note: str, own: int | None = None) -> str:
-    """Return a sentence for a note, ``witness:culprit`` or ``rank:rank:reason``; ``own`` is the rank that is told."""
+def _plainly(note: str, own: int | None = None, wait: str | None = None) -> str:
+    """Return a sentence for a note, ``witness:culprit`` or ``rank:rank:reason``.
+
+    Args:
+        note: see above.
+        own: the rank that is told, if it wrote the note.
+        wait: the call that the culprit waited in for long, so that it may have given up.
+    """
     witness, culprit, *reason = note.split(":", 2)
     if reason:
         return f"rank {culprit} ended first, with {reason[0]}"
+    lost = f"gave up its wait in {wait}, or died" if wait is not None else "died or closed its connection"
     if own is not None and int(witness) == own:
-        return f"rank {culprit} died or closed its connection"
-    return f"rank {culprit} died or closed its connection first (seen by rank {witness})"
+        return f"rank {culprit} {lost}"
+    return f"rank {culprit} {lost} first (seen by rank {witness})"
 
 
 def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float = 0.0) -> list[int]:

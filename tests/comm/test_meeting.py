@@ -49,6 +49,14 @@ def test_lanes_do_not_speak_of_calls() -> None:
     assert sentence == "rank 0 waits in lane 0: all-gather of a; rank 1 reports no wait so far, and may be the cause"
 
 
+def test_a_rank_that_has_waited_for_long_may_live() -> None:
+    store = dist.HashStore()
+    store.set(failure._wait_key(0), "lane 0: all-gather of a")
+    witness = failure.Witness(store, "test", 1, [0, 1])
+    assert witness.blame(0) == "rank 0 gave up its wait in lane 0: all-gather of a, or died"
+    witness.close()
+
+
 def test_patience_is_that_of_any_settings() -> None:
     assert Patience.of(SimpleNamespace(timeout_s=7)) == (7, Patience().stall_warning_s)
     assert Patience.of(None) == Patience() and Patience.of(SimpleNamespace(timeout_s="7")) == Patience()
