@@ -283,6 +283,18 @@ def ddp_in_forward() -> DistributedDataParallel | None:
     return ddp if isinstance(ddp, DistributedDataParallel) else None
 
 
+def ddp_prepares_forward() -> bool:
+    """Whether DDP, on this thread, is about to call its module; it may make new buckets then, and copy gradients."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == DistributedDataParallel.__module__ and (
+            frame.f_code.co_name == "_pre_forward"
+        ):
+            return True
+        frame = frame.f_back
+    return False
+
+
 def uses_mixed_precision(ddp: DistributedDataParallel) -> bool:
     """Whether DDP casts parameters and gradients by itself, which takes the one slot for communication hooks."""
     return getattr(ddp, "mixed_precision", None) is not None

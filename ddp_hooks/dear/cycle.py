@@ -61,6 +61,7 @@ from ddp_hooks.dear.watch import GradientWatch
 from ddp_hooks.feed import ELEMENTWISE, FeedPipe
 from ddp_hooks.feed.causes import LatestForward, why_not_ended, why_not_reduced
 from ddp_hooks.feed.companions import Companion
+from ddp_hooks.feed.guard import refuse_unhooked_forward
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -181,7 +182,7 @@ class StepCycle:
 
     def _begin_backward(self) -> None:
         if self._latest_forward == "none" or self._reduction is not None:
-            self._refuse_unhooked_forward()
+            refuse_unhooked_forward()
         self._finish_gathers()  # parameters that the forward did not touch may still be in flight
         arranged = self._arrangement
         if arranged.layout is None and self._reduction is None:
@@ -332,13 +333,6 @@ class StepCycle:
                 f"the gradient of {name} was not reduced over the ranks: {cause}{see('gradients-were-not-reduced')}"
             )
 
-    def _refuse_unhooked_forward(self) -> None:
-        raise RuntimeError(
-            "call ddp(...), not ddp.forward(...), which goes around the hooks of the DDP module: without them the "
-            "gradients of one backward are not kept apart from those of the next, and parameters are read before they "
-            f"have arrived{see('late-gradients')}"
-        )
-
     # -- layouts ----------------------------------------------------------------------------------------------------
 
     def _adopt(self, layout: Layout, reduction: Reduction) -> None:
@@ -487,7 +481,7 @@ class StepCycle:
         if torch.is_grad_enabled() and not self._in_forward:
             ddp = compat.ddp_in_forward()
             if ddp is not None and ddp.module is self._root:
-                self._refuse_unhooked_forward()
+                refuse_unhooked_forward()
         self._keeper.guard_kept(self._ddp.require_backward_grad_sync)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:

@@ -8,7 +8,7 @@ keeps its meaning.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -96,6 +96,8 @@ class GradientGuard(Tensor):
                 "one forward (retain_graph=True), where DDP reduces nothing, or its forward did not go through "
                 f"ddp(...){see('late-gradients')}"
             )
+        if compat.ddp_prepares_forward():  # with its hooks, guards would have made room
+            refuse_unhooked_forward()
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def _converted(self, convert: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
@@ -111,6 +113,15 @@ class GradientGuard(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"GradientGuard({self.owner})"
+
+
+def refuse_unhooked_forward() -> NoReturn:
+    """Raise, because a forward goes around DDP's hooks."""
+    raise RuntimeError(
+        "call ddp(...), not ddp.forward(...), which goes around the hooks of the DDP module: without them the "
+        "gradients of one backward are not kept apart from those of the next, and parameters are read before they "
+        f"have arrived{see('late-gradients')}"
+    )
 
 
 def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:

@@ -80,6 +80,11 @@ def around_hooks_after_a_backward(ddp: Any, optimizer: Any) -> str:
     return message_of(lambda: ddp.forward(VALUES).sum().backward())
 
 
+def around_hooks_before_buckets_are_rebuilt(ddp: Any, optimizer: Any) -> str:
+    ddp(VALUES).sum().backward()
+    return message_of(lambda: ddp.forward(VALUES))
+
+
 def second_backward(ddp: Any, optimizer: Any) -> str:
     output = ddp(VALUES)
     output.mean().backward(retain_graph=True)
@@ -125,6 +130,7 @@ def set_by_hand(ddp: Any, optimizer: Any) -> str:
 LOOPS: dict[Callable[[Any, Any], str], str] = {
     around_hooks: "call ddp(...), not ddp.forward(...)",
     around_hooks_after_a_backward: "call ddp(...), not ddp.forward(...)",
+    around_hooks_before_buckets_are_rebuilt: "call ddp(...), not ddp.forward(...)",
     second_backward: "run one backward for each forward",
     second_backward_after_zeroing: "run one backward for each forward",
     inner_module: "no forward through ddp(...)",
@@ -140,7 +146,8 @@ def causes(rank: int, world_size: int, update: str) -> dict[str, tuple[str, bool
     found = {}
     for loop in LOOPS:
         ddp, optimizer, state = dear(update)
-        train(ddp, optimizer)
+        if loop is not around_hooks_before_buckets_are_rebuilt:
+            train(ddp, optimizer)
         state.synchronize()
         before = [parameter.detach().clone() for parameter in state._parameters]
         message = loop(ddp, optimizer)
