@@ -187,14 +187,9 @@ def backward_reaches_leaves() -> bool:
     return False
 
 
-def backward_id() -> int:
-    """A number of the backward pass that runs on this thread, different from those before; -1 outside of any."""
-    return torch._C._current_graph_task_id()
-
-
 def in_backward() -> bool:
     """Whether this thread is inside of a backward pass."""
-    return backward_id() != -1
+    return torch._C._current_graph_task_id() != -1
 
 
 def increment_versions(tensors: Iterable[Tensor]) -> None:

@@ -327,7 +327,14 @@ class StepCycle:
         name = self._keeper.unreduced()
         if name is not None:
             cause = why_not_reduced(
-                self._ddp, self._parameters, self._names, self._latest_forward, "DearState", "dear_hook"
+                self._ddp,
+                self._parameters,
+                self._names,
+                [name for name, parameter in zip(self._names, self._parameters, strict=True) if parameter.grad is None],
+                self._latest_forward,
+                "DearState",
+                "dear_hook",
+                "change gradients in `with state.reduced_gradients() as shards:`",
             )
             raise RuntimeError(
                 f"the gradient of {name} was not reduced over the ranks: {cause}{see('gradients-were-not-reduced')}"

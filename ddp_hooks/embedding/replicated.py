@@ -95,7 +95,9 @@ class EmbeddingState:
         self._handle = at_exit(self.close, self._lanes.abandon, self._is_stuck)
         self._ddp = weakref.ref(ddp)
         trained = compat.managed_parameters(ddp) | names
-        self._local = LocalGradients(ddp, list(trained.values()), list(trained)) if self._lanes.world_size > 1 else None
+        self._local: LocalGradients | None = None
+        if self._lanes.world_size > 1:
+            self._local = LocalGradients(ddp, list(trained.values()), list(trained), "EmbeddingState", "embedding_hook")
 
     def use_for_dense(self, hook: Callable[[Any, dist.GradBucket], Any], state: Any) -> None:
         """Reduce dense buckets with another hook, such as ``dear_hook`` or ``topk_hook``, instead of DDP's all-reduce.
@@ -123,8 +125,8 @@ class EmbeddingState:
                 "EmbeddingState was closed: wrap the model in a new DistributedDataParallel to train on"
                 f"{see('the-state-was-closed')}"
             )
-        if self._local is not None:
-            self._local.bucket_came()
+        if self._local is not None and bucket.is_last():
+            self._local.all_reduced()
         buffer = bucket.buffer()
         if not buffer.is_sparse:
             return self._dense(bucket) if self._dense is not None else self._all_reduce(buffer)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import compat
-from ddp_hooks.feed.guard import GradientGuard
+from ddp_hooks.feed.guard import ONE_BACKWARD, GradientGuard
 
 LatestForward: TypeAlias = Literal["none", "no_sync", "synchronised"]
 """The last forward through DDP's hooks since the last reduced backward, as far as it recorded gradients."""
@@ -19,38 +19,40 @@ def why_not_reduced(
     ddp: DistributedDataParallel,
     parameters: Sequence[Tensor],
     names: Sequence[str],
+    without: Sequence[str],
     latest: LatestForward,
     state: str,
     hook: str,
+    change: str | None = None,
 ) -> str:
-    """The cause, and what to do about it; the most certain one if there may be several.
+    """Return what to do, and the cause; several causes if what was seen does not tell which one it is.
 
     Args:
         ddp: the model.
         parameters, names: those that DDP reduces, as the state knows them.
+        without: names of those to which the last backward gave no gradient.
         latest: see :data:`LatestForward`.
         state, hook: names of the state's class and of its hook, for the message.
+        change: how gradients may be changed, if the gradient may be one that code has assigned.
     """
     if not compat.comm_hook_registered(ddp):
         return f"the hook is missing: call ddp.register_comm_hook(state, {hook}) after creating {state}"
     changed = _changed_since(ddp, parameters, names)
     if changed is not None:
         return changed
-    reduced = any(isinstance(parameter.grad, GradientGuard) for parameter in parameters)  # by the last backward
-    if latest == "none" and not reduced:
-        return (
-            "no forward through ddp(...) came before this backward: call ddp(...), not the module inside of it, and "
-            "run one backward for each forward, with the sum of the losses"
-        )
     if latest == "no_sync":
-        return "the last backward ran under no_sync(): leave no_sync() before the last one of a step"
-    unused = [name for name, parameter in zip(names, parameters, strict=True) if parameter.grad is None]
-    if unused and not reduced:
-        return f"the last backward gave no gradient to {compat.shortened(unused)}: {remedy_for_unused(ddp)}"
-    return (
-        "something other than the last backward through ddp(...) has set .grad: leave it to backward, and change "
-        "gradients in `with state.reduced_gradients() as shards:`"
-    )
+        return "leave no_sync() before the last micro-batch of a step: the last forward ran under no_sync()"
+    reduced = any(isinstance(parameter.grad, GradientGuard) for parameter in parameters)  # by the last backward
+    if change is not None and reduced:
+        return f"{change}: something other than the last backward through ddp(...) has set .grad"
+    if latest == "synchronised" and without:
+        return f"{remedy_for_unused(ddp)}: the last backward gave no gradient to {compat.shortened(without)}"
+    causes = [ONE_BACKWARD]
+    if latest == "synchronised":
+        causes.append(f"{remedy_for_unused(ddp)}, if the last backward gave some parameters no gradient")
+    if change is not None:
+        causes.append(f"{change}, if code has set .grad")
+    return "; or ".join(causes)
 
 
 def why_not_ended(
@@ -58,8 +60,8 @@ def why_not_ended(
 ) -> str:
     """Likewise, of a backward in which DDP has not handed over the buckets of ``missing``."""
     return _changed_since(ddp, parameters, names) or (
-        f"the last backward ended without gradients for {compat.shortened(missing)} or parameters of the same bucket: "
-        f"{remedy_for_unused(ddp)}; if it ended with an exception, wrap the model again"
+        f"{remedy_for_unused(ddp)}: the last backward ended without gradients for {compat.shortened(missing)} or "
+        "parameters of the same bucket. If it ended with an exception, wrap the model again"
     )
 
 
@@ -67,11 +69,11 @@ def remedy_for_unused(ddp: DistributedDataParallel) -> str:
     """What lets a parameter be without a gradient."""
     if ddp.static_graph:
         return (
-            "static_graph=True needs the same parameters in every backward, at first those of all that the model "
-            "returns: pass find_unused_parameters=True to DistributedDataParallel in its place"
+            "pass find_unused_parameters=True to DistributedDataParallel in the place of static_graph=True, which "
+            "needs the same parameters in every backward, at first those of all that the model returns"
         )
     if ddp.find_unused_parameters:
-        return "its output was not found in what the model returned: return tensors, or tuples, lists or dicts of them"
+        return "return tensors, or tuples, lists or dicts of them, from the model, in which DDP finds what was used"
     return "pass find_unused_parameters=True to DistributedDataParallel"
 
 

@@ -31,6 +31,13 @@ _CONVERSIONS: frozenset[Any] = frozenset(
     ]
 )
 
+ONE_BACKWARD = (
+    "run one backward for each forward through ddp(...), with the sum of the losses: the last one came for the second "
+    "time through one forward (retain_graph=True), or as the second after two forwards, or its forward was called by "
+    "ddp.module(...) or ddp.forward(...)"
+)
+"""Causes of a backward that DDP's hooks do not see, after what to do."""
+
 clipping_of_frameworks: dict[str, str] = {}
 """How the loops clip that a state was attached to, by the framework's name; part of what guards advise."""
 
@@ -91,10 +98,8 @@ class GradientGuard(Tensor):
         if compat.in_backward():
             owner = next((guard.owner for guard in _guards_in(args)), "a parameter")
             raise RuntimeError(
-                f"a backward adds to the gradient of {owner}, which an earlier one has reduced: run one backward for "
-                "each forward through ddp(...), with the sum of the losses. This one came for the second time through "
-                "one forward (retain_graph=True), where DDP reduces nothing, or its forward did not go through "
-                f"ddp(...){see('late-gradients')}"
+                f"a backward adds to the gradient of {owner}, which an earlier one has reduced: {ONE_BACKWARD}"
+                f"{see('late-gradients')}"
             )
         if compat.ddp_prepares_forward():  # with its hooks, guards would have made room
             refuse_unhooked_forward()

@@ -8,71 +8,66 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import tree_leaves
 
 from ddp_hooks.comm import compat, see
+from ddp_hooks.feed.causes import LatestForward, why_not_reduced
 from ddp_hooks.feed.guard import GradientGuard
 from ddp_hooks.feed.inert import InertOnCopy
 
 
 class LocalGradients:
-    """Notices backwards that DDP does not reduce, by the outputs of forwards through DDP.
+    """Notices gradients that DDP does not reduce, by hooks of the parameters.
+
+    DDP hands over its last bucket when every gradient of a backward is in place. So a parameter that autograd has
+    written since then holds a gradient of this rank alone. (A hook costs 0.7 us for each parameter and backward.)
 
     Args:
         ddp: the model.
         parameters, names: that it reduces.
+        state, hook: names of the state's class and of its hook, for the message.
     """
 
     def __init__(
-        self, ddp: DistributedDataParallel, parameters: Sequence[torch.nn.Parameter], names: Sequence[str]
+        self,
+        ddp: DistributedDataParallel,
+        parameters: Sequence[torch.nn.Parameter],
+        names: Sequence[str],
+        state: str,
+        hook: str,
     ) -> None:
-        self._name_of = {id(parameter): name for parameter, name in zip(parameters, names, strict=True)}
-        self._num_buckets = 0  # that DDP has handed over so far
-        self._task = -1  # the latest backward that was noticed
-        self._are_here = False
+        self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
+        self._parameters = parameters
+        self._names = names
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._users = state, hook
+        self._written: set[int] = set()  # parameters with gradients that are not reduced yet
+        self._latest: LatestForward = "none"
         reference = weakref.ref(self)  # torch and the model keep hooks for as long as nobody removes them
         self._handles: list[Any] = [
-            ddp.register_forward_hook(InertOnCopy(_calling(reference, LocalGradients._after_forward))),
+            ddp.register_forward_pre_hook(InertOnCopy(_calling(reference, LocalGradients._before_forward))),
             register_optimizer_step_pre_hook(_calling(reference, LocalGradients._before_step)),
+            *(p.register_post_accumulate_grad_hook(_adding(i, self._written)) for i, p in enumerate(parameters)),
         ]
-        for handle in self._handles:
-            weakref.finalize(self, handle.remove)
+        weakref.finalize(self, _remove, self._handles)
 
-    def bucket_came(self) -> None:
-        """DDP hands over a bucket: what lies there on this rank is reduced with the rest."""
-        self._num_buckets += 1
-        self._are_here = False
+    def all_reduced(self) -> None:
+        """DDP has handed over all buckets of a backward: what lies there on this rank is reduced."""
+        self._written.clear()
+        self._latest = "none"
 
     def close(self) -> None:
         """Remove the hooks."""
-        for handle in self._handles:
-            handle.remove()
+        _remove(self._handles)
 
-    def _after_forward(self, ddp: Any, args: Any, output: Any) -> None:
-        if not torch.is_grad_enabled():
-            return
-        hook = _calling(weakref.ref(self), LocalGradients._reached)
-        for leaf in tree_leaves(output):
-            if isinstance(leaf, Tensor) and leaf.grad_fn is not None:
-                leaf.register_hook(hook)
-
-    def _reached(self, gradient: Tensor) -> None:
-        """A gradient has come to an output: of a backward, or of ``autograd.grad()``, which fills no ``.grad``."""
-        task = compat.backward_id()
-        if task != self._task and compat.backward_reaches_leaves():
-            self._task = task
-            before = self._num_buckets
-            compat.queue_after_hooks(lambda: self._ended(before))
-
-    def _ended(self, num_buckets: int) -> None:
-        if self._num_buckets == num_buckets:
-            self._are_here = True
+    def _before_forward(self, *_: Any) -> None:
+        if torch.is_grad_enabled():
+            self._latest = "synchronised" if self._ddp.require_backward_grad_sync else "no_sync"
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         def checking(closure: Callable[[], Any]) -> Callable[[], Any]:
@@ -90,16 +85,16 @@ class LocalGradients:
 
     def _refuse(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if the optimizer would step with gradients of this rank alone."""
-        if not self._are_here:
+        if not self._written:
             return
         for parameter in (p for group in optimizer.param_groups for p in group["params"]):
-            if id(parameter) in self._name_of and _has_values(parameter.grad):
+            index = self._index_of.get(id(parameter))
+            if index in self._written and _has_values(parameter.grad):
+                without = [name for number, name in enumerate(self._names) if number not in self._written]
+                cause = why_not_reduced(self._ddp, self._parameters, self._names, without, self._latest, *self._users)
                 raise RuntimeError(
-                    f"the gradient of {self._name_of[id(parameter)]} was not reduced over the ranks, so each of them "
-                    "would step in a direction of its own: the last backward ran under no_sync(), or for the second "
-                    "time through one forward. Leave no_sync() before the last backward of a step, and run one "
-                    "backward for each forward, with the sum of the losses; to drop these gradients call zero_grad()"
-                    f"{see('gradients-were-not-reduced')}"
+                    f"the gradient of {self._names[index]} was not reduced over the ranks: {cause}. To drop it, call "
+                    f"zero_grad(){see('gradients-were-not-reduced')}"
                 )
 
 
@@ -109,6 +104,16 @@ def _calling(reference: weakref.ref[LocalGradients], method: Callable[..., Any])
         return method(present, *args) if present is not None else None
 
     return call
+
+
+def _adding(index: int, written: set[int]) -> Callable[[Tensor], None]:
+    add = written.add
+    return lambda _: add(index)
+
+
+def _remove(handles: list[Any]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 def _has_values(gradient: Tensor | None) -> bool:

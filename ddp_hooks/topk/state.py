@@ -116,7 +116,9 @@ class TopKState:
         self._mark = (self._lanes.traffic, 0.0)
         self._closed = False
         self._backward: Backward | None = None  # from its first bucket on
-        self._local = LocalGradients(ddp, self._parameters, self._names) if self._lanes.world_size > 1 else None
+        self._local: LocalGradients | None = None
+        if self._lanes.world_size > 1:
+            self._local = LocalGradients(ddp, self._parameters, self._names, "TopKState", "topk_hook")
         ddp.join = ddp.join_hook = checks.refuse_join  # type: ignore[method-assign]
         has_teams = config.algorithm in ("spardl", "auto")
         if has_teams and config.teams == self._lanes.world_size > 1 and self._lanes.rank == 0:
@@ -238,8 +240,6 @@ class TopKState:
                 "TopKState was closed: wrap the model in a new DistributedDataParallel to train on"
                 f"{see('the-state-was-closed')}"
             )
-        if self._local is not None:
-            self._local.bucket_came()
         buffer = bucket.buffer()
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
@@ -252,6 +252,8 @@ class TopKState:
         if self._backward is None:
             self._backward = self._begin_backward()
         self._backward.add_bucket(cast(list[int], indices), buffer, future)
+        if self._local is not None and self._backward.is_complete:
+            self._local.all_reduced()
         if self._pipeline is not None:
             future.set_result(buffer)  # whose values come later
             if self._backward.is_complete:  # after DDP's own end of the backward

@@ -30,16 +30,24 @@ class Heads(nn.Module):
         self.body = nn.Linear(5, 5)
         self.first, self.second = nn.Linear(5, 3), nn.Linear(5, 3)
 
-    def forward(self, values: Tensor, both: bool = True) -> Tensor:
+    def forward(self, values: Tensor, both: bool = True, boxed: bool = False) -> Any:
         hidden = torch.tanh(self.body(values))
         output: Tensor = self.first(hidden)
-        return output + self.second(hidden) if both else output
+        output = output + self.second(hidden) if both else output
+        return Box(output) if boxed else output
+
+
+class Box:
+    """An output in which nobody finds the tensor."""
+
+    def __init__(self, output: Tensor) -> None:
+        self.output = output
 
 
 class Pair(Heads):
     """Returns the outputs of both heads."""
 
-    def forward(self, values: Tensor, both: bool = True) -> Any:
+    def forward(self, values: Tensor, both: bool = True, boxed: bool = False) -> Any:
         hidden = torch.tanh(self.body(values))
         return self.first(hidden), self.second(hidden)
 
@@ -127,17 +135,29 @@ def set_by_hand(ddp: Any, optimizer: Any) -> str:
     return message_of(optimizer.step)
 
 
+def set_in_a_hook(ddp: Any, optimizer: Any) -> str:
+    ddp(VALUES).sum().backward()
+
+    def assign(*_: Any) -> None:
+        for parameter in ddp.parameters():
+            parameter.grad = torch.ones_like(parameter)
+
+    optimizer.register_step_pre_hook(assign)
+    return message_of(optimizer.step)
+
+
 LOOPS: dict[Callable[[Any, Any], str], str] = {
     around_hooks: "call ddp(...), not ddp.forward(...)",
     around_hooks_after_a_backward: "call ddp(...), not ddp.forward(...)",
     around_hooks_before_buckets_are_rebuilt: "call ddp(...), not ddp.forward(...)",
     second_backward: "run one backward for each forward",
     second_backward_after_zeroing: "run one backward for each forward",
-    inner_module: "no forward through ddp(...)",
+    inner_module: "its forward was called by ddp.module(...)",
     only_no_sync: "ran under no_sync()",
     parametrised: "body.parametrizations.weight.original0",
     left_out: "pass find_unused_parameters=True",
-    set_by_hand: "has set .grad",
+    set_by_hand: "something other than the last backward through ddp(...) has set .grad",
+    set_in_a_hook: "with state.reduced_gradients() as shards:`, if code has set .grad",
 }
 
 
@@ -174,7 +194,7 @@ def test_the_cause_is_named(workers: WorkerPools, update: str) -> None:
     pool.end()  # DDP is left half-way through backwards
     assert first == second
     expected = {loop.__name__: part for loop, part in LOOPS.items()}
-    expected |= {"static": "static_graph=True needs the same parameters", "unregistered": "register_comm_hook"}
+    expected |= {"static": "in the place of static_graph=True", "unregistered": "register_comm_hook"}
     for name, part in expected.items():
         message, unchanged = first[name]
         assert message.startswith("RuntimeError") and part in message and unchanged, (name, message, unchanged)
@@ -296,6 +316,31 @@ def late_no_sync(ddp: Any, optimizer: Any) -> None:
         ddp(VALUES).square().mean().backward()
 
 
+def late_no_sync_in_a_box(ddp: Any, optimizer: Any) -> None:
+    ddp(VALUES, boxed=True).output.square().mean().backward()
+    with ddp.no_sync():
+        ddp(VALUES, boxed=True).output.square().mean().backward()
+
+
+def late_no_sync_around_hooks(ddp: Any, optimizer: Any) -> None:
+    ddp(VALUES).square().mean().backward()
+    with ddp.no_sync():
+        ddp.forward(VALUES).square().mean().backward()
+
+
+def inner_module_alone(ddp: Any, optimizer: Any) -> None:
+    ddp.module(VALUES).square().mean().backward()
+
+
+def inner_module_second(ddp: Any, optimizer: Any) -> None:
+    ddp(VALUES).square().mean().backward()
+    ddp.module(VALUES).square().mean().backward()
+
+
+def head_left_out(ddp: Any, optimizer: Any) -> None:
+    ddp(VALUES, both=False).square().mean().backward()
+
+
 def never_synchronised(ddp: Any, optimizer: Any) -> None:
     with ddp.no_sync():
         ddp(VALUES).square().mean().backward()
@@ -349,7 +394,17 @@ def in_a_closure(ddp: Any, optimizer: Any) -> None:
     optimizer.step(closure)
 
 
-REFUSED = (late_no_sync, never_synchronised, twice, two_forwards_then_their_backwards)
+REFUSED: dict[Callable[[Any, Any], None], str] = {
+    late_no_sync: "ran under no_sync()",
+    late_no_sync_in_a_box: "ran under no_sync()",
+    late_no_sync_around_hooks: "or ddp.forward(...)",
+    never_synchronised: "ran under no_sync()",
+    inner_module_alone: "its forward was called by ddp.module(...)",
+    inner_module_second: "its forward was called by ddp.module(...)",
+    head_left_out: "pass find_unused_parameters=True to DistributedDataParallel: the last backward gave no gradient",
+    twice: "one backward for each forward",
+    two_forwards_then_their_backwards: "one backward for each forward",
+}
 FINE = (early_no_sync, between, gradients_of_inputs, dropped, in_a_closure)
 
 
@@ -383,10 +438,9 @@ def test_steps_with_gradients_of_one_rank_are_refused(workers: WorkerPools, pipe
     first, second = pool.run(local_gradients, pipeline)
     pool.end()
     assert first == second
-    for loop in REFUSED:
+    for loop, part in REFUSED.items():
         message, unchanged = first[loop.__name__]
-        assert message.startswith("RuntimeError") and unchanged, (loop.__name__, message, unchanged)
-        assert "one backward for each forward" in message, message
+        assert message.startswith("RuntimeError") and part in message and unchanged, (loop.__name__, message, unchanged)
     assert all(first[loop.__name__][0] == "nothing was raised" for loop in FINE), first
 
 
