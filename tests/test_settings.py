@@ -15,6 +15,7 @@ import torch
 
 from ddp_hooks import BucketTuner, DearConfig, TableConfig, TopKConfig
 from ddp_hooks.coordination import CoordinatorConfig
+from ddp_hooks.dear.effects import Setup, find_setting_without_effect
 from ddp_hooks.integrations import Tables
 from fsdp_ext import ExtConfig, TuneConfig
 
@@ -122,6 +123,7 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (DearConfig, {"update": "sharded", "early_gathers": 0.5}, {"update": "replicated"}),
     (DearConfig, {"update": "sharded", "early_gathers": 0.0}, {"update": "auto"}),
     (DearConfig, {"update": "sharded", "assume_parameterwise": True}, {"update": "replicated"}),
+    (DearConfig, {"update": "replicated", "master_dtype": torch.float32}, {"update": "auto"}),
     (DearConfig, {"update": "replicated", "max_grad_norm": 1.0, "early_gathers": 0.5}, {"max_grad_norm": None}),
     (DearConfig, {"update": "replicated", "on_nonfinite": "skip", "early_gathers": 0.5}, {"on_nonfinite": None}),
     (DearConfig, {"update": "auto", "reduce_dtype": torch.bfloat16, "early_gathers": 0.5}, {"reduce_dtype": None}),
@@ -154,6 +156,37 @@ def test_settings_without_effect(config: Any, settings: dict[str, Any], remedy: 
     assert str(caught.value).endswith(": leave it out")
     config(**{key: value for key, value in settings.items() if key != name})
     assert getattr(config(**settings | remedy), name) == settings[name]
+
+
+SHARDED = Setup("sharded", "AdamW", True, "cpu", frozenset([torch.float32]))
+REPLICATED = SHARDED._replace(update="replicated", optimizer="Muon")
+# A setting, where it has no effect, where it has one, and what a message says of the former.
+IN_SETUP: list[tuple[dict[str, Any], Setup, Setup, str]] = [
+    ({"early_gathers": 0.5}, SHARDED, REPLICATED, 'update="auto" and AdamW, whose updates are sharded'),
+    ({"early_gathers": 0.5}, REPLICATED._replace(defers=False), REPLICATED, "vouch for Muon"),
+    ({"early_gathers": 0.5}, REPLICATED._replace(device="cuda"), REPLICATED, "on cuda"),
+    ({"master_dtype": torch.float32}, REPLICATED, SHARDED, "Muon, whose updates are replicated"),
+    ({"master_dtype": torch.float32}, SHARDED._replace(dtypes=frozenset([torch.float64])), SHARDED, "larger types"),
+    ({"collective": "log"}, SHARDED._replace(device="cuda"), SHARDED, "on cuda"),
+    ({"collective": "auto", "node_size": 2}, SHARDED._replace(device="cuda"), SHARDED, "on cuda, but on CPUs"),
+]
+
+
+@pytest.mark.parametrize(("settings", "without", "remedy", "text"), IN_SETUP)
+def test_settings_without_effect_here(settings: dict[str, Any], without: Setup, remedy: Setup, text: str) -> None:
+    config = DearConfig(update="auto", **settings)
+    *_, name = settings
+    found = find_setting_without_effect(config, without)
+    assert found is not None and found.startswith(f"{name}={settings[name]!r} has no effect "), found
+    assert text in found and ": leave it out" in found, found
+    assert find_setting_without_effect(config, remedy) is None
+
+
+def test_what_is_true_anyway_is_no_error() -> None:
+    """One script runs with any optimizer, type of parameters and number of ranks."""
+    for settings in ({"assume_elementwise": True, "assume_parameterwise": True}, {"reduce_dtype": torch.float32}):
+        for setup in (SHARDED, REPLICATED):
+            assert find_setting_without_effect(DearConfig(update="auto", **settings), setup) is None
 
 
 @pytest.mark.parametrize("config", ALL)

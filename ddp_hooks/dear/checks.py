@@ -9,6 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import compat
 from ddp_hooks.dear.config import DearConfig
+from ddp_hooks.dear.effects import Setup, find_setting_without_effect
 from ddp_hooks.dear.registry import state_of
 from ddp_hooks.dear.storage import overlapping
 from ddp_hooks.feed import ELEMENTWISE, PARAMETERWISE
@@ -42,7 +43,7 @@ def find_problem(
         _problem_of_ddp(ddp)
         or _problem_of_optimizer(ddp, optimizer, config)
         or _problem_of_parameters(ddp)
-        or _problem_of_settings(ddp, optimizer, config)
+        or find_setting_without_effect(config, _setup(ddp, optimizer, config))
     )
 
 
@@ -134,17 +135,18 @@ def _problem_of_optimizer(
 ) -> str | None:
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS evaluates its closure several times per step; DeAR supports one: use another optimizer"
-    if config.update == "sharded" and not updates_elements(optimizer, config):
-        known = ", ".join(kind.__name__ for kind in ELEMENTWISE)
+    kind = type(optimizer)
+    known = ", ".join(each.__name__ for each in ELEMENTWISE)
+    if config.assume_elementwise and kind in PARAMETERWISE and kind not in ELEMENTWISE:
         return (
-            f"{type(optimizer).__name__} is not known to update every element by itself, and would step on shards of "
-            f'parameters: use DearConfig(update="replicated"), which lets it see whole ones, or one of {known}, or '
-            f"DearConfig(assume_elementwise=True) if you know that it does"
+            f"assume_elementwise=True is wrong for {kind.__name__}, which looks at whole parameters: leave it out, and "
+            f'use DearConfig(update="replicated"), or one of {known}'
         )
-    if config.master_dtype is not None and not (config.update != "replicated" and updates_elements(optimizer, config)):
+    if config.update == "sharded" and not updates_elements(optimizer, config):
+        vouch = "" if kind in PARAMETERWISE else ", or DearConfig(assume_elementwise=True) if you know that it does"
         return (
-            "master_dtype is for sharded updates, in which every rank keeps a part of the masters: leave it out, or "
-            'use an element-wise optimizer with DearConfig(update="sharded")'
+            f"{kind.__name__} is not known to update every element by itself, and would step on shards of "
+            f'parameters: use DearConfig(update="replicated"), which lets it see whole ones, or one of {known}{vouch}'
         )
     changed = compat.problem_of_reduced_set(ddp, "DearState")
     if changed is not None:
@@ -194,20 +196,12 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
-def _problem_of_settings(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
-) -> str | None:
-    """The first setting that has no effect on this device, or with this optimizer."""
-    device = next(iter(compat.managed_parameters(ddp).values())).device
-    if device.type != "cpu":
-        given = {"collective": config.collective in ("log", "two-level"), "node_size": config.node_size is not None}
-        given["early_gathers"] = bool(config.early_gathers)
-        for name in (name for name, is_given in given.items() if is_given):
-            return f"{name}={getattr(config, name)!r} has no effect on {device.type}, but on CPUs: leave it out"
-    kind = type(optimizer).__name__
-    if config.early_gathers and config.update == "replicated" and not updates_parameters(optimizer, config):
-        return (
-            f"early_gathers={config.early_gathers} has no effect with {kind}, whose step waits for all gradients: "
-            f"leave it out, or vouch for {kind} with assume_parameterwise=True"
-        )
-    return None
+def _setup(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig) -> Setup:
+    parameters = compat.managed_parameters(ddp).values()
+    return Setup(
+        update="replicated" if updates_whole_parameters(optimizer, config) else "sharded",
+        optimizer=type(optimizer).__name__,
+        defers=updates_parameters(optimizer, config),
+        device=next(iter(parameters)).device.type,
+        dtypes=frozenset(parameter.dtype for parameter in parameters),
+    )

@@ -15,8 +15,8 @@ from ddp_hooks.comm import (
     check_waits,
     check_whole,
     positive,
-    refuse_unused,
 )
+from ddp_hooks.dear.effects import find_setting_without_effect
 from ddp_hooks.tuning import BucketTuner
 
 Fusion: TypeAlias = Literal["size", "layers", "none"]
@@ -31,7 +31,8 @@ _LAYERS = 4  # of a group, with fusion="layers"
 class DearConfig:
     """How DeAR groups, moves and overlaps; what is None is chosen for the link, the same on every rank.
 
-    A setting that has no effect beside the others raises a ValueError.
+    A setting that has no effect beside the others raises a ValueError, here or when the state is made; one that asks
+    for what happens anyway is accepted.
 
     Args:
         update: ``"sharded"``: every rank updates its shard of every parameter, and parameters are gathered; optimizer
@@ -58,7 +59,8 @@ class DearConfig:
             measurement of some seconds finds them faster. Sums are added in an order of their own with each; a run that
             resumes a checkpoint on three or more ranks goes on with those that are saved there. With few rounds each of
             a lane's four buffers is as large as half of what moves so, on two levels as an atom's slice of a place.
-        node_size: ranks per node, for ``"two-level"`` and ``"auto"``. None: as the names of hosts tell.
+        node_size: ranks per node, for ``"two-level"`` and ``"auto"``. None: as the names of hosts tell. One or two
+            ranks have the same rounds with every collective, so there any size is accepted.
         slice_mb: largest message of rings in MiB, at least 1 KiB; a lane holds four buffers of this size. None: chosen
             by the same measurement as ``lanes``.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
@@ -139,26 +141,11 @@ class DearConfig:
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
         if self.early_gathers is not None and not (at_least(self.early_gathers, 0) and self.early_gathers <= 1):
             raise ValueError(f"early_gathers must be None or from 0 to 1, got {self.early_gathers!r}")
-        self._refuse_unused()
-
-    def _refuse_unused(self) -> None:
-        """Raise a ValueError if a setting has no effect beside the others."""
         if self.tuner is not None and self.fusion != "size":
             raise ValueError(f'tuner searches for fusion_mb, so it needs fusion="size", got {self.fusion!r}')
-        if self.fusion != "size":
-            refuse_unused(self, ("fusion_mb",), f'with fusion="{self.fusion}"')
-        if self.fusion != "layers":
-            refuse_unused(self, ("fusion_layers",), f'with fusion="{self.fusion}"')
-        if self.collective in ("ring", "log"):
-            refuse_unused(self, ("node_size",), f'with collective="{self.collective}", but with "two-level" or "auto"')
-        if self.update == "sharded":
-            replicated = 'with update="sharded", but with "replicated"'
-            refuse_unused(self, ("early_gathers", "assume_parameterwise"), replicated)
-        if self.early_gathers:
-            names = ("reduce_dtype", "max_grad_norm", "on_nonfinite")
-            given = [name for name in names if getattr(self, name) is not None]
-            if given:
-                refuse_unused(self, ("early_gathers",), f"with {given[0]}, which changes gradients after the backward")
+        without_effect = find_setting_without_effect(self)
+        if without_effect is not None:
+            raise ValueError(without_effect)
 
     @property
     def layers_per_group(self) -> int:

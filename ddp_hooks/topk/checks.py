@@ -34,7 +34,11 @@ def find_problem_of_pipeline(
     scaler: torch.amp.GradScaler | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> str | None:
-    """The first reason why gradients cannot arrive in the next forward, if they are to."""
+    """Return the first reason why the optimizer is wrong here, or gradients cannot arrive in the next forward."""
+    if optimizer is not None:
+        problem = _problem_of_optimizer(optimizer, config)
+        if problem is not None:
+            return problem
     if config.pipeline == "backward":
         return None
     if scaler is not None:
@@ -42,7 +46,7 @@ def find_problem_of_pipeline(
             'a gradient scaler reads gradients before the step, when pipeline="forward" has none yet: use '
             'pipeline="backward", or bfloat16 autocast, which needs no scaler'
         )
-    if not isinstance(optimizer, torch.optim.Optimizer):
+    if optimizer is None:
         return (
             'pipeline="forward" runs the updates in forwards, so it needs the optimizer: '
             "TopKState(ddp, config, optimizer=optimizer)"
@@ -140,6 +144,20 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
     backend = compat.backend_of(ddp.process_group, device)
     if device.type != "cpu" and backend != "nccl":
         return f"parameters on {device.type} need the nccl backend, found {backend}"
+    return None
+
+
+def _problem_of_optimizer(optimizer: torch.optim.Optimizer, config: TopKConfig) -> str | None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        return (
+            f"TopKState takes the torch.optim.Optimizer that steps on the model, got {type(optimizer).__name__}: pass "
+            f"the inner optimizer if it is wrapped"
+        )
+    if config.momentum and any(group.get("momentum") for group in optimizer.param_groups):
+        return (
+            f"momentum={config.momentum!r} sums up what is selected, and {type(optimizer).__name__} has momentum, too: "
+            f"give it to one of the two"
+        )
     return None
 
 

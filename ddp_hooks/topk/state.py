@@ -55,7 +55,8 @@ class TopKState:
         config: the settings.
         scaler: the ``torch.amp.GradScaler`` of the loop, if it has one: residuals are kept without its scale, which
             changes from step to step.
-        optimizer: of all parameters, for ``TopKConfig(pipeline="forward")``, which runs its updates in forwards.
+        optimizer: of all parameters, for ``TopKConfig(pipeline="forward")``, which runs its updates in forwards. With
+            ``"backward"`` it is only checked: it has no momentum beside ``TopKConfig(momentum=...)``.
 
     Raises:
         ValueError: on every rank, before anything is changed, when this cannot be right, or when ranks differ.

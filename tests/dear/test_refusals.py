@@ -68,6 +68,9 @@ def construct(rank: int, world_size: int, case: str) -> str:
         optimizer = torch.optim.LBFGS(ddp.parameters())
     if case == "adafactor":
         optimizer = torch.optim.Adafactor(ddp.parameters())
+        config = replace(CONFIG, update="auto", assume_elementwise=True)
+    if case == "unknown":
+        optimizer = Unknown(ddp.parameters(), lr=0.1)
     if case == "missing":
         optimizer = torch.optim.SGD(list(ddp.parameters())[1:], lr=0.1)
     if case == "not DDP":
@@ -114,7 +117,8 @@ CONSTRUCTION = {
     "optimizer in backward": "plain optimizer.step()",
     "without a constructor": "Wrapping does not run the constructor of torch.optim.Optimizer",
     "lbfgs": "LBFGS evaluates its closure several times per step",
-    "adafactor": "assume_elementwise=True",
+    "adafactor": "assume_elementwise=True is wrong for Adafactor, which looks at whole parameters",
+    "unknown": "assume_elementwise=True) if you know that it does",
     "missing": "not in the optimizer",
     "not DDP": "wrap the model first",
     "two hooks": "takes only one",

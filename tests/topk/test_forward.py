@@ -236,7 +236,7 @@ def test_optimizers(workers: WorkerPools, make: Callable[[Any], torch.optim.Opti
     ids=["warm-up", "momentum", "everything", "dense", "topka", "oktopk", "all dense"],
 )
 def test_settings(workers: WorkerPools, config: TopKConfig) -> None:
-    for same, updates in workers(2).run(outcomes, plain, config):
+    for same, updates in workers(2).run(outcomes, plain, config, adamw if config.momentum else momentum_sgd, Net, {}):
         assert same and updates
 
 

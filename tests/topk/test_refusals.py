@@ -66,6 +66,7 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         transposed.module.weight.data = transposed.module.weight.data.t().contiguous().t()
     used = linear()
     used.register_comm_hook(TopKState(used), topk_hook)
+    moving = torch.optim.SGD(used.parameters(), lr=0.1, momentum=0.9)
     cases: dict[str, Any] = {
         "module": lambda: TopKState(nn.Linear(3, 3)),  # type: ignore[arg-type]
         "config": lambda: TopKState(linear(), {"density": 0.1}),  # type: ignore[arg-type]
@@ -76,6 +77,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "sag": lambda: TopKState(linear(), TopKConfig(teams=3, sag="r")),
         "differing": lambda: TopKState(linear(), TopKConfig(density=0.1 if rank else 0.2)),
         "strides": lambda: TopKState(transposed),
+        "optimizer": lambda: TopKState(linear(), optimizer=torch.optim.SGD),  # type: ignore[arg-type]
+        "momentum": lambda: TopKState(linear(), TopKConfig(momentum=0.9), optimizer=moving),
         "one rank": lambda: TopKState(linear(), {} if rank == 1 else None),  # type: ignore[arg-type]
         "copy": lambda: copy.deepcopy(used),
         "pickle": lambda: pickle.dumps(used),
@@ -94,6 +97,8 @@ def test_set_up(workers: WorkerPools) -> None:
         "sag": 'use sag="b" or "auto"',
         "differing": "make them equal",
         "strides": "strides (3, 1) on ranks [0, 2], (3, 3) torch.float32 strides (1, 3) on ranks [1]",
+        "optimizer": "takes the torch.optim.Optimizer that steps on the model, got type",
+        "momentum": "SGD has momentum, too: give it to one of the two",
         "one rank": "on ranks [1]: TopKState takes",
         "copy": "Copy ddp.module",
         "pickle": "save ddp.module.state_dict()",

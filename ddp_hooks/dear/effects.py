@@ -1,0 +1,100 @@
+"""Settings that cannot keep their promise: one table, asked where settings are written and where a state is made.
+
+A setting that asks for what happens anyway keeps its promise, so it is no error: ``assume_elementwise=True`` with
+AdamW, sums in float32 of float32 gradients, ``node_size`` on two ranks. One script can then run with any optimizer,
+type of parameters and number of ranks, also with optimizers that only a later version knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+import torch
+
+if TYPE_CHECKING:
+    from ddp_hooks.dear.config import DearConfig
+
+
+class Setup(NamedTuple):
+    """Facts that decide, beside other settings, whether a setting has an effect."""
+
+    update: Literal["sharded", "replicated"]  # as it is done, also with update="auto"
+    optimizer: str
+    defers: bool  # each parameter is updated by itself
+    device: str
+    dtypes: frozenset[torch.dtype]  # of parameters
+
+
+class _Rule(NamedTuple):
+    """A setting, when it has no effect, and the text that says so, formatted with settings ``c`` and set-up ``s``."""
+
+    name: str
+    applies: Callable[..., object]
+    where: str
+    remedy: str = "leave it out"
+
+
+_BESIDE_OTHERS = (
+    _Rule("fusion_mb", lambda c: c.fusion != "size", 'with fusion="{c.fusion}"'),
+    _Rule("fusion_layers", lambda c: c.fusion != "layers", 'with fusion="{c.fusion}"'),
+    _Rule(
+        "node_size",
+        lambda c: c.collective in ("ring", "log"),
+        'with collective="{c.collective}", but with "two-level" or "auto"',
+    ),
+    _Rule("early_gathers", lambda c: c.update == "sharded", 'with update="sharded", but with "replicated"'),
+    _Rule("assume_parameterwise", lambda c: c.update == "sharded", 'with update="sharded", but with "replicated"'),
+    _Rule("master_dtype", lambda c: c.update == "replicated", 'with update="replicated", but with "sharded"'),
+    *(
+        _Rule(
+            "early_gathers",
+            lambda c, name=name: c.early_gathers and getattr(c, name) is not None,
+            f"with {name}, which changes gradients after the backward",
+        )
+        for name in ("reduce_dtype", "max_grad_norm", "on_nonfinite")
+    ),
+)
+_IN_SETUP = (
+    _Rule(
+        "early_gathers",
+        lambda _, s: s.update == "sharded",
+        'with update="auto" and {s.optimizer}, whose updates are sharded',
+        'leave it out, or use update="replicated"',
+    ),
+    _Rule(
+        "early_gathers",
+        lambda c, s: c.early_gathers and not s.defers,
+        "with {s.optimizer}, whose step waits for all gradients",
+        "leave it out, or vouch for {s.optimizer} with assume_parameterwise=True",
+    ),
+    _Rule(
+        "master_dtype",
+        lambda _, s: s.update == "replicated",
+        'with update="auto" and {s.optimizer}, whose updates are replicated',
+        "leave it out, or use an element-wise optimizer",
+    ),
+    _Rule(
+        "master_dtype",
+        lambda c, s: all(dtype.itemsize > c.master_dtype.itemsize for dtype in s.dtypes),
+        "with a model whose parameters are of larger types",
+    ),
+    _Rule("collective", lambda c, s: s.device != "cpu" and c.collective != "auto", "on {s.device}, but on CPUs"),
+    _Rule("node_size", lambda _, s: s.device != "cpu", "on {s.device}, but on CPUs"),
+    _Rule("early_gathers", lambda c, s: s.device != "cpu" and c.early_gathers, "on {s.device}, but on CPUs"),
+)
+
+
+def find_setting_without_effect(config: DearConfig, setup: Setup | None = None) -> str | None:
+    """Return the first setting that has no effect, where it has none and what to do; None if all have one.
+
+    Args:
+        config: the settings.
+        setup: what they are for; None: not known yet, so that settings are only compared with each other.
+    """
+    rules, known = (_BESIDE_OTHERS, (config,)) if setup is None else (_IN_SETUP, (config, setup))
+    for name, applies, where, remedy in rules:
+        value, default = getattr(config, name), getattr(type(config), name)
+        if value != default and applies(*known):
+            return f"{name}={value!r} has no effect " + f"{where}: {remedy}".format(c=config, s=setup)
+    return None
