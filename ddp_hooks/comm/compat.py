@@ -366,8 +366,9 @@ def inside_grad_scaler() -> bool:
 
 
 class StateDictCall(NamedTuple):
-    """Who asks for an optimizer's ``state_dict``: ``torch.distributed.checkpoint.state_dict``, on all ranks."""
+    """Call of ``torch.distributed.checkpoint.state_dict`` that asks a model or an optimizer for its ``state_dict``."""
 
+    name: str  # of the function that the user has called
     loads: bool  # to load another, so that it looks for shapes and devices only
     gathers: bool  # it wants whole tensors
     on_first_rank: bool  # and those on the first rank only
@@ -375,12 +376,13 @@ class StateDictCall(NamedTuple):
     @staticmethod
     def current() -> StateDictCall | None:
         """The call that is under way, or None."""
-        frame = _frame_of_state_dict_api("_get_optim_state_dict")
+        frame = _frame_of_state_dict_api("_get_optim_state_dict", "_get_model_state_dict")
         info = frame.f_locals.get("info") if frame is not None else None
-        if info is None:
+        if frame is None or info is None:
             return None
+        name = (_frame_of_state_dict_api(*frame.f_globals["__all__"]) or frame).f_code.co_name
         loads = _frame_of_state_dict_api("_load_optim_state_dict") is not None
-        return StateDictCall(loads, info.full_state_dict and not loads, info.cpu_offload)
+        return StateDictCall(name, loads, info.full_state_dict and not loads, info.cpu_offload)
 
 
 def unflattens_state() -> bool:
@@ -419,11 +421,12 @@ def inside_state_dict_api() -> bool:
     return _frame_of_state_dict_api() is not None
 
 
-def _frame_of_state_dict_api(function: str | None = None) -> FrameType | None:
+def _frame_of_state_dict_api(*functions: str) -> FrameType | None:
+    """The innermost frame of one of these functions of the module, or of any function if none is named."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if (
-            function in (None, frame.f_code.co_name)
+            (not functions or frame.f_code.co_name in functions)
             and frame.f_globals.get("__name__") == "torch.distributed.checkpoint.state_dict"
         ):
             return frame

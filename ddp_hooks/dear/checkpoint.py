@@ -113,7 +113,7 @@ class OptimizerCheckpoint:
                 f"0, or state.full_optimizer_state_dict() on all ranks{where}{see('optimizer-state-is-sharded')}"
             )
         if holder is None:
-            with calling("get_state_dict() or set_state_dict()"):
+            with calling(f"{call.name}()"):
                 self._asked_for = self._ask_all_ranks(spread, call)
         elif call.on_first_rank and dist.get_global_rank(self._group, holder) == 0:
             self._asked_for = {}

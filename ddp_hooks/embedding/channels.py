@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Stall, Work, special_tag
+from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Stall, Work, gather_objects, special_tag
 from ddp_hooks.comm.small import SmallExchange
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
@@ -81,6 +81,13 @@ class Channels:
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
         """A few numbers' sum over the ranks, or their largest; see :meth:`ddp_hooks.comm.Lanes.reduce_small`."""
         return self.urgent.reduce_small(value, what, largest)
+
+    def meet(self) -> None:
+        """Wait until every rank has come here, in the same call: see :func:`ddp_hooks.comm.calling`.
+
+        Before an exchange of whole tables. A lane that waits knows of a message that is missing, not of the call.
+        """
+        gather_objects(None, self.group, "an exchange of whole tables", self.config)
 
     def run_now(self, algorithm: Algorithm, label: str) -> None:
         """Exchange whole tables, and wait."""

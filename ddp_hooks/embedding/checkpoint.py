@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, agree, compat, read_metadata, see
+from ddp_hooks.comm import Algorithm, agree, calling, compat, read_metadata, see
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.columns import gather_columns
 from ddp_hooks.embedding.table import Table
@@ -67,13 +67,26 @@ class TableCheckpoint:
 
     def before_state_dict(self, *_: Any) -> None:
         """A hook of the optimizer."""
-        if self._world_size > 1 and not self._passing and self._saved is None and not compat.inside_state_dict_api():
+        if self._passing:
+            return
+        self.meet_before_gather()
+        if self._world_size > 1 and self._saved is None and not compat.inside_state_dict_api():
             raise RuntimeError(
                 "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
                 "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
                 "tables.optimizer.state_dict() on the rank that saves then, before the next step and tables.close()"
                 f"{see('optimizer-state-is-sharded')}"
             )
+
+    def meet_before_gather(self) -> None:
+        """Let ranks meet if ``torch.distributed.checkpoint.state_dict`` is about to gather what they hold.
+
+        It gathers in a group of torch's, whose waits name nobody, and last half an hour by default.
+        """
+        call = compat.StateDictCall.current()
+        if call is not None and call.gathers:
+            with calling(f"{call.name}()"):
+                self._channels.meet()
 
     def after_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         """A hook of the optimizer."""

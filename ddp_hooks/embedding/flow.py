@@ -444,8 +444,9 @@ class TableFlow:
         self._step.flush()
 
     def _flush_together(self) -> None:
-        """Likewise, where all ranks do: it sends what an interrupted step has not sent."""
+        """Likewise, on all ranks, which meet before: it sends what an interrupted step has not sent."""
         self._refuse_closed()
+        self._channels.meet()
         self._step.end_interrupted()
         self.flush()
 

@@ -77,7 +77,7 @@ class ShardedEmbedding(nn.Module):
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.tables.weight_of(self._table.index, "state_dict()")
+        destination[prefix + "weight"] = self.tables.weight_to_save(self._table.index)
 
     def _load_from_state_dict(
         self,

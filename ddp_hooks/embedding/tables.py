@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddp_hooks.comm import Work, at_exit, compat, see, whole
+from ddp_hooks.comm import Work, at_exit, calling, compat, see, whole
 from ddp_hooks.embedding.channels import Exchanger
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.columns import scatter_columns
@@ -180,8 +180,9 @@ class EmbeddingTables(TableFlow):
         if self._whole is not None:  # inside of another one
             yield
             return
-        self._flush_together()
-        self._whole = self._checkpoint.weights(None, self.device)
+        with calling("local()"):
+            self._flush_together()
+            self._whole = self._checkpoint.weights(None, self.device)
         announced = self.announcements.present()
         try:
             yield
@@ -227,6 +228,7 @@ class EmbeddingTables(TableFlow):
         """The largest values of a small tensor over the ranks; collective."""
         return self._channels.reduce_small(value.to(self.device), "largest_over_ranks()", largest=True)
 
+    @calling("full_state_dict()")
     def full_state_dict(self) -> dict[str, Any]:
         """The model's ``state_dict`` with whole tables, on the CPU, as the model without sharding has it; collective.
 
@@ -240,6 +242,7 @@ class EmbeddingTables(TableFlow):
             self._kept = before
         return state
 
+    @calling("full_optimizer_state_dict()")
     def full_optimizer_state_dict(self) -> dict[str, Any]:
         """The table optimizer's ``state_dict`` for whole tables, on the CPU; collective. Every rank gets it.
 
@@ -250,6 +253,7 @@ class EmbeddingTables(TableFlow):
         assert state is not None
         return state
 
+    @calling("consolidate()")
     def consolidate(self, to: int | None = 0) -> None:
         """Gather tables and optimizer state on rank ``to`` of the group, for code that saves there alone; collective.
 
@@ -268,14 +272,16 @@ class EmbeddingTables(TableFlow):
         """Whether ``state_dict()`` has whole tables on this rank now: after :meth:`consolidate`, in :meth:`local`."""
         return self._whole is not None or self._kept is not None or self._channels.world_size == 1
 
+    @calling("sharded_state_dict()")
     def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's columns of tables and optimizer state, DTensors, for ``torch.distributed.checkpoint.save``.
 
-        Tensors are those in use, not copies. See :meth:`load_sharded`.
+        Collective. Tensors are those in use, not copies. See :meth:`load_sharded`.
         """
         self._flush_together()
         return self._checkpoint.parts()
 
+    @calling("load_sharded()")
     def load_sharded(self, path: str | os.PathLike[str], prefix: str = "tables") -> None:
         """Restore tables and optimizer from a ``torch.distributed.checkpoint``, on any number of ranks; collective.
 
@@ -360,6 +366,12 @@ class EmbeddingTables(TableFlow):
             f"state_dict() on the rank that saves then, before the next step; to evaluate or read weights use "
             f"tables.local() on all ranks{see('tables-are-sharded')}"
         )
+
+    def weight_to_save(self, index: int) -> Tensor:
+        """Return :meth:`weight_of` for ``state_dict()``; collective where torch gathers it."""
+        if self._whole is None:
+            self._checkpoint.meet_before_gather()
+        return self.weight_of(index, "state_dict()")
 
     def load_weight(self, index: int, full: Tensor) -> None:
         """Take this rank's columns of (num_rows, dim), which may be a DTensor: then all ranks do it together."""

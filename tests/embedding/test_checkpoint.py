@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,8 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
     get_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -25,9 +28,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearConfig, DearState, dear_hook, shard_embeddings
+from ddp_hooks import DearConfig, DearState, TableConfig, dear_hook, shard_embeddings
 from tests.support.embedding.twins import CONFIG, OPTIMIZERS, Side, Tables, Twins, batches, ids_of
-from tests.support.messages import message_of
+from tests.support.messages import logged, message_of
 from tests.support.workers import WorkerPools
 
 NUM_STEPS, STOP = 8, 5
@@ -201,6 +204,48 @@ def test_saving_on_one_rank(workers: WorkerPools) -> None:
     assert [len(messages) for messages, _, _ in results] == [4, 1]
     for messages, _, _ in results:
         assert all("on all ranks" in message for message in messages), messages
+
+
+CALLS = (
+    ("consolidate()", "full_state_dict()"),
+    ("get_model_state_dict()", "local()"),
+    ("full_optimizer_state_dict()", "get_optimizer_state_dict()"),
+    ("load_sharded()", "sharded_state_dict()"),
+)
+
+
+def call_differently(rank: int, world_size: int) -> tuple[list[str], str, list[str]]:
+    """Ranks meet in different calls, and then one rank alone gathers tables."""
+    model = torch.nn.ModuleDict({"one": torch.nn.Embedding(10, 4)})
+    tables = shard_embeddings(model, modules=1, config=TableConfig(timeout_s=1.5, stall_warning_s=0.2))
+    calls: dict[str, Callable[[], Any]] = {
+        "consolidate()": tables.consolidate,
+        "full_state_dict()": tables.full_state_dict,
+        "get_model_state_dict()": lambda: get_model_state_dict(model, options=WHOLE),
+        "local()": lambda: tables.local().__enter__(),
+        "full_optimizer_state_dict()": tables.full_optimizer_state_dict,
+        "get_optimizer_state_dict()": lambda: get_optimizer_state_dict(model, tables.optimizer, options=WHOLE),
+        "load_sharded()": lambda: tables.load_sharded("nowhere"),
+        "sharded_state_dict()": tables.sharded_state_dict,
+    }
+    different = [message_of(calls[pair[rank]]) for pair in CALLS]
+    with logged() as lines:
+        alone = message_of(calls["get_model_state_dict()"]) if rank == 0 else ""
+    dist.barrier()
+    alone = alone or message_of(calls["get_model_state_dict()"])
+    assert calls["get_model_state_dict()"]()["one.weight"].shape == (10, 4)  # nothing is broken
+    tables.close()
+    return different, alone, lines
+
+
+def test_calls_of_one_rank_have_names(workers: WorkerPools) -> None:
+    results = workers(2).run(call_differently)
+    question = "rank 0 waits in get_model_state_dict(); rank 1 has not called it: is it under `if rank == 0`?"
+    for different, alone, _ in results:
+        for (first, second), message in zip(CALLS, different, strict=True):
+            assert f"rank 0 waits in {first}; rank 1 waits in {second}" in message
+        assert alone.startswith("LaneTimeout: ") and question in alone
+    assert any(f"waited 0 s: {question}" in line for line in results[0][2])
 
 
 def evaluate_then_load(rank: int, world_size: int) -> float:
