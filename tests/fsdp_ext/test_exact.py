@@ -23,6 +23,7 @@ from tests.support.fsdp_ext.exact import (
     BF16_SUMMED_IN_32,
     FP16_SUMS,
     LOOPS,
+    SMALL,
     all_reduce_hook,
     check,
     divide_by_eight,
@@ -36,16 +37,15 @@ from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, Block, Trainee
 from tests.support.fsdp_ext.unusual import needs_unused
 from tests.support.workers import WorkerPools
 
-NUM_GROUPS = 6  # of WholeNumbers: five blocks and the root
 
-
+@pytest.mark.quick("*-1", "*-2")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, int], None]) -> None:
-    stats = check(workers(world_size).run(twins.compare, loop))
+    model_options, num_groups = ({}, 6) if world_size < 4 else (SMALL, 3)
+    stats = check(workers(world_size).run(twins.compare, loop, NUM_STEPS, CONFIG, {}, model_options))
     if world_size > 1:
-        assert stats.gathers and stats.reduce_scatters
-        assert stats.deferred == stats.reduce_scatters >= NUM_GROUPS
+        assert stats.gathers and stats.deferred == stats.reduce_scatters >= num_groups * NUM_STEPS
     else:
         assert stats.sent_bytes == 0
 
@@ -53,11 +53,13 @@ def test_loops(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, i
 @pytest.mark.slow
 @pytest.mark.parametrize("world_size", [5, 6, 7, 8])
 def test_more_ranks(workers: WorkerPools, world_size: int) -> None:
-    stats = check(workers(world_size).run(twins.compare, twins.two_backwards, 5))
+    stats = check(workers(world_size).run(twins.compare, twins.two_backwards, NUM_STEPS, CONFIG, {}, SMALL))
     assert 0 < stats.deferred == stats.reduce_scatters
 
 
-@pytest.mark.parametrize("world_size", [2, 3, pytest.param(4, marks=pytest.mark.slow)])
+# The first backward of several is a plain one.
+@pytest.mark.quick("*-two_backwards-2", "*-accumulate-2")
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate])
 @pytest.mark.parametrize(
     ("options", "model_options"),
@@ -78,6 +80,7 @@ def test_settings(
     options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> None:
+    model_options = {"num_blocks": 3, **model_options}
     stats = check(workers(world_size).run(twins.compare, loop, NUM_STEPS, CONFIG, options, model_options))
     # Gradients of an unknown part of the parameters are added to what the first of two backwards has left.
     waits_at_times = "idle" in model_options and loop is twins.two_backwards
@@ -93,10 +96,11 @@ def test_gradients_that_are_there_while_others_are_not(
     assert 0 < stats.deferred < stats.reduce_scatters
 
 
+@pytest.mark.quick("two_backwards")
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip])
 def test_kept_on_two_ranks(workers: WorkerPools, loop: Callable[[Trainee, int], None]) -> None:
     options = {"reshard_after_forward": 2}
-    stats = check(workers(4).run(twins.compare, loop, NUM_STEPS, CONFIG, options))
+    stats = check(workers(4).run(twins.compare, loop, NUM_STEPS, CONFIG, options, SMALL))
     assert stats.deferred
 
 
@@ -130,6 +134,8 @@ def own_lists(model: nn.Module) -> None:
         following.set_modules_to_backward_prefetch([block])
 
 
+@pytest.mark.quick("*-2")
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(
     ("prepare", "waits"),
     [
@@ -142,8 +148,11 @@ def own_lists(model: nn.Module) -> None:
         (own_lists, False),
     ],
 )
-def test_preparations(workers: WorkerPools, prepare: Callable[[nn.Module], None], waits: bool) -> None:
-    stats = check(workers(3).run(twins.compare, twins.plain, 5, CONFIG, {}, {"idle": True}, 1, prepare))
+def test_preparations(
+    workers: WorkerPools, world_size: int, prepare: Callable[[nn.Module], None], waits: bool
+) -> None:
+    run = workers(world_size).run
+    stats = check(run(twins.compare, twins.plain, NUM_STEPS, CONFIG, {}, {"idle": True, **SMALL}, 1, prepare))
     assert (stats.deferred == 0) == waits
 
 
@@ -151,7 +160,7 @@ def test_preparations(workers: WorkerPools, prepare: Callable[[nn.Module], None]
     ("loop", "model_options", "prepare"),
     [
         (twins.plain, {}, hook_on_gradients),
-        (twins.two_backwards, {"idle": True}, None),
+        (twins.two_backwards, {"idle": True, **SMALL}, None),
         (twins.plain, {}, divide_by_eight),
     ],
 )
@@ -160,7 +169,7 @@ def test_sums_in_another_type_that_are_divided(
 ) -> None:
     """In that type, whether they are waited for or not."""
     options = {"mp_policy": FP16_SUMS}
-    stats = check(workers(3).run(twins.compare, loop, 5, CONFIG, options, model_options, 1, prepare))
+    stats = check(workers(3).run(twins.compare, loop, NUM_STEPS, CONFIG, options, model_options, 1, prepare))
     assert (stats.deferred < stats.reduce_scatters) == (prepare is not divide_by_eight)
 
 
@@ -174,9 +183,10 @@ def two_forwards_twice(twin: Trainee, step: int) -> None:
 
 
 @needs_unused
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_modules_that_are_reduced_twice(workers: WorkerPools, world_size: int) -> None:
-    check(workers(world_size).run(twins.compare, two_forwards_twice, 5, CONFIG, {}, {}, 1, include_unused))
+    check(workers(world_size).run(twins.compare, two_forwards_twice, NUM_STEPS, CONFIG, {}, {}, 1, include_unused))
 
 
 def test_ignored_parameters(workers: WorkerPools) -> None:
@@ -197,7 +207,7 @@ def train_with_ignored(rank: int, world_size: int) -> bool:
         if extended:
             twins.extend(model, CONFIG)
         trainee = Trainee(model, twins.momentum_sgd(model), lambda step: 1000 * step + 10 * rank)
-        for step in range(10):
+        for step in range(NUM_STEPS):
             twins.plain(trainee, step)
         assert not isinstance(model.head.weight, DTensor)
         models.append(model)
@@ -233,8 +243,8 @@ def all_adam(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(model.parameters(), lr=0.01)
 
 
-def test_adamw(workers: WorkerPools) -> None:
-    check(workers(3).run(twins.compare, twins.clip, 5, CONFIG, {}, {}, 1, None, all_adam))
+def test_many_steps_of_adamw(workers: WorkerPools) -> None:
+    check(workers(3).run(twins.compare, twins.clip, 12, CONFIG, {}, SMALL, 1, None, all_adam))
 
 
 def test_gpt2_with_tied_weights(workers: WorkerPools) -> None:

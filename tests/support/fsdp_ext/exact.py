@@ -12,6 +12,7 @@ from fsdp_ext import ExtConfig
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.twins import CONFIG
 
+SMALL = {"num_blocks": 2}  # and the root: three groups, of which one may wait and one follow
 LOOPS = [
     twins.plain,
     twins.zero_grad_to_zeros,
@@ -85,7 +86,7 @@ def train_gpt2(
     """The largest difference between extended and stock after some steps."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=3, n_head=2, attn_pdrop=0, resid_pdrop=0)
+    config = GPT2Config(vocab_size=97, n_positions=32, n_embd=32, n_layer=2, n_head=2, attn_pdrop=0, resid_pdrop=0)
     config.embd_pdrop = 0.0
     models = []
     for extended in (True, False):
@@ -101,7 +102,7 @@ def train_gpt2(
             extension = twins.extend(model, ext_config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
         generator = torch.Generator().manual_seed(rank)
-        for _ in range(6):
+        for _ in range(twins.NUM_STEPS):
             ids = torch.randint(0, 97, (2, 16), generator=generator)
             optimizer.zero_grad()
             model(input_ids=ids, labels=ids).loss.backward()
