@@ -25,31 +25,33 @@ from tests.support.fsdp_ext.exact import (
     BF16_SUMMED_IN_32,
     FP16_SUMS,
     LOOPS,
+    SMALL,
     check,
     force_sums,
     hook_on_gradients,
     include_unused,
     train_gpt2,
 )
-from tests.support.fsdp_ext.twins import CONFIG, WAITING, Trainee
+from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, WAITING, Trainee
 from tests.support.fsdp_ext.unusual import failing_micro_batch, needs_reset, needs_unused
 from tests.support.workers import WorkerPools
-
-NUM_STEPS = 5
 
 
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None]) -> None:
-    stats = check(workers(2).run(twins.compare, loop, NUM_STEPS, WAITING))
+    stats = check(workers(2).run(twins.compare, loop, NUM_STEPS, WAITING, {}, SMALL))
     assert stats.deferred == 0 < stats.early
 
 
+@pytest.mark.quick("3-plain")
 @pytest.mark.parametrize(("world_size", "loop"), [(3, twins.plain), (4, twins.two_backwards), (5, twins.plain)])
 def test_more_ranks(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, int], None]) -> None:
     stats = check(workers(world_size).run(twins.compare, loop, NUM_STEPS, WAITING))
     assert stats.early
 
 
+@pytest.mark.quick("*-2")
+@pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("loop", [twins.plain, twins.accumulate])
 @pytest.mark.parametrize(
     ("options", "model_options", "early"),
@@ -66,13 +68,15 @@ def test_more_ranks(workers: WorkerPools, world_size: int, loop: Callable[[Train
 )
 def test_settings(
     workers: WorkerPools,
+    world_size: int,
     loop: Callable[[Trainee, int], None],
     options: dict[str, Any],
     model_options: dict[str, Any],
     early: bool,
 ) -> None:
     config = CONFIG if "offload_policy" in options else WAITING
-    stats = check(workers(3).run(twins.compare, loop, NUM_STEPS, config, options, model_options))
+    model_options = {"num_blocks": 3, **model_options}
+    stats = check(workers(world_size).run(twins.compare, loop, NUM_STEPS, config, options, model_options))
     if loop is twins.accumulate:  # sums of earlier backwards may be of another type; together they use all parameters
         early = early and options.get("mp_policy") is not BF16_SUMMED_IN_32
     elif "idle" in model_options:
@@ -94,12 +98,13 @@ def different_parts(twin: Trainee, step: int) -> None:
 
 
 @needs_unused
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_ranks_that_use_different_parameters(workers: WorkerPools, world_size: int) -> None:
     """FSDP2 allows it, with zeros for what is unused. Gradients then come early on some ranks only."""
     options = {"idle": True}
     stats = check(
-        workers(world_size).run(twins.compare, different_parts, 6, WAITING, {}, options, 1, include_unused)
+        workers(world_size).run(twins.compare, different_parts, NUM_STEPS, WAITING, {}, options, 1, include_unused)
     )
     assert stats.early
 
@@ -187,6 +192,7 @@ def as_the_whole(rank: int, world_size: int) -> tuple[bool, int]:
     return twins.same(*parameters), num_early
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_parts_add_in_the_order_of_the_whole(workers: WorkerPools, world_size: int) -> None:
     assert workers(world_size).run(as_the_whole) == [(True, 2 * 2)] * world_size
