@@ -23,7 +23,7 @@ import fsdp_ext.output
 from fsdp_ext import ExtConfig, extend
 from fsdp_ext.early import EarlyReduceScatter
 from tests.support.fsdp_ext import twins
-from tests.support.fsdp_ext.exact import BF16, FP16_SUMS, all_reduce_hook, check, divide_by_eight, each
+from tests.support.fsdp_ext.exact import BF16, FP16_SUMS, SMALL, all_reduce_hook, check, divide_by_eight, each
 from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
 from tests.support.workers import WorkerPools
 
@@ -31,16 +31,17 @@ several_before_the_all_reduce = partial(twins.accumulate, setting="set_requires_
 """Accumulation in shards, which replicas sum once."""
 
 
+@pytest.mark.quick("float32-*", "bf16-two_backwards")
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip, twins.discarded])
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], options: dict[str, Any]) -> None:
-    stats = check(workers(4).run(twins.compare, loop, NUM_STEPS, CONFIG, options, {}, 2))
+    stats = check(workers(4).run(twins.compare, loop, NUM_STEPS, CONFIG, options, SMALL, 2))
     assert stats.deferred == stats.reduce_scatters - 1, "only the first one has to wait"
 
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_several_before_the_all_reduce(workers: WorkerPools, options: dict[str, Any]) -> None:
-    stats = check(workers(4).run(twins.compare, several_before_the_all_reduce, 4, CONFIG, options, {}, 2))
+    stats = check(workers(4).run(twins.compare, several_before_the_all_reduce, NUM_STEPS, CONFIG, options, SMALL, 2))
     assert stats.deferred == 0
 
 
@@ -48,7 +49,7 @@ def test_several_before_the_all_reduce(workers: WorkerPools, options: dict[str, 
 @pytest.mark.parametrize("early", [True, False])
 def test_waiting(workers: WorkerPools, loop: Callable[[Trainee, int], None], early: bool) -> None:
     config = dataclasses.replace(CONFIG, defer=False, early=early)
-    stats = check(workers(4).run(twins.compare, loop, 5, config, {}, {}, 2))
+    stats = check(workers(4).run(twins.compare, loop, 3, config, {}, SMALL, 2))
     assert stats.deferred == 0 and bool(stats.early) == early
 
 
@@ -64,7 +65,7 @@ def divide_by_two(model: nn.Module) -> None:
     ids=["divided-by-two", "divided-by-eight", "fp16-sums"],
 )
 def test_sums_that_are_divided(workers: WorkerPools, options: dict[str, Any], prepare: Any) -> None:
-    stats = check(workers(4).run(twins.compare, twins.two_backwards, 4, CONFIG, options, {}, 2, prepare))
+    stats = check(workers(4).run(twins.compare, twins.two_backwards, 2, CONFIG, options, SMALL, 2, prepare))
     assert stats.deferred == stats.reduce_scatters - 1
 
 
@@ -120,7 +121,7 @@ def _all_reduce(reduced: Tensor) -> None:
     ids=["hook", "hook-that-all-reduces", "offloaded", "offloaded-bf16"],
 )
 def test_what_has_to_wait(workers: WorkerPools, options: dict[str, Any], prepare: Any) -> None:
-    stats = check(workers(4).run(twins.compare, twins.plain, 4, CONFIG, options, {}, 2, prepare))
+    stats = check(workers(4).run(twins.compare, twins.plain, NUM_STEPS, CONFIG, options, SMALL, 2, prepare))
     assert stats.deferred == 0
 
 
@@ -139,7 +140,7 @@ class Own(Tensor):
 
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_backwards_inside_of_another_class(workers: WorkerPools, options: dict[str, Any]) -> None:
-    stats = check(workers(4).run(twins.compare, in_another_class, 4, CONFIG, options, {}, 2))
+    stats = check(workers(4).run(twins.compare, in_another_class, NUM_STEPS, CONFIG, options, SMALL, 2))
     assert 0 < stats.deferred < stats.reduce_scatters
 
 
@@ -163,7 +164,7 @@ def compare_where_some_give_up(rank: int, world_size: int, config: ExtConfig, op
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(EarlyReduceScatter, "reduce", reduce_or_not)
-        return twins.compare(rank, world_size, twins.plain, 8, config, options, {}, 2)
+        return twins.compare(rank, world_size, twins.plain, 6, config, options, SMALL, 2)
 
 
 def of_one_replica(world_size: int, replicas: int) -> Any:
@@ -173,7 +174,7 @@ def of_one_replica(world_size: int, replicas: int) -> Any:
 def compare_one_replica(rank: int, world_size: int) -> Outcome:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(twins, "mesh_of", of_one_replica)
-        return twins.compare(rank, world_size, twins.two_backwards, 3)
+        return twins.compare(rank, world_size, twins.two_backwards, 3, model_options=SMALL)
 
 
 def test_one_replica(workers: WorkerPools) -> None:
@@ -200,7 +201,7 @@ def test_a_model_is_let_go_of(workers: WorkerPools) -> None:
 @pytest.mark.parametrize(("world_size", "replicas"), [(6, 3), (6, 2), (8, 4)])
 def test_more_ranks(workers: WorkerPools, world_size: int, replicas: int) -> None:
     run = workers(world_size).run
-    stats = check(run(twins.compare, twins.two_backwards, 5, CONFIG, {}, {"idle": True}, replicas))
+    stats = check(run(twins.compare, twins.two_backwards, NUM_STEPS, CONFIG, {}, {"idle": True, **SMALL}, replicas))
     assert stats.deferred > 0
 
 
@@ -208,7 +209,7 @@ def compare_where_it_is_not_asked(rank: int, world_size: int) -> Outcome:
     """As if all_reduce did not ask tensors, or something stood in its place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp_ext.output, "all_reduce", dist.barrier)
-        return twins.compare(rank, world_size, twins.two_backwards, 3, replicas=2)
+        return twins.compare(rank, world_size, twins.two_backwards, 3, model_options=SMALL, replicas=2)
 
 
 def test_without_being_asked_fsdp2_averages(workers: WorkerPools) -> None:
