@@ -148,9 +148,7 @@ def own_lists(model: nn.Module) -> None:
         (own_lists, False),
     ],
 )
-def test_preparations(
-    workers: WorkerPools, world_size: int, prepare: Callable[[nn.Module], None], waits: bool
-) -> None:
+def test_preparations(workers: WorkerPools, world_size: int, prepare: Callable[[nn.Module], None], waits: bool) -> None:
     run = workers(world_size).run
     stats = check(run(twins.compare, twins.plain, NUM_STEPS, CONFIG, {}, {"idle": True, **SMALL}, 1, prepare))
     assert (stats.deferred == 0) == waits
