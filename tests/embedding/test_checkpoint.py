@@ -216,8 +216,9 @@ CALLS = (
 
 def call_differently(rank: int, world_size: int) -> tuple[list[str], str, list[str]]:
     """Ranks meet in different calls, and then one rank alone gathers tables."""
-    model = torch.nn.ModuleDict({"one": torch.nn.Embedding(10, 4)})
-    tables = shard_embeddings(model, modules=1, config=TableConfig(timeout_s=1.5, stall_warning_s=0.2))
+    model, other = (torch.nn.ModuleDict({"one": torch.nn.Embedding(10, 4)}) for _ in range(2))
+    tables = shard_embeddings(model, modules=1, config=CONFIG)
+    hasty = shard_embeddings(other, modules=1, config=TableConfig(timeout_s=1.5, stall_warning_s=0.2))
     calls: dict[str, Callable[[], Any]] = {
         "consolidate()": tables.consolidate,
         "full_state_dict()": tables.full_state_dict,
@@ -229,12 +230,17 @@ def call_differently(rank: int, world_size: int) -> tuple[list[str], str, list[s
         "sharded_state_dict()": tables.sharded_state_dict,
     }
     different = [message_of(calls[pair[rank]]) for pair in CALLS]
+
+    def gather() -> Any:
+        return get_model_state_dict(other, options=WHOLE)["one.weight"]
+
     with logged() as lines:
-        alone = message_of(calls["get_model_state_dict()"]) if rank == 0 else ""
+        alone = message_of(gather) if rank == 0 else ""
     dist.barrier()
-    alone = alone or message_of(calls["get_model_state_dict()"])
-    assert calls["get_model_state_dict()"]()["one.weight"].shape == (10, 4)  # nothing is broken
+    alone = alone or message_of(gather)
+    assert gather().shape == (10, 4)  # nothing is broken
     tables.close()
+    hasty.close()
     return different, alone, lines
 
 
