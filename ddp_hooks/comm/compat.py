@@ -380,9 +380,21 @@ class StateDictCall(NamedTuple):
         info = frame.f_locals.get("info") if frame is not None else None
         if frame is None or info is None:
             return None
-        name = (_frame_of_state_dict_api(*frame.f_globals["__all__"]) or frame).f_code.co_name
         loads = _frame_of_state_dict_api("_load_optim_state_dict") is not None
-        return StateDictCall(name, loads, info.full_state_dict and not loads, info.cpu_offload)
+        return StateDictCall(_public_name(frame), loads, info.full_state_dict and not loads, info.cpu_offload)
+
+
+def optimizers_beside_model() -> tuple[str, tuple[torch.optim.Optimizer, ...]]:
+    """Return ``get_state_dict`` or ``set_state_dict`` if one of them begins, and the optimizers that it was given."""
+    frame = _frame_of_state_dict_api("_verify_options")
+    if frame is None or frame.f_locals.get("optim_only", True):
+        return "", ()
+    return _public_name(frame), tuple(frame.f_locals.get("optims", ()))
+
+
+def _public_name(frame: FrameType) -> str:
+    """Return the name of the function of ``torch.distributed.checkpoint.state_dict`` that the user has called."""
+    return (_frame_of_state_dict_api(*frame.f_globals["__all__"]) or frame).f_code.co_name
 
 
 def unflattens_state() -> bool:

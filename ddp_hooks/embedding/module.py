@@ -37,7 +37,7 @@ class ShardedEmbedding(nn.Module):
         self.index = table.index
         self._table = table
         self._is_first = is_first
-        self._parameters = _HiddenParameters(table.weight if is_first else None)
+        self._parameters = _HiddenParameters(tables, table.weight if is_first else None)
 
     @property
     def weight(self) -> Tensor:
@@ -112,16 +112,19 @@ class _HiddenParameters(dict[str, Any]):
     That looks names of an optimizer's parameters up in the model.
 
     Args:
+        tables: whom the module belongs to.
         weight: this rank's columns.
     """
 
-    def __init__(self, weight: nn.Parameter | None) -> None:
+    def __init__(self, tables: EmbeddingTables, weight: nn.Parameter | None) -> None:
         super().__init__()
+        self._tables = tables
         self._weight = weight
 
     def items(self) -> Any:
         """As a dictionary's."""
         if self._weight is not None and compat.inside_state_dict_api():
+            self._tables.look_for_own_optimizer()
             return {"weight": self._weight}.items()
         return super().items()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,6 +27,8 @@ from ddp_hooks.embedding.stats import TableStats
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.feed import InertOnCopy, around_step, companions, extend_zero_grad
 from ddp_hooks.feed.optimizers import find_problem_of_hooks
+
+logger = logging.getLogger("ddp_hooks")
 
 Batch = TypeVar("Batch")
 
@@ -57,6 +60,7 @@ class EmbeddingTables(TableFlow):
         self._checkpoint = TableCheckpoint(tables, optimizer, self._channels)
         self._kept: list[Tensor] | None = None  # whole tables, for state_dict() on this rank until the next step
         self._steps_with_another = False
+        self._was_left_out = False  # of what get_state_dict() or set_state_dict() was given
         self._followed: torch.optim.Optimizer | None = None
         self._following: list[Any] = []
         self._urgent_works: Sequence[Work] = ()
@@ -372,6 +376,22 @@ class EmbeddingTables(TableFlow):
         if self._whole is None:
             self._checkpoint.meet_before_gather()
         return self.weight_of(index, "state_dict()")
+
+    def look_for_own_optimizer(self) -> None:
+        """Warn, once, if ``get_state_dict()`` or ``set_state_dict()`` is given optimizers without the tables' one."""
+        call, optimizers = compat.optimizers_beside_model()
+        has_state = not isinstance(self.optimizer, torch.optim.SGD)  # as momentum is refused
+        if not optimizers or self.optimizer in optimizers or self._was_left_out or not has_state:
+            return
+        self._was_left_out = True
+        logger.warning(
+            "%s() was given optimizers without that of the sharded tables %s, whose state it leaves out; a run that "
+            "resumes would begin with a new one. Call get_state_dict(model, [optimizer, tables.optimizer]), and "
+            "set_state_dict() likewise%s",
+            call,
+            ", ".join(table.name for table in self._all),
+            see("optimizer-state-is-sharded"),
+        )
 
     def load_weight(self, index: int, full: Tensor) -> None:
         """Take this rank's columns of (num_rows, dim), which may be a DTensor: then all ranks do it together."""
