@@ -29,10 +29,14 @@ class Scattered:
                 found.append(part[first:last])
         return Scattered(tuple(found))
 
-    def sample(self, stride: int) -> Tensor:
-        """Every ``stride``-th element, the first one included."""
-        samples = [part[-offset % stride :: stride] for offset, part in self.placed()]
-        return samples[0] if len(samples) == 1 else torch.cat(samples)
+    def sample(self, places: Tensor) -> Tensor:
+        """Return the elements at ``places``, (n,) ascending."""
+        if len(self.parts) == 1:
+            return self.parts[0].index_select(0, places)
+        offsets, parts = zip(*self.placed(), strict=True)
+        cuts = torch.searchsorted(places, torch.tensor(offsets[1:], device=places.device)).tolist()
+        found = places.tensor_split(cuts)
+        return torch.cat([p.index_select(0, f - o) for o, p, f in zip(offsets, parts, found, strict=True)])
 
     def add_to(self, vector: Tensor) -> None:
         """Add all of it to (n,), in place."""

@@ -10,9 +10,11 @@ A block's pass is made when the block is selected from, so that what other worke
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ddp_hooks.topk.passes import reaching
@@ -20,7 +22,8 @@ from ddp_hooks.topk.primitives import kth_largest
 from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.sparse import SparseVector
 
-_SAMPLE = 1 << 13  # elements per block
+_SAMPLE = 1 << 13  # elements per block; fewer than twice as many where they do not divide it
+_SHARES = torch.rand(2 * _SAMPLE, dtype=torch.float64, device="cpu", generator=torch.Generator("cpu").manual_seed(0))
 
 
 class BlockSelector:
@@ -68,13 +71,15 @@ def _largest_sums(
     return chosen
 
 
-def _stride(numel: int) -> int:
-    """Between two elements of the sample: not a multiple of 2, 3, 5 or 7, as rows of weights are, so that the sample
-    goes through all columns: whole columns of a gradient are large or small together."""
-    stride = max(1, numel // _SAMPLE)
-    while math.gcd(stride, 2 * 3 * 5 * 7) > 1:
-        stride -= 1
-    return stride
+@functools.lru_cache(maxsize=32)  # blocks have the same lengths in every step
+def _sampled_places(numel: int, stride: int, device: torch.device) -> Tensor:
+    """Return one place of each ``stride`` elements, (ceil(numel / stride),) ascending.
+
+    A pseudo-random one: whole columns of a gradient are large or small together, so a sample at regular distances
+    would see some of them too often.
+    """
+    starts = torch.arange(0, numel, stride, device="cpu")
+    return (starts + (_SHARES[: len(starts)] * stride).long()).clamp_(max=numel - 1).to(device)
 
 
 def _sampled_threshold(
@@ -86,12 +91,13 @@ def _sampled_threshold(
         return math.inf
     if k >= numel:
         return 0.0
-    stride = _stride(numel)
-    sample = values[::stride].clone()
+    stride = max(1, numel // _SAMPLE)
+    places = _sampled_places(numel, stride, values.device)
+    sample = values.index_select(0, places)
     if gradient is not None:
-        sample += gradient.sample(stride)
+        sample += gradient.sample(places)
     for vector in received:
-        sampled = vector.sample(stride)
+        sampled = vector.sample(places)
         sample.index_add_(0, sampled.indices, sampled.values)
     expected = k / stride
     wanted = round(expected + 3 * math.sqrt(expected)) + 2  # so that one sample in a thousand gives too few

@@ -39,10 +39,13 @@ class SparseVector:
             positions = positions_of(positions)
         return SparseVector(self.indices.index_select(0, positions), self.values.index_select(0, positions))
 
-    def sample(self, stride: int) -> SparseVector:
-        """What lies at every ``stride``-th position of the vector, as a vector of these."""
-        there = self.at(self.indices % stride == 0)
-        return SparseVector(there.indices // stride, there.values)
+    def sample(self, places: Tensor) -> SparseVector:
+        """Return the entries at ``places`` of the vector, (n,) ascending, as a vector of these places."""
+        if not len(self):
+            return self
+        found = torch.searchsorted(self.indices, places).clamp_(max=len(self) - 1)
+        there = positions_of(self.indices.index_select(0, found) == places)
+        return SparseVector(there, self.values.index_select(0, found.index_select(0, there)))
 
     def shifted(self, offset: int) -> SparseVector:
         """The same entries of a vector in which this one begins at ``offset``."""

@@ -126,7 +126,11 @@ def test_a_gradient_in_several_places(lengths: list[int], stride: int, seed: int
     start, end = sorted(torch.randint(0, len(whole) + 1, (2,), generator=generator).tolist())
     cut = scattered.cut(start, end).parts
     assert torch.equal(torch.cat([*cut, whole[:0]]), whole[start:end]) and all(len(part) for part in cut)
-    assert torch.equal(scattered.sample(stride), whole[::stride])
+    places = torch.arange(0, len(whole), stride)
+    assert torch.equal(scattered.sample(places), whole[places])
+    sparse = SparseVector(positions_of(whole > 0), whole[whole > 0]).sample(places)
+    assert torch.equal(sparse.indices, positions_of(whole[places] > 0))
+    assert torch.equal(sparse.values, whole[places][sparse.indices])
     values = torch.randint(-9, 10, (len(whole),), generator=generator).float()
     again = values.clone()
     scattered.add_to(again)
@@ -183,10 +187,9 @@ def test_a_list_that_is_too_short_is_not_used(what: str, monkeypatch: pytest.Mon
     numel, k = 3 * 2**20, 1000
     work = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     selector = BlockSelector(work.clone(), (0, numel), (k,))
-    stride = selection._stride(numel)
     received = {
         "others": torch.arange(0, numel, 97),
-        "the sample": torch.arange(0, numel, stride),
+        "the sample": selection._sampled_places(numel, numel // selection._SAMPLE, work.device),
         "everything": torch.arange(numel),
     }[what]
     added = torch.full((len(received),), 50.0) if what == "the sample" else -work[received]
@@ -227,7 +230,7 @@ def noting(seen: list[int], function: Callable[..., Any], number: Callable[[Any]
     return noted
 
 
-@pytest.mark.parametrize("columns", [768, 1024, 3 * 3 * 512])
+@pytest.mark.parametrize("columns", [383, 768, 1024, 3 * 3 * 512])  # 383 * 2**13 is the size, almost
 def test_a_sample_sees_all_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a linear layer's gradient are large or small together, as its inputs are."""
     listed: list[int] = []
