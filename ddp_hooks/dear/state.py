@@ -135,6 +135,7 @@ class DearState(StepCycle):
 
         Between backward and ``optimizer.step()``; all ranks do it.
         """
+        clip_value = float(clip_value)  # as torch does, before ranks begin to do something together
         sources: list[clipping.GradientShards] = [self, *self.companions]
         for source in sources:
             with source.reduced_gradients() as shards, torch.no_grad():
