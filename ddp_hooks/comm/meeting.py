@@ -62,9 +62,9 @@ class Patience(NamedTuple):
 
     @classmethod
     def of(cls, settings: object) -> Patience:
-        """Return the patience of ``settings``: anything with such attributes; defaults where it has none."""
+        """Return the patience of ``settings``: anything with such attributes; defaults where they are no limits."""
         found = (getattr(settings, name, None) for name in cls._fields)
-        return cls(*(v if isinstance(v, int | float) else d for v, d in zip(found, cls(), strict=True)))
+        return cls(*(v if isinstance(v, int | float) and v > 0 else d for v, d in zip(found, cls(), strict=True)))
 
 
 @contextmanager

@@ -39,14 +39,20 @@ class GradientArrival:
     def attach(self, reduction: Reduction) -> None:
         """Give every shard its gradient, which may still travel: read none before :meth:`settle`."""
         self.in_place = True
+        marks = self._keeper.marks()
         for work, atoms in reduction.works:
-            arrivals = [arrival for atom in atoms for arrival in self._attach_atom(atom, reduction)]
+            arrivals = [arrival for atom in atoms for arrival in self._attach_atom(atom, reduction, marks)]
             self._settlements.append((atoms, self._settlement(work, arrivals)))
             self._work_of.update(dict.fromkeys(atoms, work))
 
     def defer(self) -> None:
-        """Let every gradient wait for itself, when it is read."""
-        for atoms, settlement in self._settlements:
+        """Let every gradient that still travels wait for itself, when it is read."""
+        settlements, self._settlements = self._settlements, []
+        for atoms, settlement in settlements:
+            if self._work_of[atoms[0]].done:
+                settlement()
+                continue
+            self._settlements.append((atoms, settlement))
             for atom in atoms:
                 self._sharded.defer_gradients(atom, settlement)
 
@@ -69,7 +75,9 @@ class GradientArrival:
         """What reduces these atoms, as far as it has not been waited for."""
         return {self._work_of[atom] for atom in atoms if atom in self._work_of}
 
-    def _attach_atom(self, atom: int, reduction: Reduction) -> list[_Arrival]:
+    def _attach_atom(
+        self, atom: int, reduction: Reduction, marks: Sequence[Tensor | None]
+    ) -> list[_Arrival]:
         """Give the atom's shards memory for their gradients; returns what is to be done when the atom is reduced."""
         means, home = reduction.means_of(atom), reduction.gradients[atom]
         arrivals = []
@@ -79,7 +87,7 @@ class GradientArrival:
                 arrival = _Arrival.of(means, home, shard)
                 arrivals.append(arrival)
                 gradient = arrival.gradient
-            shard.tensor.grad = attached = self._keeper.unless_discarded(shard, gradient)
+            shard.tensor.grad = attached = self._keeper.unless_discarded(shard, gradient, marks)
             shard.base = None
             self.in_place &= arrival is not None and means is home and arrival.is_complete and attached is gradient
         return arrivals

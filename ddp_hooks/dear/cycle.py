@@ -103,7 +103,8 @@ class StepCycle:
         )
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
-        self._watches = self.device.type == "cpu" and compat.places_gradients_one_by_one(ddp)
+        on_cpus = self.device.type == "cpu" and self._lanes.world_size > 1
+        self._watches = on_cpus and compat.places_gradients_one_by_one(ddp)
         self._arrangement = Arrangement(
             self._parameters,
             self._names,
@@ -348,8 +349,9 @@ class StepCycle:
         names = {f"bucket {i}": [self._names[p] for p in bucket] for i, bucket in enumerate(layout.buckets)}
         agree({**names, "atoms": layout.atoms}, None, self._lanes.group, "the layout of buckets", self.config)
         old = self._arrangement.layout
+        marks = self._keeper.marks()
         for shard in self._sharded.shards:  # what was kept from earlier backwards travels with the state
-            shard.tensor.grad = self._keeper.unless_discarded(shard, shard.base)
+            shard.tensor.grad = self._keeper.unless_discarded(shard, shard.base, marks)
         states = self._sharded.take_states(old, layout)
         self._arrangement.move_parameters(layout)
         self._sharded.install(layout, self._arrangement.flats, states)
@@ -395,7 +397,8 @@ class StepCycle:
         compat.increment_versions(self._parameters)
         if isinstance(self._sharded, ShardedOptimizer):
             self._sharded.write_masters()
-            self._launch_gathers(self._arrangement.flats)
+            if self._lanes.world_size > 1:  # one rank has everything
+                self._launch_gathers(self._arrangement.flats)
         else:
             self._sharded.close_step()
             if self._sharded.deferred:
@@ -480,7 +483,6 @@ class StepCycle:
             if self._replicated is not None:
                 self._replicated.leave_buckets()
             self._arrival.settle()  # of a step that did not end
-        self._keeper.release()
         self._keeper.make_room(self._arrival.settle)
         self._pipe.begin_forward(self._ddp.training and self.config.overlap_forward)
 

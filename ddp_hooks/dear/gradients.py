@@ -45,7 +45,7 @@ class GradientKeeper:
 
     def guard_model(self) -> set[int]:
         """A backward has ended: guard every gradient of the model; returns the parameters that took part."""
-        used = {index for index, gradient in enumerate(self._gradients()) if gradient is not None}
+        used = {index for index, gradient in enumerate(self.marks()) if gradient is not None}
         for index in used.union(self._carried):  # also where this rank has no shard
             self._place(index)
         return used
@@ -59,13 +59,22 @@ class GradientKeeper:
                 shard.guard.zeroed = False
                 shard.tensor.grad = shard.guard
 
-    def unless_discarded(self, shard: Shard, gradient: Tensor | None) -> Tensor | None:
-        """``gradient``, or what ``zero_grad`` on the model or the optimizer has made of it since the backward."""
+    def marks(self) -> list[Tensor | None]:
+        """Return what stands for gradients at the parameters, and says what the user has done to them."""
+        with compat.without_overrides():  # nobody waits for parameters in flight
+            return [parameter.grad for parameter in self._parameters]
+
+    def unless_discarded(self, shard: Shard, gradient: Tensor | None, marks: Sequence[Tensor | None]) -> Tensor | None:
+        """``gradient``, or what ``zero_grad`` on the model or the optimizer has made of it since the backward.
+
+        Args:
+            shard: whose gradient it is.
+            gradient: as it was reduced.
+            marks: see :meth:`marks`.
+        """
         if gradient is None:
             return None
-        with compat.without_overrides():
-            mark = self._parameters[shard.interval.parameter].grad
-        own = shard.tensor.grad
+        mark, own = marks[shard.interval.parameter], shard.tensor.grad
         # Plain values in a shard are those of a step that is over: they were not discarded there either.
         if own is None or not isinstance(mark, GradientGuard):
             return None
@@ -75,7 +84,7 @@ class GradientKeeper:
 
     def unreduced(self) -> str | None:
         """The name of a parameter that holds a gradient that no rank has reduced; None if there is none."""
-        for name, gradient in zip(self._names, self._gradients(), strict=True):
+        for name, gradient in zip(self._names, self.marks(), strict=True):
             if gradient is not None and not isinstance(gradient, GradientGuard):
                 return name
         return None
@@ -92,15 +101,16 @@ class GradientKeeper:
 
     def release(self) -> None:
         """Bring reduced gradients back, as far as ``zero_grad`` has left them."""
+        marks = self.marks()
         for shard in self._sharded.shards:
             reduced = shard.tensor.grad if shard.reduced is None else shard.reduced
             if reduced is not None:
                 shard.reduced = None
-                shard.tensor.grad = self.unless_discarded(shard, reduced)
+                shard.tensor.grad = self.unless_discarded(shard, reduced, marks)
 
     def forget_zeroing(self) -> None:
         """What was asked for is done: what is written into gradients from now on counts."""
-        for gradient in self._gradients():
+        for gradient in self.marks():
             if isinstance(gradient, GradientGuard):
                 gradient.zeroed = False
 
@@ -113,8 +123,15 @@ class GradientKeeper:
             settle: waits for gradients that may still travel; called before any is read.
         """
         self._unwatch()
-        self._kept = [i for i, gradient in enumerate(self._gradients()) if isinstance(gradient, GradientGuard)]
         self._carried = []
+        marks = self.marks()
+        if all(mark is None for mark in marks):  # by zero_grad: there is nothing to keep
+            self._kept = []
+            for shard in self._sharded.shards:
+                shard.reduced = shard.tensor.grad = None
+            return
+        self.release()
+        self._kept = [i for i, mark in enumerate(marks) if isinstance(mark, GradientGuard)]
         kept = set(self._kept)
         if kept:
             settle()
@@ -172,14 +189,9 @@ class GradientKeeper:
                 for parameter in self._parameters:
                     parameter.grad = None
             return
-        for gradient in self._gradients():
+        for gradient in self.marks():
             if gradient is not None:
                 gradient.zero_()
-
-    def _gradients(self) -> list[Tensor | None]:
-        """The parameters' gradients, or what stands for them; nobody waits for parameters in flight."""
-        with compat.without_overrides():
-            return [parameter.grad for parameter in self._parameters]
 
     def _place(self, index: int) -> None:
         self._guards[index].zeroed = False

@@ -6,7 +6,7 @@ gradient answers the first at once and waits for its reduce-scatter at the secon
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,10 @@ from ddp_hooks.feed.guard import METADATA
 
 
 class PendingGradient(Tensor):
-    """A gradient in its final memory; any function that takes it waits until that memory holds the final values."""
+    """A gradient in its final memory; any function that takes it waits until that memory holds the final values.
+
+    It is a plain tensor from then on, which costs the functions that follow nothing.
+    """
 
     plain: Tensor  # the same memory
     settle: Callable[[], None]  # waits; may be called again
@@ -32,13 +35,17 @@ class PendingGradient(Tensor):
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})
-        return func(*_settled(args), **{key: _settled(value) for key, value in (kwargs or {}).items()})
+        kwargs = kwargs or {}
+        _settle_in(args)
+        _settle_in(kwargs.values())
+        return func(*args, **kwargs)
 
 
-def _settled(value: Any) -> Any:
-    if isinstance(value, PendingGradient):
-        value.settle()
-        return value.plain
-    if isinstance(value, list | tuple):
-        return type(value)(_settled(item) for item in value)
-    return value
+def _settle_in(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, PendingGradient):
+            value.settle()
+            value.__class__ = Tensor  # type: ignore[assignment]
+            value.__dict__.clear()  # what it has waited for
+        elif isinstance(value, list | tuple):
+            _settle_in(value)

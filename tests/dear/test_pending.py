@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import inspect
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import nn
 
+from ddp_hooks.comm.work import ThreadWork
 from ddp_hooks.dear.pending import PendingGradient
 from ddp_hooks.feed import ELEMENTWISE, around_step
 from tests.support.dear.misuse import trained
@@ -58,6 +60,7 @@ def test_values_wait(use: Any) -> None:
     _, pending, settled = arriving(torch.ones(3))
     result = use(pending)
     assert settled and torch.isfinite(result).all() and type(result) is torch.Tensor
+    assert type(pending) is torch.Tensor and not vars(pending), "what follows would be asked, and memory kept"
 
 
 def variants() -> list[Any]:
@@ -85,8 +88,8 @@ def test_every_known_optimizer_waits(kind: type[torch.optim.Optimizer], options:
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
 
 
-def gradients_around_a_step(rank: int, world_size: int) -> tuple[set[str], ...]:
-    """What shards hold before a step, in it, after it, and when they are asked for."""
+def gradients_around_a_step(rank: int, world_size: int, travel: bool) -> tuple[set[str], ...]:
+    """What shards hold before a step, in it, after it, and when they are asked for; gradients still travel, or not."""
     ddp, optimizer, state = trained(rank, world_size)
     kinds: list[set[str]] = []
 
@@ -99,7 +102,10 @@ def gradients_around_a_step(rank: int, world_size: int) -> tuple[set[str], ...]:
     optimizer.register_step_post_hook(look)
     optimizer.zero_grad()
     ddp(*whole_batches(rank, world_size, 5)).backward()
-    optimizer.step()
+    assert state._reduction is not None
+    state._reduction.wait()
+    with mock.patch.object(ThreadWork, "done", not travel):
+        optimizer.step()
     with state.reduced_gradients() as shards:
         kinds.append({type(p.grad).__name__ for p in shards if p.grad is not None})
     state.close()
@@ -107,5 +113,6 @@ def gradients_around_a_step(rank: int, world_size: int) -> tuple[set[str], ...]:
 
 
 def test_gradients_are_pending_in_the_step_and_guarded_around_it(workers: WorkerPools) -> None:
-    expected = ({"GradientGuard"}, {"PendingGradient"}, {"GradientGuard"}, {"Tensor"})
-    assert workers(2).run(gradients_around_a_step) == [expected] * 2
+    for travel, kind in [(True, "PendingGradient"), (False, "Tensor")]:
+        expected = ({"GradientGuard"}, {kind}, {"GradientGuard"}, {"Tensor"})
+        assert workers(2).run(gradients_around_a_step, travel) == [expected] * 2
