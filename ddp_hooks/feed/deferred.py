@@ -7,6 +7,8 @@ section III-B, Algorithm 1: FeedPipe). Right for optimizers whose update of a pa
 from __future__ import annotations
 
 import itertools
+import threading
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -35,7 +37,7 @@ class DeferredUpdates:
         gradient_of: Callable[[int], Tensor],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self.running = False  # the optimizer's code runs for some parameters
+        self._runner: int | None = None  # the thread that runs the optimizer's code for some parameters
         self._optimizer = optimizer
         self._parameters = parameters
         self._gradient_of = gradient_of
@@ -74,34 +76,60 @@ class DeferredUpdates:
         if self._finish is not None and not self.running:
             self._finish()
 
+    @property
+    def running(self) -> bool:
+        """Whether this thread runs the optimizer's code for some parameters."""
+        return self._runner == threading.get_ident()
+
     def run(self, indices: Sequence[int]) -> None:
-        """Run the optimizer's own code over these parameters, with the settings of the step."""
-        optimizer = self._optimizer
+        """Run the optimizer's own code over these parameters, with the settings of the step.
+
+        A thread that reads a parameter may come here while another one trains. So a copy of the optimizer steps, on
+        parameters with the same memory: gradients and groups that others see stay as they are.
+        """
         indices = sorted(indices, key=self._slot_of.__getitem__)  # as the optimizer has them
-        parameters = [self._parameters[index] for index in indices]
-        marks = [parameter.grad for parameter in parameters]
-        for index, parameter in zip(indices, parameters, strict=True):
-            parameter.grad = self._gradient_of(index)
-        live = optimizer.param_groups
+        inside = {index: self._stand_in(index) for index in indices}
         partial: list[tuple[int, dict[str, Any]]] = []
         for position, members in itertools.groupby(indices, lambda index: self._slot_of[index][0]):
             own = {key: copied(value) for key, value in self._settings[position].items()}
-            partial.append((position, {**own, "params": [self._parameters[index] for index in members]}))
-        optimizer.param_groups = [group for _, group in partial]
-        self.running = True
+            partial.append((position, {**own, "params": [inside[index] for index in members]}))
+        self._runner = threading.get_ident()
         try:
-            with _outside_of_any_forward(self._parameters[0].device):
-                compat.unhooked_step(optimizer)(optimizer)
+            self._step([group for _, group in partial], inside)
         finally:
-            self.running = False
-            optimizer.param_groups = live
-            for parameter, mark in zip(parameters, marks, strict=True):
-                parameter.grad = mark
+            self._runner = None
         for position, group in partial:  # an optimizer may count steps in its groups
             for key, value in group.items():
                 before = self._settings[position].get(key)
                 if key != "params" and not isinstance(value, Tensor) and value != before:
-                    live[position][key] = value
+                    self._optimizer.param_groups[position][key] = value
+
+    def _stand_in(self, index: int) -> torch.nn.Parameter:
+        """Return a parameter with the memory, the attributes and the gradient of the one with that number."""
+        parameter = self._parameters[index]
+        with compat.without_overrides():
+            made = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+            vars(made).update(vars(parameter))
+        made.grad = self._gradient_of(index)
+        return made
+
+    def _step(self, groups: list[dict[str, Any]], inside: dict[int, torch.nn.Parameter]) -> None:
+        """Let a copy of the optimizer step on these groups; keep what it does to its state and attributes."""
+        optimizer = self._optimizer
+        state, names = optimizer.state, {"param_groups", "state"}
+        acting: torch.optim.Optimizer = object.__new__(type(optimizer))
+        vars(acting).update(vars(optimizer))
+        acting.param_groups = groups
+        known = {p: self._parameters[i] for i, p in inside.items() if self._parameters[i] in state}
+        acting.state = defaultdict(dict, {p: state[parameter] for p, parameter in known.items()})
+        try:
+            with _outside_of_any_forward(self._parameters[0].device):
+                compat.unhooked_step(optimizer)(acting)
+        finally:
+            for index, parameter in inside.items():
+                if parameter in acting.state:
+                    state[self._parameters[index]] = acting.state[parameter]
+            vars(optimizer).update({name: value for name, value in vars(acting).items() if name not in names})
 
 
 def copied(value: Any) -> Any:

@@ -34,7 +34,7 @@ _CONVERSIONS: frozenset[Any] = frozenset(
 ONE_BACKWARD = (
     "run one backward for each forward through ddp(...), with the sum of the losses: the last one came for the second "
     "time through one forward (retain_graph=True), or as the second after two forwards, or its forward was called by "
-    "ddp.module(...) or ddp.forward(...)"
+    "ddp.module(...) or ddp.forward(...), or it came from parameters alone, as a penalty does"
 )
 """Causes of a backward that DDP's hooks do not see, after what to do."""
 

@@ -70,6 +70,36 @@ def test_loops(
         assert outcome.bitwise, outcome
 
 
+def while_a_thread_reads(twin: Trainee, step: int) -> None:
+    """As a logger does: whoever reads first runs the updates."""
+    ended, errors = threading.Event(), list[Exception]()
+
+    def read() -> None:
+        try:
+            while not ended.is_set():
+                for parameter in twin.ddp.parameters():
+                    assert torch.isfinite(parameter.detach().sum())
+        except Exception as error:
+            errors.append(error)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        for each in range(4 * step, 4 * step + 4):
+            twins.plain(twin, each)
+    finally:
+        ended.set()
+        reader.join()
+    assert not errors, errors
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_another_thread_may_read(workers: WorkerPools, world_size: int) -> None:
+    run = partial(compare, config=LATE)
+    for outcome in workers(world_size).run(run, WholeNumbers, whole_batches, adamw_two_groups, while_a_thread_reads, 5):
+        assert outcome.bitwise, outcome
+
+
 @pytest.mark.parametrize("config", [
     replace(REPLICATED, overlap_forward=False),
     replace(REPLICATED, check_replicas=True),
