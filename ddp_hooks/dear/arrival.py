@@ -6,6 +6,7 @@ left it.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -55,6 +56,8 @@ class GradientArrival:
             self._settlements.append((atoms, settlement))
             for atom in atoms:
                 self._sharded.defer_gradients(atom, settlement)
+        if not self._settlements:
+            self._work_of.clear()
 
     def settle(self) -> None:
         """Wait for every gradient that was attached; shards hold plain tensors then."""
@@ -94,20 +97,21 @@ class GradientArrival:
 
     def _settlement(self, work: Work, arrivals: Sequence[_Arrival]) -> Callable[[], None]:
         """A function that waits for ``work`` and then completes the gradients, the first time that it is called."""
-        settled = False
+        settled, lock = False, threading.Lock()  # another thread may look at gradients in the step
 
         def settle() -> None:
             """Wait, and add what earlier backwards have left; may be called again."""
             nonlocal settled
-            if settled:
-                return
-            if not work.done:
-                with self.stall.measure(self._recorder, work.label):
-                    work.wait()
-            with torch.no_grad():
-                for arrival in arrivals:
-                    arrival.complete()
-            settled = True
+            with lock:
+                if settled:
+                    return
+                if not work.done:
+                    with self.stall.measure(self._recorder, work.label):
+                        work.wait()
+                with torch.no_grad():
+                    for arrival in arrivals:
+                        arrival.complete()
+                settled = True
 
         return settle
 

@@ -46,22 +46,21 @@ class SmallEntries:
     """Entries of one value, such as counts of steps, as users see them: a rank holds one for each of its shards."""
 
     def __init__(self) -> None:
-        self._shown: dict[tuple[int, str], tuple[Tensor, int]] = {}  # a copy, and its version
+        self._shown: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # a copy, and what it was
 
     def show(self, index: int, key: str, value: Any) -> Any:
         """Return what stands for ``value`` of parameter ``index`` until :meth:`forget`; it may be written."""
         if not isinstance(value, Tensor):
             return value
         if (index, key) not in self._shown:
-            copied = value.clone()
-            self._shown[index, key] = copied, copied._version
+            self._shown[index, key] = value.clone(), value.clone()
         return self._shown[index, key][0]
 
     def written(self) -> Iterator[tuple[int, str, Tensor]]:
         """Yield what was written since it was shown, or since this was asked."""
-        for (index, key), (value, version) in self._shown.items():
-            if value._version != version:
-                self._shown[index, key] = value, value._version
+        for (index, key), (value, before) in self._shown.items():
+            if not torch.equal(value, before):  # its version would not tell of .data and .numpy()
+                before.copy_(value)
                 yield index, key, value
 
     def forget(self, index: int | None = None) -> None:

@@ -44,8 +44,10 @@ class PendingGradient(Tensor):
 def _settle_in(values: Iterable[Any]) -> None:
     for value in values:
         if isinstance(value, PendingGradient):
-            value.settle()
+            settle = vars(value).get("settle")
+            if settle is not None:  # else another thread has just done it
+                settle()
             value.__class__ = Tensor  # type: ignore[assignment]
-            value.__dict__.clear()  # what it has waited for
+            vars(value).clear()  # what it has waited for
         elif isinstance(value, list | tuple):
             _settle_in(value)

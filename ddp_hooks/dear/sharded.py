@@ -153,7 +153,7 @@ class ShardedOptimizer(ShardSet):
         """See :class:`~ddp_hooks.dear.outside.SpreadState`.
 
         Raises:
-            ValueError: it is spread otherwise than at present.
+            ValueError: it is spread otherwise than at present, or has another shape.
         """
         self._small.forget(index)
         held: dict[Any, State] = self._early[1] if self._early is not None else self.states
@@ -164,7 +164,13 @@ class ShardedOptimizer(ShardSet):
 
     def _part_of(self, name: str, value: Any, interval: Interval) -> Any:
         if not isinstance(value, SpreadTensor):
-            return cut_entry(name, value, self._parameters[interval.parameter], interval)
+            parameter = self._parameters[interval.parameter]
+            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
+                raise ValueError(
+                    f"{name} of {self._names[interval.parameter]} was given with shape {tuple(value.shape)}, but the "
+                    f"parameter has {tuple(parameter.shape)}{see('optimizer-state-is-sharded')}"
+                )
+            return cut_entry(name, value, parameter, interval)
         if interval not in value.parts:
             raise ValueError(
                 f"{value.label} was read before DDP has rebuilt its buckets, and is spread otherwise now: load a whole "

@@ -10,6 +10,7 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -296,7 +297,8 @@ def failing(rank: int, world_size: int, where: str) -> str:
         return model
 
     try:
-        tune(build, lambda model: model(1).backward(), replace(CONFIG, timeout_s=60), TuneConfig(max_trials=3))
+        with mock.patch.object(trials, "_FAREWELL_S", 2.0):
+            tune(build, lambda model: model(1).backward(), replace(CONFIG, timeout_s=60), TuneConfig(max_trials=3))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "no error"
