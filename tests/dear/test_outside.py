@@ -77,7 +77,7 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     train_step(plain, plain_optimizer, rank, world_size, 3)
     train_step(ddp, optimizer, rank, world_size, 3)
     found["after zeros"] = all(map(torch.equal, plain.module.state_dict().values(), ddp.module.state_dict().values()))
-    found["other shape"] = message_of(lambda: states[0][1].update(exp_avg=torch.zeros(3)))
+    found["other shape"] = message_of(lambda: states[0][1].update(exp_avg=torch.zeros(2, 1, 5)))
     found["pickle"] = message_of(lambda: torch.save(optimizer, "/dev/null"))
     state.close()
     return found
@@ -95,7 +95,7 @@ def test_groups_and_states_are_those_of_whole_parameters(workers: WorkerPools) -
         assert found["states"] and found["assignment"] and found["after zeros"]
         written, read = found["written in place"]
         assert written == read and set(written) <= found["saved"]
-        assert found["other shape"].startswith("ValueError: exp_avg of ") and "(3,)" in found["other shape"]
+        assert found["other shape"].startswith("ValueError: exp_avg of ") and "(2, 1, 5)" in found["other shape"]
         for what in ("norm of a state", "pickle"):
             assert "state.full_optimizer_state_dict()" in found[what]
     assert sum(found["numel"][0] for found in outcomes) == outcomes[0]["numel"][1]
