@@ -257,9 +257,11 @@ def test_a_scaled_step_is_taken_again(workers: WorkerPools) -> None:
         assert "follow no optimizer" in unfollowed
 
 
-def nonfinite(rank: int, world_size: int) -> tuple[int, bool, float]:
-    """DearConfig(on_nonfinite="skip") and max_grad_norm look at tables, too."""
+def nonfinite(rank: int, world_size: int) -> tuple[int, bool, float, float]:
+    """DearConfig(on_nonfinite="skip") and max_grad_norm look at tables, too; the last norm, and plain DDP's."""
     model = Tables(world_size)
+    plain = DistributedDataParallel(copy.deepcopy(model))
+    plain_optimizer = torch.optim.SGD(plain.parameters(), lr=0.5)
     tables = shard_embeddings(model, None, 1, torch.optim.SGD, config=CONFIG, lr=0.5)
     ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
@@ -273,10 +275,15 @@ def nonfinite(rank: int, world_size: int) -> tuple[int, bool, float]:
             loss = loss + torch.inf * extra.sum()
         loss.backward()
         optimizer.step()
+        plain_optimizer.zero_grad()
+        (plain(batch) + 0.0 * plain.module.narrow(torch.tensor([3])).sum()).backward()
+        plain_norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), 5.0)
+        if number != 2:
+            plain_optimizer.step()
     full = tables.full_state_dict()
     finite = all(bool(torch.isfinite(value).all()) for value in full.values())
     norm = state.stats().grad_norm
-    result = state.stats().skipped_steps, finite, norm if norm is not None else 0.0
+    result = state.stats().skipped_steps, finite, norm if norm is not None else 0.0, float(plain_norm)
     state.close()
     tables.close()
     return result
@@ -284,7 +291,8 @@ def nonfinite(rank: int, world_size: int) -> tuple[int, bool, float]:
 
 def test_dear_looks_at_tables(workers: WorkerPools) -> None:
     results = workers(2).run(nonfinite)
-    assert all(skipped == 1 and finite and norm > 5.0 for skipped, finite, norm in results)
+    for skipped, finite, norm, expected in results:
+        assert skipped == 1 and finite and norm == pytest.approx(expected, rel=1e-6)
     assert len(set(results)) == 1
 
 
