@@ -50,6 +50,7 @@ class Table:
         return ready, refused
 
     def _difference(self, name: str, asked: dict[int, Request]) -> str:
-        lines = [{key: str(value) for key, value in request.entries().items()} for request in asked.values()]
-        found = first_difference(lines, [self._ranks[rank] for rank in asked])
+        ranks = sorted(asked)  # they were heard of in any order
+        lines = [{key: str(value) for key, value in asked[rank].entries().items()} for rank in ranks]
+        found = first_difference(lines, [self._ranks[rank] for rank in ranks])
         return f"ranks ask for different collectives under the name {name!r}: {found}{see('ranks-differ')}"
