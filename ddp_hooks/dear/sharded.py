@@ -103,6 +103,7 @@ class ShardedOptimizer(ShardSet):
                 "optimizer.state was replaced, and every rank holds its own shards of it: load a whole state with "
                 f"optimizer.load_state_dict() on all ranks{see('optimizer-state-is-sharded')}"
             )
+        self._small.forget()
         self.states = defaultdict(dict)
 
     # -- what optimizer.state shows outside -------------------------------------------------------------------------
@@ -180,6 +181,7 @@ class ShardedOptimizer(ShardSet):
 
     def drop_state(self, index: int) -> None:
         """See :class:`~ddp_hooks.dear.outside.SpreadState`."""
+        self._small.forget(index)
         for shard in self.shards:
             if shard.interval.parameter == index:
                 self.states.pop(shard.tensor, None)
@@ -390,6 +392,7 @@ class ShardedOptimizer(ShardSet):
 
         Before there are shards, states are kept until there are some.
         """
+        self._small.forget()
         states = {interval: self._on_device(interval, state) for interval, state in states.items()}
         if self._optimizer.state is not self._outside:  # torch has loaded what is not ours
             self.states = self._optimizer.state

@@ -71,6 +71,11 @@ def look(rank: int, world_size: int) -> dict[str, Any]:
     found["written in place"] = written, [float(entries["step"]) for entries in optimizer.state.values()]
     saved = state.full_optimizer_state_dict()["state"].values()
     found["saved"] = {float(entries["step"]) for entries in saved}
+    for entries in optimizer.state.values():
+        entries["step"].fill_(99)  # and then loads another
+    optimizer.load_state_dict(copy.deepcopy(before))
+    found["loaded"] = {float(entries["step"]) for entries in optimizer.state.values()}
+    found["loaded whole"] = differences(state.full_optimizer_state_dict(), before) == []
     for chosen in (optimizer, plain_optimizer):
         for entries in chosen.state.values():
             entries["step"].zero_()
@@ -93,6 +98,7 @@ def test_groups_and_states_are_those_of_whole_parameters(workers: WorkerPools) -
         for what in ("earlier post-hook", "later post-hook", "after the step", "norm", "deepcopy"):
             assert found[what], what
         assert found["states"] and found["assignment"] and found["after zeros"]
+        assert found["loaded"] == {3.0} and found["loaded whole"]
         written, read = found["written in place"]
         assert written == read and set(written) <= found["saved"]
         assert found["other shape"].startswith("ValueError: exp_avg of ") and "(2, 1, 5)" in found["other shape"]
