@@ -69,7 +69,7 @@ class SmallEntries:
 
 
 class EntriesOutside(MutableMapping[str, Any]):
-    """The state of one parameter; what is assigned or deleted is so for this rank's part of it.
+    """The state of one parameter; assigning or deleting an entry changes this rank's part of it.
 
     Args:
         spread: where the state is.
@@ -105,7 +105,7 @@ class EntriesOutside(MutableMapping[str, Any]):
 
 
 class StateOutside(MutableMapping[Any, MutableMapping[str, Any]]):
-    """The optimizer's state by parameter; what is assigned or deleted is so on all ranks alike.
+    """The optimizer's state by parameter; all ranks assign and delete entries alike.
 
     Args:
         spread: where the state is.
