@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import CollectiveRule, Partition, see
+from ddp_hooks.comm import CollectiveRule, Partition, compat, see
 from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.order import SumOrder
@@ -59,7 +59,7 @@ class Arrangement:
         self._earlier: SumOrder | None = None  # of the run that is being resumed
         self._num_layouts = 0
         self._atoms_by_need: list[int] = []  # of the layout in force
-        self._addresses: list[int] = []  # per parameter, where its memory should be
+        self._memory: list[Tensor] = []  # per parameter, where its values should be
 
     @property
     def layout(self) -> Layout | None:
@@ -100,11 +100,12 @@ class Arrangement:
 
     def move_parameters(self, layout: Layout) -> None:
         """Make the parameters of every atom neighbours in memory."""
+        self._memory = []  # so that what moves is not kept
         if self.layout is not None:
             unflatten(self.layout, self._parameters, self.flats)
         self.flats = flatten(layout, self._parameters)
         self._num_layouts += 1
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
+        self._memory = [parameter.detach() for parameter in self._parameters]
 
     def plan(self, layout: Layout, order_of_need: Callable[[], Sequence[int]]) -> list[tuple[int, ...]]:
         """Form the groups; returns the parameters of every group of gathers.
@@ -160,13 +161,23 @@ class Arrangement:
 
     def refuse_replaced_storage(self) -> None:
         """Raise RuntimeError if a parameter has other memory than it was given."""
-        for index, address in enumerate(self._addresses):
-            if self._parameters[index].data_ptr() != address:
-                raise RuntimeError(
-                    f"the memory of {self._names[index]} was replaced (by .to() or .data = ...), so the optimizer "
-                    f"would update memory that the model no longer reads: convert the model before wrapping it"
-                    f"{see('storage-was-replaced')}"
-                )
+        for index in self._in_other_memory():
+            raise RuntimeError(
+                f"the memory of {self._names[index]} was replaced (by .to() or .data = ...), so the optimizer "
+                f"would update memory that the model no longer reads: convert the model before wrapping it"
+                f"{see('storage-was-replaced')}"
+            )
+
+    @torch.no_grad()
+    def take_back_memory(self) -> None:
+        """The optimizer has stepped on parameters and may have assigned ``.data``: bring the values where they were."""
+        for index in self._in_other_memory():
+            self._memory[index].copy_(self._parameters[index])
+            self._parameters[index].data = self._memory[index]
+
+    def _in_other_memory(self) -> list[int]:
+        with compat.without_overrides():
+            return [i for i, own in enumerate(self._memory) if self._parameters[i].data_ptr() != own.data_ptr()]
 
 
 def _parameter_shapes(root: torch.nn.Module, parameters: Sequence[torch.nn.Parameter]) -> list[ParameterShape]:

@@ -82,17 +82,25 @@ class GradientArrival:
         self, atom: int, reduction: Reduction, marks: Sequence[Tensor | None]
     ) -> list[_Arrival]:
         """Give the atom's shards memory for their gradients; returns what is to be done when the atom is reduced."""
+        shards = self._sharded.shards_of_atom[atom]
+        if not shards:
+            return []
         means, home = reduction.means_of(atom), reduction.gradients[atom]
+        in_place = means is home and means.dtype == shards[0].tensor.dtype
         arrivals = []
-        for shard in self._sharded.shards_of_atom[atom]:
-            arrival, gradient = None, shard.base
-            if shard.interval.parameter in reduction.used:
-                arrival = _Arrival.of(means, home, shard)
-                arrivals.append(arrival)
-                gradient = arrival.gradient
-            shard.tensor.grad = attached = self._keeper.unless_discarded(shard, gradient, marks)
+        for shard, mean in zip(shards, _parts(means, shards), strict=True):
+            index, base = shard.interval.parameter, shard.base
+            if index not in reduction.used:
+                gradient, in_place = base, False
+            elif base is None and mean.dtype == shard.tensor.dtype:
+                gradient = mean
+            else:
+                arrivals.append(_Arrival.of(mean, home, shard))
+                gradient, in_place = arrivals[-1].gradient, False
+            shard.tensor.grad = attached = self._keeper.unless_discarded(index, gradient, marks)
             shard.base = None
-            self.in_place &= arrival is not None and means is home and arrival.is_complete and attached is gradient
+            in_place = in_place and attached is gradient
+        self.in_place = self.in_place and in_place
         return arrivals
 
     def _settlement(self, work: Work, arrivals: Sequence[_Arrival]) -> Callable[[], None]:
@@ -116,32 +124,34 @@ class GradientArrival:
         return settle
 
 
+def _parts(flat: Tensor, shards: Sequence[Shard]) -> Sequence[Tensor]:
+    """The parts of an atom's memory that belong to this rank's shards of it, which are neighbours."""
+    lengths = [shard.tensor.numel() for shard in shards]
+    return flat.narrow(0, shards[0].offset, sum(lengths)).split(lengths)
+
+
 class _Arrival(NamedTuple):
-    """One shard's gradient: the mean over ranks, in the type of the shard, and what earlier backwards have left."""
+    """One shard's gradient where the mean alone is not it: another type is wanted, or earlier backwards left some."""
 
     gradient: Tensor
     mean: Tensor
     base: Tensor | None
 
     @staticmethod
-    def of(means: Tensor, home: Tensor, shard: Shard) -> _Arrival:
+    def of(mean: Tensor, home: Tensor, shard: Shard) -> _Arrival:
         """In the memory of the mean, or of the bucket, if one has the right type; else in memory of its own.
 
         Args:
-            means, home: of the shard's atom, (numel,): where it is reduced, and its part of the bucket.
+            mean: of the shard, (its length,), where it is reduced.
+            home: of its atom, (numel,): its part of the bucket.
         """
-        part = slice(shard.offset, shard.offset + shard.interval.end - shard.interval.start)
-        mean = means[part]
-        if means.dtype == shard.tensor.dtype:
+        if mean.dtype == shard.tensor.dtype:
             gradient = mean
+        elif home.dtype == shard.tensor.dtype:
+            gradient = home.narrow(0, shard.offset, shard.tensor.numel())
         else:
-            gradient = home[part] if home.dtype == shard.tensor.dtype else torch.empty_like(shard.tensor)
+            gradient = torch.empty_like(shard.tensor)
         return _Arrival(gradient, mean, shard.base)
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is to be done when the mean is there."""
-        return self.gradient is self.mean and self.base is None
 
     def complete(self) -> None:
         """The mean is there."""

@@ -124,7 +124,10 @@ class StepCycle:
         )
         self._keeper = GradientKeeper(self._parameters, self._names, self._sharded)
         arrived = self._replicated.arrived if self._replicated is not None else None
-        self._pipe = FeedPipe(ddp.module, self._parameters, self._recorder, arrived)
+        gathers_under_forward = (
+            self._replicated.deferred if self._replicated is not None else self._lanes.world_size > 1
+        )
+        self._pipe = FeedPipe(ddp.module, self._parameters, self._recorder, arrived, gathers_under_forward)
         self._watch = GradientWatch(self._parameters, self._advance)
         self._arrival = GradientArrival(self._sharded, self._keeper, self._recorder)
 
@@ -237,7 +240,7 @@ class StepCycle:
             self._early.backward_ends()
         self._watch.remember(reduction.gradients)
         reduction.used = self._keeper.guard_model()
-        self._keeper.guard_shards(reduction.used)
+        self._keeper.keep_as_base()
 
     # -- 3. the optimizer is about to step --------------------------------------------------------------------------
 
@@ -268,6 +271,7 @@ class StepCycle:
         if self._replicated is not None:
             self._replicated.close_step()  # one that did not end
         self._finish_gathers()  # two steps without a forward between them
+        from_last_backward = self._reduction is not None  # not shown to the user in between
         self._attach_gradients(stepping=True)
         if isinstance(self._sharded, ShardedOptimizer):
             self._sharded.read_masters()
@@ -278,10 +282,9 @@ class StepCycle:
             self._keeper.clear()
         elif self._replicated is not None and self._arrangement.layout is not None:
             self._left_alone = self._arrival.is_under_way
-            self._replicated.open_step(self._left_alone)
+            self._replicated.open_step(self._left_alone or (from_last_backward and self._arrival.in_place))
             if not self._replicated.deferred:
-                self._launch_gathers(self._replicated.memory)
-                self._pipe.finish()
+                self._gather_gradients(self._replicated)
 
     def _attach_gradients(self, stepping: bool) -> None:
         """Give every shard its reduced gradient, as plain DDP would have left it.
@@ -351,12 +354,12 @@ class StepCycle:
         old = self._arrangement.layout
         marks = self._keeper.marks()
         for shard in self._sharded.shards:  # what was kept from earlier backwards travels with the state
-            shard.tensor.grad = self._keeper.unless_discarded(shard, shard.base, marks)
+            shard.tensor.grad = self._keeper.unless_discarded(shard.interval.parameter, shard.base, marks)
         states = self._sharded.take_states(old, layout)
         self._arrangement.move_parameters(layout)
         self._sharded.install(layout, self._arrangement.flats, states)
         self._plan_groups(layout)
-        self._keeper.guard_shards(reduction.used)
+        self._keeper.keep_as_base()
 
     def _plan_groups(self, layout: Layout) -> None:
         self._pipe.plan(self._arrangement.plan(layout, self._common_order_of_need))
@@ -396,11 +399,12 @@ class StepCycle:
         self._checkpoint.outdate()
         compat.increment_versions(self._parameters)
         if isinstance(self._sharded, ShardedOptimizer):
-            self._sharded.write_masters()
+            self._sharded.write_parameters()
             if self._lanes.world_size > 1:  # one rank has everything
                 self._launch_gathers(self._arrangement.flats)
         else:
             self._sharded.close_step()
+            self._arrangement.take_back_memory()
             if self._sharded.deferred:
                 self._launch_gathers(self._sharded.memory)
         for companion in self._companions:
@@ -423,6 +427,16 @@ class StepCycle:
             compat.undo_making_state(self._optimizer)
         elif self._replicated is not None:
             self._replicated.close_step()
+
+    def _gather_gradients(self, replicated: ReplicatedOptimizer) -> None:
+        """Gather whole gradients for an optimizer that looks at all of them at once."""
+        arranged = self._arrangement
+        gathers = zip(arranged.gathers(replicated.memory), arranged.gather_labels, strict=True)
+        for work in [self._lanes.all_gather(*gather) for gather in gathers]:
+            if not work.done:
+                with self._arrival.stall.measure(self._recorder, work.label):
+                    work.wait()
+        replicated.arrived(range(len(self._parameters)))
 
     def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
         if self._early is not None:
@@ -508,13 +522,16 @@ class StepCycle:
     # -- parts ------------------------------------------------------------------------------------------------------
 
     def _replicate(self, optimizer: torch.optim.Optimizer) -> ReplicatedOptimizer:
-        deferred = checks.updates_parameters(optimizer, self.config)
+        parameterwise = checks.updates_parameters(optimizer, self.config)
         if self.config.update == "auto" and self._lanes.rank == 0:
             logger.info(
                 "%s looks at whole parameters, so updates are replicated%s",
                 type(optimizer).__name__,
-                "" if deferred else ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))",
+                ""
+                if parameterwise
+                else ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))",
             )
+        deferred = parameterwise and self._lanes.world_size > 1  # one rank has nothing to wait for
         return ReplicatedOptimizer(
             optimizer, self._parameters, self._names, self._lanes, deferred, lambda: self._pipe.finish()
         )

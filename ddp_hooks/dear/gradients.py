@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import compat, see
-from ddp_hooks.dear.shards import Shard, ShardSet, held_in_shards
+from ddp_hooks.dear.shards import ShardSet, held_in_shards
 from ddp_hooks.feed import GradientGuard
 
 
@@ -50,37 +50,30 @@ class GradientKeeper:
             self._place(index)
         return used
 
-    def guard_shards(self, used: set[int]) -> None:
-        """Keep what shards have accumulated so far as their base, and let nobody read it until the step."""
+    def keep_as_base(self) -> None:
+        """Put what shards have accumulated so far aside, until the gradients of the last backward arrive."""
         for shard in self._sharded.shards:
-            index = shard.interval.parameter
-            shard.base = shard.tensor.grad
-            if shard.base is not None or index in used:
-                shard.guard.zeroed = False
-                shard.tensor.grad = shard.guard
+            gradient = shard.tensor.grad
+            if gradient is not None:
+                shard.base, shard.tensor.grad = gradient, None
 
     def marks(self) -> list[Tensor | None]:
         """Return what stands for gradients at the parameters, and says what the user has done to them."""
         with compat.without_overrides():  # nobody waits for parameters in flight
             return [parameter.grad for parameter in self._parameters]
 
-    def unless_discarded(self, shard: Shard, gradient: Tensor | None, marks: Sequence[Tensor | None]) -> Tensor | None:
+    def unless_discarded(self, index: int, gradient: Tensor | None, marks: Sequence[Tensor | None]) -> Tensor | None:
         """``gradient``, or what ``zero_grad`` on the model or the optimizer has made of it since the backward.
 
         Args:
-            shard: whose gradient it is.
+            index: of the parameter.
             gradient: as it was reduced.
             marks: see :meth:`marks`.
         """
-        if gradient is None:
+        mark = marks[index]
+        if gradient is None or not isinstance(mark, GradientGuard):
             return None
-        mark, own = marks[shard.interval.parameter], shard.tensor.grad
-        # Plain values in a shard are those of a step that is over: they were not discarded there either.
-        if own is None or not isinstance(mark, GradientGuard):
-            return None
-        if mark.zeroed or (isinstance(own, GradientGuard) and own.zeroed):
-            return torch.zeros_like(gradient)
-        return gradient
+        return torch.zeros_like(gradient) if mark.zeroed else gradient
 
     def unreduced(self) -> str | None:
         """The name of a parameter that holds a gradient that no rank has reduced; None if there is none."""
@@ -103,10 +96,12 @@ class GradientKeeper:
         """Bring reduced gradients back, as far as ``zero_grad`` has left them."""
         marks = self.marks()
         for shard in self._sharded.shards:
-            reduced = shard.tensor.grad if shard.reduced is None else shard.reduced
-            if reduced is not None:
-                shard.reduced = None
-                shard.tensor.grad = self.unless_discarded(shard, reduced, marks)
+            gradient, reduced, shard.reduced = shard.tensor.grad, shard.reduced, None
+            if gradient is None:
+                continue
+            if isinstance(gradient, GradientGuard) and reduced is not None:  # else it is that of a step that is over
+                gradient = torch.zeros_like(reduced) if gradient.zeroed else reduced
+            shard.tensor.grad = self.unless_discarded(shard.interval.parameter, gradient, marks)
 
     def forget_zeroing(self) -> None:
         """What was asked for is done: what is written into gradients from now on counts."""

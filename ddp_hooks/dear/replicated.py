@@ -12,6 +12,7 @@ schedulers do meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,11 +47,14 @@ class ReplicatedOptimizer(ShardSet):
         self.deferred = deferred
         self.memory: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
         self._layout: Layout | None = None
-        self._places: dict[int, tuple[int, int]] = {}  # parameter -> the atom in which it begins, and where there
+        self._places: dict[int, _Place] = {}  # by parameter
+        self._views: dict[int, Tensor] = {}  # of gradients, by parameter
+        self._addresses: list[int] = []  # of the atoms in DDP's buckets
+        self._keeps_views = False  # once DDP has rebuilt its buckets, so that no second set stays alive
         self._marks = GuardsAside(parameters)  # while the optimizer's own code runs
         self._wanted: set[int] = set()  # parameters that still await their update
         self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
-        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, finish)
+        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, finish if deferred else None)
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
@@ -68,10 +72,11 @@ class ReplicatedOptimizer(ShardSet):
         super().install(layout, flats, states)
         self._layout = layout
         self._places = {
-            member.parameter: (index, member.offset)
+            member.parameter: _Place(index, member.offset, parameter.shape, parameter.stride())
             for index, atom in enumerate(layout.atoms)
             for member in atom.members
             if member.start == 0
+            for parameter in [self._parameters[member.parameter]]
         }
 
     # -- one step ---------------------------------------------------------------------------------------------------
@@ -79,6 +84,9 @@ class ReplicatedOptimizer(ShardSet):
     def use_memory(self, gradients: Sequence[Tensor]) -> None:
         """DDP's buckets hold the atoms' ``gradients``, of which this rank has reduced its ranges."""
         self.memory = list(gradients)
+        addresses = [gradient.data_ptr() for gradient in gradients]
+        self._keeps_views = addresses == self._addresses
+        self._addresses = addresses
 
     def open_step(self, in_place: bool) -> None:
         """The optimizer is about to step: bring what shards hold into :attr:`memory`, to be gathered.
@@ -92,11 +100,13 @@ class ReplicatedOptimizer(ShardSet):
         self.refuse_new_groups()
         self.memory = self.memory or _blank_buckets(self._layout, self._parameters)
         for shard in [] if in_place else self.shards:
-            gradient = shard.tensor.grad
-            own = self.memory[shard.atom][shard.offset : shard.offset + shard.tensor.numel()]
+            gradient, flat = shard.tensor.grad, self.memory[shard.atom]
+            if gradient is not None and gradient.data_ptr() == flat.data_ptr() + shard.offset * flat.element_size():
+                continue
+            own = flat.narrow(0, shard.offset, shard.tensor.numel())
             if gradient is None:  # taken away by the user, on this rank as far as we know
                 own.zero_()
-            elif own.data_ptr() != gradient.data_ptr():  # kept from an earlier backward, or set by the user
+            else:  # kept from an earlier backward, or set by the user
                 own.copy_(gradient)
         self._wanted = {i for i, p in enumerate(self._parameters) if isinstance(p.grad, GradientGuard)}
         self._updates.note_settings()
@@ -143,10 +153,14 @@ class ReplicatedOptimizer(ShardSet):
         parameter = self._parameters[index]
         if parameter.numel() == 0:
             return torch.zeros_like(parameter)
-        atom, offset = self._places[index]
-        flat = self.memory[atom]
-        # A new view each time: the optimizer may give it other memory.
-        return flat.as_strided(parameter.shape, parameter.stride(), flat.storage_offset() + offset)
+        place = self._places[index]
+        flat, view = self.memory[place.atom], self._views.get(index)
+        # The optimizer may have given it other memory.
+        if view is None or view.data_ptr() != flat.data_ptr() + place.offset * flat.element_size():
+            view = flat.as_strided(place.shape, place.strides, flat.storage_offset() + place.offset)
+            if self._keeps_views:
+                self._views[index] = view
+        return view
 
     def enter_blank(self) -> None:
         """The optimizer is about to make its state by a step that changes nothing; what has a state keeps it."""
@@ -191,6 +205,15 @@ class ReplicatedOptimizer(ShardSet):
 
     def drop_early_states(self) -> None:
         """There are none."""
+
+
+class _Place(NamedTuple):
+    """Where a parameter's whole gradient lies, as a view."""
+
+    atom: int  # in which it begins
+    offset: int  # there
+    shape: torch.Size
+    strides: tuple[int, ...]
 
 
 def _blank_buckets(layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:

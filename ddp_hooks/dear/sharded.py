@@ -144,9 +144,8 @@ class ShardedOptimizer(ShardSet):
 
     def _take_written(self) -> None:
         """Put what users wrote into entries of one value where each shard has it."""
-        held = self._held()
         for index, key, value in self._small.written():
-            for interval, state in held.items():
+            for interval, state in self._held().items():
                 if interval.parameter == index and isinstance(state.get(key), Tensor):
                     state[key].copy_(value)
 
@@ -249,7 +248,7 @@ class ShardedOptimizer(ShardSet):
         for shard in self.shards:
             of_parameter.setdefault(shard.interval.parameter, []).append(shard)
             state = states.get(shard.interval)
-            if state and shard.rounded is not None:  # it may come from a run without masters
+            if state and shard.is_master:  # it may come from a run without masters
                 state = {key: _as_precise_as(shard, value) for key, value in state.items()}
             if state:
                 self.states[shard.tensor] = state
@@ -323,25 +322,27 @@ class ShardedOptimizer(ShardSet):
     @torch.no_grad()
     def read_masters(self) -> None:
         """Where somebody has written into the parameters, or loaded them, the masters follow."""
-        for shard in self.shards:
-            if shard.rounded is not None:
-                written = shard.rounded.to(shard.tensor.dtype)
-                _keep_where_it_rounds_to(shard.rounded, shard.tensor.data, written)
+        for shard in self.shards if self.has_masters else []:
+            if shard.is_master:
+                written = shard.memory.to(shard.tensor.dtype)
+                _keep_where_it_rounds_to(shard.memory, shard.tensor.data, written)
                 shard.tensor.copy_(written)
 
     @torch.no_grad()
-    def write_masters(self) -> None:
-        """Round the masters into the parameters."""
+    def write_parameters(self) -> None:
+        """Round masters into the parameters, and bring there what the optimizer has put into other memory."""
         for shard in self.shards:
-            if shard.rounded is not None:
-                shard.rounded.copy_(shard.tensor)
+            if shard.tensor.data_ptr() != shard.memory.data_ptr():
+                shard.memory.copy_(shard.tensor)
+                if not shard.is_master:  # the optimizer has assigned .data
+                    shard.tensor.data = shard.memory
 
     @torch.no_grad()
     def adopt_loaded_masters(self) -> None:
         """Masters that came with the optimizer's state go where they belong."""
         for shard in self.shards:
             master = self.states.get(shard.tensor, {}).pop(MASTER_KEY, None)
-            if master is not None and shard.rounded is not None:
+            if master is not None and shard.is_master:
                 shard.tensor.copy_(master)
 
     @property
@@ -383,7 +384,7 @@ class ShardedOptimizer(ShardSet):
         self.read_masters()
         states = {shard.interval: dict(self.states.get(shard.tensor, {})) for shard in self.shards}
         for shard in self.shards:
-            if shard.rounded is not None:
+            if shard.is_master:
                 states[shard.interval][MASTER_KEY] = shard.tensor.detach()
         return layout, states
 

@@ -25,11 +25,16 @@ class Shard:
     interval: Interval
     atom: int
     offset: int  # where the piece starts in its atom
-    tensor: torch.nn.Parameter  # (interval length,), a view of the parameter's memory, or a more precise master of it
-    guard: GradientGuard  # stands for its gradient between backward and step
-    reduced: Tensor | None = None  # its gradient, while a guard stands for it although it is reduced
+    memory: Tensor  # (interval length,), the view of the parameter's memory
+    tensor: torch.nn.Parameter  # for the optimizer: the same memory, or a more precise master of it
+    guard: GradientGuard  # stands for its reduced gradient where nobody may read it
+    reduced: Tensor | None = None  # its gradient, while the guard stands for it
     base: Tensor | None = None  # gradient of earlier backward passes, while a newer one is being reduced
-    rounded: Tensor | None = None  # of a master: the view of the parameter's memory
+
+    @property
+    def is_master(self) -> bool:
+        """Whether the optimizer steps on a more precise copy."""
+        return self.tensor.dtype != self.memory.dtype
 
 
 @dataclass
@@ -78,8 +83,7 @@ class ShardSet:
             state = states.get(interval, {})
             tensor = torch.nn.Parameter(self._tensor_for(view, state))
             guard = GradientGuard.standing_for(tensor, self._names[parameter], held_in_shards)
-            shard = Shard(interval, atom_index, offset, tensor, guard)
-            shard.rounded = view if tensor.dtype != view.dtype else None
+            shard = Shard(interval, atom_index, offset, view, tensor, guard)
             shard.tensor.grad = state.pop(GRADIENT_KEY, None)
             self.shards.append(shard)
             self.shards_of_atom[atom_index].append(shard)

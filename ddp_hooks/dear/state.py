@@ -343,7 +343,7 @@ class DearState(StepCycle):
                 optimizer,
                 InertOnCopy(self._before_step),
                 InertOnCopy(self._after_step),
-                shows=self._replicated is not None and not self._replicated.deferred,
+                shows=self._replicated is not None and not checks.updates_parameters(optimizer, self.config),
             ),
             optimizer.register_state_dict_pre_hook(finish),
             optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict),

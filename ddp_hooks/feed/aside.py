@@ -14,13 +14,12 @@ from torch import Tensor
 
 from ddp_hooks.feed.guard import GradientGuard
 
-_aside: dict[int, weakref.ref[Tensor]] = {}  # by id, because tensors do not compare as keys have to
+_everyone: weakref.WeakSet[GuardsAside] = weakref.WeakSet()
 
 
 def is_aside(parameter: Tensor) -> bool:
     """Whether the parameter has no gradient only because a hook has put its guard aside, for the time of a step."""
-    reference = _aside.get(id(parameter))
-    return reference is not None and reference() is parameter
+    return any(guards.holds(parameter) for guards in _everyone)
 
 
 class GuardsAside:
@@ -32,17 +31,22 @@ class GuardsAside:
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._guards: dict[int, GradientGuard] = {}
+        _everyone.add(self)
 
     def __bool__(self) -> bool:
         return bool(self._guards)
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Whether the guard of this parameter is here."""
+        return bool(self._guards) and self._index_of.get(id(parameter)) in self._guards
 
     def take(self, indices: Iterable[int]) -> None:
         """Put the guards of these parameters aside."""
         for index in indices:
             parameter = self._parameters[index]
             self._guards[index] = cast(GradientGuard, parameter.grad)
-            _aside[id(parameter)] = weakref.ref(parameter)
             parameter.grad = None
 
     def put_back(self, consumed: Iterable[int] = ()) -> None:
@@ -66,6 +70,4 @@ class GuardsAside:
 
     def _forget(self) -> dict[int, GradientGuard]:
         guards, self._guards = self._guards, {}
-        for index in guards:
-            _aside.pop(id(self._parameters[index]), None)
         return guards

@@ -37,6 +37,7 @@ class DeferredUpdates:
         gradient_of: Callable[[int], Tensor],
         finish: Callable[[], None] | None = None,
     ) -> None:
+        self._stand_ins: dict[int, torch.nn.Parameter] = {}
         self._runner: int | None = None  # the thread that runs the optimizer's code for some parameters
         self._optimizer = optimizer
         self._parameters = parameters
@@ -88,7 +89,8 @@ class DeferredUpdates:
         parameters with the same memory: gradients and groups that others see stay as they are.
         """
         indices = sorted(indices, key=self._slot_of.__getitem__)  # as the optimizer has them
-        inside = {index: self._stand_in(index) for index in indices}
+        with compat.without_overrides():
+            inside = {index: self._stand_in(index) for index in indices}
         partial: list[tuple[int, dict[str, Any]]] = []
         for position, members in itertools.groupby(indices, lambda index: self._slot_of[index][0]):
             own = {key: copied(value) for key, value in self._settings[position].items()}
@@ -107,8 +109,10 @@ class DeferredUpdates:
     def _stand_in(self, index: int) -> torch.nn.Parameter:
         """Return a parameter with the memory, the attributes and the gradient of the one with that number."""
         parameter = self._parameters[index]
-        with compat.without_overrides():
-            made = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+        made = self._stand_ins.get(index)
+        if made is None or made.data_ptr() != parameter.data_ptr():
+            made = self._stand_ins[index] = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
+        if vars(parameter):
             vars(made).update(vars(parameter))
         made.grad = self._gradient_of(index)
         return made
@@ -120,15 +124,23 @@ class DeferredUpdates:
         acting: torch.optim.Optimizer = object.__new__(type(optimizer))
         vars(acting).update(vars(optimizer))
         acting.param_groups = groups
-        known = {p: self._parameters[i] for i, p in inside.items() if self._parameters[i] in state}
-        acting.state = defaultdict(dict, {p: state[parameter] for p, parameter in known.items()})
+        acting.state = defaultdict(dict)
+        for index, parameter in inside.items():
+            entries = dict.get(state, self._parameters[index])  # a PendingState's own would ask who waits
+            if entries is not None:
+                acting.state[parameter] = entries
         try:
             with _outside_of_any_forward(self._parameters[0].device):
                 compat.unhooked_step(optimizer)(acting)
+                with compat.without_overrides():
+                    for index, parameter in inside.items():
+                        if parameter.data_ptr() != self._parameters[index].data_ptr():  # it has assigned .data
+                            self._parameters[index].copy_(parameter)
         finally:
             for index, parameter in inside.items():
+                parameter.grad = None
                 if parameter in acting.state:
-                    state[self._parameters[index]] = acting.state[parameter]
+                    dict.__setitem__(state, self._parameters[index], acting.state[parameter])
             vars(optimizer).update({name: value for name, value in vars(acting).items() if name not in names})
 
 

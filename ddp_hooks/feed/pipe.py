@@ -31,6 +31,7 @@ class FeedPipe:
         recorder: for the timeline.
         arrived: called with the numbers of parameters of which everything has been gathered, before anybody reads
             them.
+        under_forward: gathers may be in flight in a forward. False: modules need no pre-hooks.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class FeedPipe:
         parameters: Sequence[nn.Parameter],
         recorder: Recorder,
         arrived: Callable[[Sequence[int]], None] | None = None,
+        under_forward: bool = True,
     ) -> None:
         self.stall = Stall()
         self.in_flight = False  # some gather has not been awaited
@@ -67,11 +69,12 @@ class FeedPipe:
         self._read: dict[int, None] = {}  # parameters in the order in which they were awaited since the last launch
         self._order: list[int] = []  # the same, of the latest forward that awaited as many as any before
         compat.let_graphs_know_of_hooks()
-        self._entrances = Entrances(root, self._index_of, self.wait_for)
+        self._entrances = Entrances(root, self._index_of, self.wait_for) if under_forward else None
 
     def close(self) -> None:
         """Remove the hooks. What has arrived has its own class; what failed to arrive goes on raising."""
-        self._entrances.close()
+        if self._entrances is not None:
+            self._entrances.close()
         for index in range(len(self._parameters)):
             self._show(index, on_host=True)
 
@@ -79,6 +82,8 @@ class FeedPipe:
 
     def begin_forward(self, training: bool) -> None:
         """A forward through DDP begins; the first one in training notes in which order it reads parameters."""
+        if self._entrances is None:
+            return
         if self.in_flight and compat.inside_compiled_region():
             self.finish()
         elif training and not self._order and not self._num_hidden and not compat.inside_compiled_region():
@@ -217,7 +222,7 @@ class FeedPipe:
 
     def _find_entrances(self) -> None:
         """Compiled code met a parameter in flight, so that its graph broke: let the module that runs it wait before."""
-        if not self._entrances.find() and not self._has_warned:
+        if self._entrances is not None and not self._entrances.find() and not self._has_warned:
             self._has_warned = True
             logger.warning(
                 "compiled code that is not a module of the model read a parameter in flight, which breaks its graph: "

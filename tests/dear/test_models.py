@@ -46,7 +46,7 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, name: str) -> None:
     outcomes = workers(world_size).run(settings(name), model, batches, optimizer, twins.plain, 20)
     for outcome in outcomes:
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
-        assert outcome.order_known
+        assert outcome.order_known == (world_size > 1), "one rank has nothing to wait for"
         assert outcome.loss_drop > 0, "the model does not learn, so equality would mean little"
 
 
