@@ -12,6 +12,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
+BESIDE := -n 2 --dist worksteal  # ranks wait for each other, and mostly leave a core idle
 
 .PHONY: demo test test-slow test-all docs
 
@@ -21,13 +22,13 @@ demo: $(VENV)/.installed-recipes
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check
 	$(BIN)/mypy
-	$(BIN)/pytest -m "not slow"
+	$(BIN)/pytest -m "not slow" $(BESIDE)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest -m "slow and not long"
+	$(BIN)/pytest -m "slow and not long" $(BESIDE)
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/pytest -m slow
+	$(BIN)/pytest -m slow $(BESIDE)
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

@@ -185,8 +185,11 @@ def idle(rank: int, world_size: int, during: Callable[[Coordinator], None]) -> d
     for _ in range(50):
         coordinator.all_reduce(torch.ones(1), "x").wait()
     dist.barrier()
-    time.sleep(0.1)  # for a cycle that nobody waits for
-    before, cycles = cpu_ticks(), coordinator.stats().cycles
+    cycles = -1
+    while cycles != coordinator.stats().cycles:  # one that nobody waits for may follow
+        cycles = coordinator.stats().cycles
+        time.sleep(0.2)
+    before = cpu_ticks()
     during(coordinator)
     more = {name: ticks - before[name] for name, ticks in cpu_ticks().items()}
     found = {"more": more, "cycles": coordinator.stats().cycles - cycles}

@@ -10,7 +10,7 @@ import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, DearStats, dear_hook
 from tests.support.devices import on_device, rank_device
+from tests.support.kept import kept
 
 # Small atoms and slices, so that even small models are cut, fused, sliced and spread over lanes.
 CONFIG = DearConfig(atom_mb=0.02, fusion_mb=0.05, slice_mb=0.002, lanes=2, timeout_s=20, stall_warning_s=10)
@@ -40,6 +41,13 @@ class Trainee:
         loss: Tensor = self.ddp(*self.batch(step))
         self.losses.append(float(loss.detach()))
         return loss
+
+
+class Plain(NamedTuple):
+    """How plain DDP has ended."""
+
+    losses: list[float]
+    parameters: dict[str, Tensor]
 
 
 @dataclass(frozen=True)
@@ -67,7 +75,7 @@ def compare(
     config: DearConfig = CONFIG,
     ddp_options: dict[str, Any] | None = None,
 ) -> Outcome:
-    """Run ``loop`` for ``num_steps`` on both twins, step by step in turn, and compare losses and parameters.
+    """Run ``loop`` for ``num_steps`` on both twins, and compare losses and parameters.
 
     Args:
         model: world size -> model whose forward takes a batch and returns a loss; called twice with the same seed.
@@ -75,29 +83,34 @@ def compare(
         optimizer: model -> optimizer.
     """
     options = {"bucket_cap_mb": 0.05, **(ddp_options or {})}
-    torch.manual_seed(7)
-    original = model(world_size).to(rank_device())
-    twins = []
-    for with_dear in (True, False):
-        ddp = DistributedDataParallel(copy.deepcopy(original), gradient_as_bucket_view=True, **options)
+
+    def train(with_dear: bool) -> Trainee:
+        torch.manual_seed(7)
+        ddp = DistributedDataParallel(model(world_size).to(rank_device()), gradient_as_bucket_view=True, **options)
         chosen = optimizer(ddp.module)
         state = DearState(ddp, chosen, config) if with_dear else None
         if state is not None:
             ddp.register_comm_hook(state, dear_hook)
-        twins.append(Trainee(ddp, chosen, lambda step: on_device(batches(rank, world_size, step)), state))
-    for step in range(num_steps):
-        for twin in twins:
+        twin = Trainee(ddp, chosen, lambda step: on_device(batches(rank, world_size, step)), state)
+        for step in range(num_steps):
             torch.manual_seed(1000 * step + rank)
             loop(twin, step)
-    return _outcome(*twins)
+        return twin
+
+    def train_plainly() -> Plain:
+        twin = train(with_dear=False)
+        return Plain(twin.losses, copy.deepcopy(twin.ddp.module.state_dict()))
+
+    plain = kept(train_plainly, model, batches, optimizer, loop, num_steps, options)
+    return _outcome(train(with_dear=True), plain)
 
 
-def _outcome(dear: Trainee, plain: Trainee) -> Outcome:
+def _outcome(dear: Trainee, plain: Plain) -> Outcome:
     assert dear.state is not None
     stats = dear.state.stats()
     schedule = dear.state._arrangement.schedule
     num_buckets = len(schedule.layout.buckets) if schedule is not None else 0
-    ours, theirs = dear.ddp.module.state_dict(), plain.ddp.module.state_dict()
+    ours, theirs = dear.ddp.module.state_dict(), plain.parameters
     gaps = [float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours if ours[name].numel()]
     bitwise = all(torch.equal(ours[name], theirs[name]) for name in ours)
     dear.state.close()

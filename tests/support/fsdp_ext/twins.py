@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from fsdp_ext import ExtConfig, Extension, ExtStats, extend, restore
 from tests.support.devices import rank_device
+from tests.support.kept import kept
 
 # FSDP2 begins in the first step, all orders are known from the second on, and with seeds that are even and odd in turn
 # the model then uses all of its parameters once more, and some of them.
@@ -150,35 +151,35 @@ def compare(
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> Outcome:
     """Run ``loop`` for ``num_steps`` on both twins, and compare losses, what loops have seen, and parameters."""
-    torch.manual_seed(7)
-    original = WholeNumbers(world_size, **(model_options or {})).to(rank_device())
-    mesh = mesh_of(world_size, replicas)
-    twins: list[Trainee] = []
-    extension: Extension | None = None
-    for extended in (True, False):
-        model = shard(copy.deepcopy(original), mesh, **(options or {}))
+
+    def train(extended: bool) -> tuple[Trainee, Extension | None, bool]:
+        torch.manual_seed(7)
+        original = WholeNumbers(world_size, **(model_options or {})).to(rank_device())
+        model = shard(copy.deepcopy(original), mesh_of(world_size, replicas), **(options or {}))
         if prepare is not None:
             prepare(model)
-        if extended:
-            extension = extend(model, config)
-        chosen = (optimizer or momentum_sgd)(model)
-        twins.append(Trainee(model, chosen, lambda step: 1001 * step + 10 * rank))
-    assert extension is not None
-    for step in range(num_steps):
-        for twin in twins:
+        extension = extend(model, config) if extended else None
+        twin = Trainee(model, (optimizer or momentum_sgd)(model), lambda step: 1001 * step + 10 * rank)
+        for step in range(num_steps):
             loop(twin, step)
-    ours, theirs = twins
-    for twin in twins:
-        for module in twin.model.modules():
+        for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.reshard()  # the root stays whole after a forward without a backward
-    names = [name for name, _ in ours.model.named_parameters()]
-    pairs = zip(names, ours.model.parameters(), theirs.model.parameters(), strict=True)
-    differing = [name for name, a, b in pairs if not torch.equal(local(a), local(b))]
-    for index, (a, b) in enumerate(zip(ours.seen, theirs.seen, strict=True)):
+        return twin, extension, not torch.equal(full(model, "head.weight"), original.head.weight)
+
+    def train_plainly() -> tuple[dict[str, Tensor], list[Tensor], bool]:
+        twin, _, moved = train(extended=False)
+        return {name: local(p).clone() for name, p in twin.model.named_parameters()}, twin.seen, moved
+
+    key = loop, num_steps, options, model_options, replicas, prepare, optimizer
+    parameters, seen, moved = kept(train_plainly, *key)
+    ours, extension, _ = train(extended=True)
+    assert extension is not None
+    pairs = zip(ours.model.named_parameters(), parameters.values(), strict=True)
+    differing = [name for (name, own), other in pairs if not torch.equal(local(own), other)]
+    for index, (a, b) in enumerate(zip(ours.seen, seen, strict=True)):
         if not torch.equal(a, b):
             differing.append(f"seen {index}")
-    moved = not torch.equal(full(theirs.model, "head.weight"), original.head.weight)
     stats = extension.stats()
     restore(ours.model)
     return Outcome(differing, len(ours.seen), stats, moved)
