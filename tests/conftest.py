@@ -57,7 +57,7 @@ def gpu_workers() -> Iterator[WorkerPools]:
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Mark each case as slow and long that the ``quick`` mark of its test does not match."""
+    """Mark each case as slow that the ``quick`` mark of its test does not match."""
     unknown: dict[str, set[str]] = {}
     for item in items:
         mark = item.get_closest_marker("quick")
@@ -69,7 +69,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         patterns -= matching
         if not matching and item.get_closest_marker("slow") is None:
             item.add_marker(pytest.mark.slow)
-            item.add_marker(pytest.mark.long)  # CI ends after 90 minutes
     if not any("::" in argument for argument in config.args) and any(unknown.values()):
         named = {test: sorted(patterns) for test, patterns in unknown.items() if patterns}
         raise pytest.UsageError(f"the quick marks of these tests match none of their cases: {named}")

@@ -70,7 +70,7 @@ def scatter_and_gather(rank: int, world_size: int, num_lanes: int, jitter: bool)
     return {"sent": traffic.sent_bytes, "payload": payload, "buffers": scratch, "rounds": traffic.rounds}
 
 
-@pytest.mark.quick("1-*", "2-*", "3-*")
+@pytest.mark.quick("3-3", "2-1", "1-1")
 @pytest.mark.parametrize(
     ("world_size", "num_lanes"),
     [
@@ -212,7 +212,7 @@ def test_timeline_names_lane_and_work(workers: WorkerPools) -> None:
 
 def collective_forever(rank: int, world_size: int, victim: int, how: str) -> str:
     """Collectives until ``victim`` dies or stops; returns what the others are told."""
-    lanes = lanes_of(2, timeout_s=4 if how == "stall" else 20, stall_warning_s=1, slice_bytes=1 << 16)
+    lanes = lanes_of(2, timeout_s=2 if how == "stall" else 20, stall_warning_s=1, slice_bytes=1 << 16)
     records: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: records.append(record.getMessage())  # type: ignore[method-assign]
@@ -222,7 +222,7 @@ def collective_forever(rank: int, world_size: int, victim: int, how: str) -> str
             if rank == victim and step == 20:
                 if how == "die":
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(8)
+                time.sleep(5)
                 return "slept"
             partition = Partition(whole(50_000, step), aligned_bounds(50_000, world_size, 4))
             lanes.reduce_scatter([partition], f"layer{step}.weight").wait()

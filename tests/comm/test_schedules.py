@@ -83,7 +83,7 @@ def test_logarithmic(sizes: Sizes, divisor: int) -> None:
 
 
 @given(nodes, st.integers(1, 5))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 def test_two_levels(layout: tuple[Sizes, int], divisor: int) -> None:
     sizes, node_size = layout
     rounds = node_size - 1 + len(sizes) // node_size - 1

@@ -119,6 +119,7 @@ def train(rank: int, world_size: int, hook: str, verify: bool) -> tuple[list[flo
         os.environ.pop(VERIFY, None)
 
 
+@pytest.mark.quick("*-2", "dear-3")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("hook", HOOKS)
 def test_compared_once_and_before_everything_if_asked(workers: WorkerPools, hook: str, world_size: int) -> None:

@@ -185,10 +185,12 @@ def idle(rank: int, world_size: int, during: Callable[[Coordinator], None]) -> d
     for _ in range(50):
         coordinator.all_reduce(torch.ones(1), "x").wait()
     dist.barrier()
-    cycles = -1
-    while cycles != coordinator.stats().cycles:  # one that nobody waits for may follow
+    going_on = torch.ones(1)
+    while going_on:  # cycles that nobody waits for may follow
         cycles = coordinator.stats().cycles
         time.sleep(0.2)
+        going_on = torch.tensor([float(coordinator.stats().cycles > cycles)])
+        dist.all_reduce(going_on)
     before = cpu_ticks()
     during(coordinator)
     more = {name: ticks - before[name] for name, ticks in cpu_ticks().items()}

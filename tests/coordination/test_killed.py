@@ -211,7 +211,11 @@ def death(world_size: int, victim: int, phase: str, note: str, quick: bool) -> A
 
 
 @pytest.mark.quick(
-    "gather 1*", "broadcast 1*", "idle*", "close, asked*rank 1*", "all-gather of known*", "waited for*", "asked*"
+    "asked, rank 0 of 2",
+    "waited for, rank 1 of 3",
+    "idle, rank 1 of 3",
+    "broadcast 1, rank 0 of 3",
+    "close, asked, rank 1 of 3",
 )
 @pytest.mark.parametrize(("world_size", "victim", "phase", "expected"), list(deaths()))
 def test_survivors_name_the_dead(
@@ -283,6 +287,7 @@ def asked(group: Any) -> bool:
     return group.handle is not None
 
 
+@pytest.mark.quick("3-0-telling what was used-any 0: posting")
 @pytest.mark.parametrize(
     ("phase", "expected"),
     [

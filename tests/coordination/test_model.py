@@ -165,6 +165,7 @@ def compare(
     return {"different": different, "moved": moved, "requests": stats.requests, "groups": groups}
 
 
+@pytest.mark.quick("*-2", "twice-3")
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("loop", [plain, zeros, accumulate, twice, clip_and_evaluate])
 def test_as_ddp(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, int], None]) -> None:

@@ -187,6 +187,7 @@ def causes(rank: int, world_size: int, update: str) -> dict[str, tuple[str, bool
     return found
 
 
+@pytest.mark.quick("sharded")
 @pytest.mark.parametrize("update", ["sharded", "replicated"])
 def test_the_cause_is_named(workers: WorkerPools, update: str) -> None:
     pool = workers(2)

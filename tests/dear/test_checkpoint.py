@@ -58,7 +58,7 @@ def saved_states(rank: int, world_size: int, optimizer: Callable[..., Any]) -> l
     return differences(ours, theirs)
 
 
-@pytest.mark.quick("*-2", "adamw_two_groups-3")
+@pytest.mark.quick("momentum_sgd-2", "adamw_two_groups-3", "scalar_tensors-2", "mixed_dtypes-2")
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=lambda o: o.__name__)
 def test_full_state_is_that_of_plain_ddp(workers: WorkerPools, world_size: int, optimizer: Any) -> None:

@@ -67,6 +67,7 @@ def test_any_number_of_ranks(workers: WorkerPools, world_size: int, kind: str) -
         assert outcome.bitwise if world_size != 7 else outcome.parameter_gap < 1e-4, outcome
 
 
+@pytest.mark.quick("accumulate-*")
 @pytest.mark.parametrize("rule", [MIXED, CollectiveRule(3000, 2)], ids=str)
 @pytest.mark.parametrize("loop", [twins.accumulate, twins.change_fusion], ids=lambda loop: loop.__name__)
 def test_the_choice_goes_by_size(workers: WorkerPools, rule: CollectiveRule, loop: Any) -> None:
@@ -208,7 +209,7 @@ def _equal(these: list[Tensor], others: list[Tensor]) -> bool:
     return all(torch.equal(one, other) for one, other in zip(these, others, strict=True))
 
 
-@pytest.mark.quick("state_dict-log", "state_dict-two-level", "pieces-replicated")
+@pytest.mark.quick("state_dict-two-level", "pieces-replicated")
 @pytest.mark.parametrize(
     ("world_size", "config", "rules"),
     [

@@ -203,6 +203,7 @@ def graphs_made(rank: int, world_size: int, how: str, kind: str, update: Any) ->
     return made, float((ends[0] - ends[1]).abs().max())
 
 
+@pytest.mark.quick("after wrapping-sharded")
 @pytest.mark.parametrize(
     ("how", "update"),
     [

@@ -116,6 +116,7 @@ def test_static_graph(workers: WorkerPools, world_size: int) -> None:
         assert outcome.bitwise and outcome.num_buckets > 1, outcome
 
 
+@pytest.mark.quick("layers", "none", "bfloat16-sums", "checked")
 @pytest.mark.parametrize(
     "config",
     [
@@ -135,6 +136,7 @@ def test_settings_change_nothing(workers: WorkerPools, config: DearConfig) -> No
         assert outcome.bitwise, outcome
 
 
+@pytest.mark.quick("two_backwards-2")
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loop", [twins.two_backwards, twins.accumulate, twins.skipped_step], ids=lambda f: f.__name__)
 def test_sums_in_bfloat16(workers: WorkerPools, world_size: int, loop: Callable[[Trainee, int], None]) -> None:

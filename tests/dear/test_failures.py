@@ -38,7 +38,7 @@ def train_until_somebody_dies(rank: int, world_size: int, victim: int, phase: st
     return "nobody noticed"
 
 
-@pytest.mark.quick("2-0-while gathering", "3-1-*")
+@pytest.mark.quick("2-0-while gathering", "3-1-in backward", "3-1-before step")
 @pytest.mark.parametrize("phase", ["before backward", "in backward", "before step", "while gathering"])
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1), pytest.param(4, 3, marks=pytest.mark.slow)])
 def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int, phase: str) -> None:
@@ -73,6 +73,7 @@ def train_with_buffers_until_somebody_dies(rank: int, world_size: int, victim: i
     return "nobody noticed"
 
 
+@pytest.mark.quick("2-0-*")
 @pytest.mark.parametrize("phase", ["before forward", "before backward"])
 @pytest.mark.parametrize(
     ("world_size", "victim"),

@@ -38,7 +38,13 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.quick(
-    "2-bert", "2-encoder", "2-backwards", "2-restless", "2-recomputed-reentrant", "2-frozen", "3-encoder", "1-restless"
+    "2-bert",
+    "2-backwards",
+    "2-restless",
+    "2-recomputed-reentrant",
+    "2-frozen",
+    "3-encoder",
+    "1-restless",
 )
 @pytest.mark.parametrize(("world_size", "name"), cases())
 def test_twenty_steps(workers: WorkerPools, world_size: int, name: str) -> None:
@@ -62,6 +68,7 @@ def test_evaluation_and_checkpoints(workers: WorkerPools, name: str, loop: Any) 
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
 
 
+@pytest.mark.quick("encoder")
 @pytest.mark.parametrize("name", ["encoder", "bert"])
 def test_double_forward(workers: WorkerPools, name: str) -> None:
     model, batches, optimizer = MODELS[name]
@@ -83,6 +90,7 @@ def test_single_precision(workers: WorkerPools) -> None:
         assert outcome.parameter_gap < 1e-5, outcome
 
 
+@pytest.mark.quick("2-*", "3-two_backwards", "1-plain")
 @pytest.mark.parametrize(
     "loop",
     [twins.plain, twins.zero_grad_to_zeros, twins.two_backwards, twins.accumulate_on_zeros],

@@ -146,7 +146,14 @@ def _is_long(world_size: int, name: str) -> bool:
     return world_size == 4 or (name == "torch.compile" and world_size != 2)
 
 
-@pytest.mark.quick("2-*", "3-accumulation", "3-D3: another order in every step", "1-D8: zero_grad")
+@pytest.mark.quick(
+    "2-D*",
+    "2-any optimizer: Ada*",
+    "2-GradScaler",
+    "2-unused parameters",
+    "3-D3: another order in every step",
+    "1-D8: zero_grad",
+)
 @pytest.mark.parametrize(("world_size", "name"), lines())
 def test_line(workers: WorkerPools, world_size: int, name: str) -> None:
     line = MATRIX[name]
@@ -210,6 +217,7 @@ def expected_gradient(interval: Any, world_size: int, step: int) -> Tensor:
     return (total / world_size).flatten()[interval.start : interval.end]
 
 
+@pytest.mark.quick("2", "3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_d6_gradients_are_complete_when_they_travel(workers: WorkerPools, world_size: int) -> None:
     assert workers(world_size).run(start_of_reductions) == [[]] * world_size
@@ -247,6 +255,7 @@ def count_calls(owner: Any, name: str) -> list[int]:
     return calls
 
 
+@pytest.mark.quick("2", "3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_d7_nothing_waits_group_by_group_before_the_forward(workers: WorkerPools, world_size: int) -> None:
     for awaited, groups in workers(world_size).run(waits_of_a_step):

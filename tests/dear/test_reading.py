@@ -182,6 +182,7 @@ def differing(rank: int, world_size: int, kind: str) -> list[str]:
     return wrong
 
 
+@pytest.mark.quick("sharded", "replicated")
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_reads_and_writes_after_a_step(workers: WorkerPools, kind: str) -> None:
     assert workers(2).run(differing, kind) == [[], []]

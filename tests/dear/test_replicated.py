@@ -100,6 +100,7 @@ def test_another_thread_may_read(workers: WorkerPools, world_size: int) -> None:
         assert outcome.bitwise, outcome
 
 
+@pytest.mark.quick("bfloat16-sums", "inspected", "all-early", "late")
 @pytest.mark.parametrize("config", [
     replace(REPLICATED, overlap_forward=False),
     replace(REPLICATED, check_replicas=True),
@@ -231,6 +232,7 @@ def test_unused_parameters(workers: WorkerPools, world_size: int, loop: Any) -> 
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
 
 
+@pytest.mark.quick("norm", "accumulating")
 @pytest.mark.parametrize("loop", [
     partial(clipping.clip_norm, 2.0, 0.05), clipping.clip_then_think_again,
     clipping.clip_while_accumulating, clipping.clip_value,
@@ -351,6 +353,7 @@ def step_behind_busy_lanes(
     return returned, gap
 
 
+@pytest.mark.quick("plain", "clipped", "two backwards")
 @pytest.mark.parametrize(
     ("changes", "twice", "expected"),
     [
@@ -429,6 +432,7 @@ def test_early_gathers_cost_a_byte(workers: WorkerPools, world_size: int) -> Non
         assert set(more[1:]) == {world_size - 1}, "nothing but the verdict travels in addition"
 
 
+@pytest.mark.quick("look_on_one_rank")
 @pytest.mark.parametrize(
     "between", [clip_now_and_then, drop_one_on_one_rank, look_on_one_rank], ids=lambda f: f.__name__
 )
@@ -646,6 +650,7 @@ def resume(rank: int, world_size: int, optimizer_of: Any, folder: str, sharded: 
     return max(float((a - b).abs().max()) for a, b in zip(whole, resumed, strict=True))
 
 
+@pytest.mark.quick("adamw-sharded", "muon-full", "adafactor-full")
 @pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
 @pytest.mark.parametrize("optimizer", [adafactor, muon, adamw], ids=lambda f: f.__name__)
 def test_resume(workers: WorkerPools, optimizer: Any, sharded: bool, tmp_path: Path) -> None:

@@ -96,7 +96,7 @@ class Loop:
         return b"".join(p.detach().numpy().tobytes() for p in self.ddp.module.parameters())
 
 
-@pytest.mark.quick("mid reduce-scatter", "mid all-gather", "before commit")
+@pytest.mark.quick("before commit")
 @pytest.mark.parametrize("phase", PHASES)
 def test_two_ranks(workers: WorkerPools, tmp_path: Path, phase: str) -> None:
     resuming.kill_and_resume(workers, train, tmp_path, 2, 1, phase)

@@ -130,6 +130,7 @@ def compare_what_is_returned(rank: int, world_size: int, kind: str) -> list[str]
     return found
 
 
+@pytest.mark.quick("sharded-3", "replicated-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
 def test_what_is_returned_is_what_plain_ddp_has(workers: WorkerPools, world_size: int, kind: str) -> None:
@@ -176,6 +177,7 @@ def set_everywhere(rank: int, world_size: int, kind: str) -> dict[str, bool]:
     return same
 
 
+@pytest.mark.quick("sharded")
 @pytest.mark.parametrize("kind", ["sharded", "replicated"])
 def test_what_plain_ddp_has_is_taken(workers: WorkerPools, kind: str) -> None:
     for same in workers(2).run(set_everywhere, kind):
@@ -213,7 +215,7 @@ def load(rank: int, world_size: int, kind: str, folder: str, steps: int) -> byte
     return ended
 
 
-@pytest.mark.quick("2-sharded-3-sharded", "3-sharded-2-plain", "2-replicated-3-sharded")
+@pytest.mark.quick("2-sharded-3-sharded", "2-replicated-3-sharded")
 @pytest.mark.parametrize(
     ("first", "saver", "then", "loader"),
     [

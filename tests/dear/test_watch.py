@@ -108,7 +108,7 @@ class Wholes(nn.Module):
 
 
 # Of accumulated gradients DDP's own sums are exact for these.
-@pytest.mark.quick("*-False-2", "two_backwards-True-2")
+@pytest.mark.quick("plain-False-2", "two_backwards-True-2", "accumulate-False-2")
 @pytest.mark.parametrize("world_size", [2, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("find_unused", [False, True])
 @pytest.mark.parametrize(

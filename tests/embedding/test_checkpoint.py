@@ -122,7 +122,7 @@ def resume(rank: int, world_size: int, optimizer: str, folder: str, sharded: boo
     return same
 
 
-@pytest.mark.quick("2-*-full", "3-adagrad-sharded", "2-sparse_adam-sharded")
+@pytest.mark.quick("2-rowwise_adamw-full", "3-adagrad-sharded", "2-sparse_adam-sharded")
 @pytest.mark.parametrize("sharded", [False, True], ids=["full", "sharded"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [1, 2, 3])

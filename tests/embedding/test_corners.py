@@ -196,7 +196,7 @@ def other_loaders(rank: int, world_size: int, case: str) -> float:
     return gap
 
 
-@pytest.mark.quick("evaluation between", "left early")
+@pytest.mark.quick("left early")
 @pytest.mark.parametrize("case", ["workers", "evaluation between", "evaluation first", "left early"])
 def test_several_loaders(workers: WorkerPools, case: str) -> None:
     assert workers(2).run(other_loaders, case) == [0.0, 0.0]

@@ -15,7 +15,7 @@ from tests.support.embedding.twins import CONFIG, OPTIMIZERS, Tables, Twins, bat
 from tests.support.workers import WorkerPools
 
 
-@pytest.mark.quick("2-*-prefetch", "3-adagrad-prefetch", "3-sgd-no_prefetch")
+@pytest.mark.quick("2-*-prefetch")
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("optimizer", list(OPTIMIZERS))
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
@@ -58,7 +58,7 @@ def test_bfloat16(workers: WorkerPools, prefetch: bool) -> None:
     assert workers(2).run(in_bfloat16, prefetch) == [0.0, 0.0]
 
 
-@pytest.mark.quick("2d-False", "horizontal-True", "none-True")
+@pytest.mark.quick("2d-False", "horizontal-True")
 @pytest.mark.parametrize("deduplicate", [True, False])
 @pytest.mark.parametrize("way", ["2d", "horizontal", "none"])
 def test_other_schedules(workers: WorkerPools, way: str, deduplicate: bool) -> None:

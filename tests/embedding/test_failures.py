@@ -87,7 +87,7 @@ class Loop:
         return result
 
 
-@pytest.mark.quick("mid prior rows", "before commit")
+@pytest.mark.quick("before commit")
 @pytest.mark.parametrize("phase", PHASES)
 def test_killed_and_resumed(workers: WorkerPools, tmp_path: Path, phase: str) -> None:
     resuming.kill_and_resume(workers, train, tmp_path, 2, 1, phase)

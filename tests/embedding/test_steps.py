@@ -90,7 +90,7 @@ def clip_to_nothing(side: Side, data: Iterator[Batch]) -> None:
         side.step()
 
 
-@pytest.mark.quick("dear-prefetch", "dear_replicated-no_prefetch", "topk_forward-no_prefetch")
+@pytest.mark.quick("dear-prefetch")
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("hook", list(HOOKS))
 def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch: bool) -> None:
@@ -99,7 +99,7 @@ def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch
         assert found == [(name, 0.0) for name in LOOPS]
 
 
-@pytest.mark.quick("dear_replicated")
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", list(HOOKS))
 def test_following_after_the_hook(workers: WorkerPools, hook: str) -> None:
     """Then the hook has put the model's gradients away already when tables step."""
@@ -123,7 +123,7 @@ def test_interrupted_and_partly_dropped(workers: WorkerPools, world_size: int, p
         assert found == [(name, 0.0) for name in loops]
 
 
-@pytest.mark.quick("dear-prefetch-first", "topk_forward-prefetch-last", "dear_replicated-no_prefetch-last")
+@pytest.mark.quick("dear_replicated-no_prefetch-last")
 @pytest.mark.parametrize("follows", ["first", "last"])
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("hook", list(HOOKS))

@@ -95,7 +95,7 @@ def run_cases(rank: int, world_size: int, hook: str | None, follows: str) -> lis
     return found
 
 
-@pytest.mark.quick("None-first", "dear-last", "dear_replicated-first", "topk_forward-last")
+@pytest.mark.quick("None-first", "dear-last")
 @pytest.mark.parametrize("follows", ["first", "last"])
 @pytest.mark.parametrize("hook", [None, *HOOKS])
 def test_zeroed_or_just_zero(workers: WorkerPools, hook: str | None, follows: str) -> None:
@@ -361,6 +361,7 @@ def zeroed_after_interruption(rank: int, world_size: int, hook: str, way: str, s
     return float((ends[0] - ends[1]).abs().max())
 
 
+@pytest.mark.quick("dear-*", "topk_forward-by hand")
 @pytest.mark.parametrize("way", ["ddp", "module", "optimizer", "by hand"])
 @pytest.mark.parametrize("hook", ["dear", "dear_replicated", "topk_forward"])
 def test_zeroed_after_an_interrupted_step(workers: WorkerPools, hook: str, way: str) -> None:

@@ -218,7 +218,7 @@ def train(rank: int, world_size: int, config: ExtConfig, loop: Any, idle: bool) 
     return parameters[1].full_tensor().flatten().tolist(), sent
 
 
-@pytest.mark.quick("bf16-*-2", "int8-*-3")
+@pytest.mark.quick("bf16-1.9-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize(("name", "least"), [("bf16", 1.9), ("int8", 3.0)])
 def test_training_with_fewer_bytes(workers: WorkerPools, world_size: int, name: str, least: float) -> None:
@@ -231,7 +231,7 @@ def test_training_with_fewer_bytes(workers: WorkerPools, world_size: int, name: 
     assert (rounded[0][0] != exact[0][0]) == (name == "int8"), "small whole numbers are bfloat16's, too"
 
 
-@pytest.mark.quick("True-accumulate", "False-two_backwards")
+@pytest.mark.quick("True-accumulate")
 @pytest.mark.parametrize("loop", [twins.two_backwards, twins.accumulate, twins.two_forwards])
 @pytest.mark.parametrize("idle", [False, True])
 def test_loops_with_int8(workers: WorkerPools, loop: Any, idle: bool) -> None:
@@ -240,6 +240,7 @@ def test_loops_with_int8(workers: WorkerPools, loop: Any, idle: bool) -> None:
     torch.testing.assert_close(torch.tensor(rounded[0]), torch.tensor(exact[0]), rtol=0.03, atol=0.05)
 
 
+@pytest.mark.slow
 def test_error_feedback_is_a_choice(workers: WorkerPools) -> None:
     with_it, without = (
         workers(2).run(train, with_codecs("exact", "int8", error_feedback=choice), twins.plain, False)[0][0]

@@ -50,7 +50,7 @@ def test_more_ranks(workers: WorkerPools, world_size: int, loop: Callable[[Train
     assert stats.early
 
 
-@pytest.mark.quick("*-2")
+@pytest.mark.quick("*-accumulate-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("loop", [twins.plain, twins.accumulate])
 @pytest.mark.parametrize(
@@ -201,6 +201,7 @@ def test_parts_add_in_the_order_of_the_whole(workers: WorkerPools, world_size: i
 # -- models and failures ----------------------------------------------------------------------------------------------
 
 
+@pytest.mark.quick("False")
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.timeout(300)
 def test_gpt2(workers: WorkerPools, compiled: bool) -> None:

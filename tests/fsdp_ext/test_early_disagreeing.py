@@ -323,6 +323,7 @@ def test_a_backward_that_fails_at_different_places_of_one_module(workers: Worker
         assert isinstance(message, str) and "early=False" in message and "part" in message, message
 
 
+@pytest.mark.quick("2-0")
 @pytest.mark.parametrize(("world_size", "victim"), [(2, 0), (3, 1)])
 def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: int) -> None:
     """It dies before the backward of a block of which the others send parts."""

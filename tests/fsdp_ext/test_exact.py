@@ -58,7 +58,7 @@ def test_more_ranks(workers: WorkerPools, world_size: int) -> None:
 
 
 # The first backward of several is a plain one.
-@pytest.mark.quick("*-two_backwards-2", "*-accumulate-2")
+@pytest.mark.quick("*-two_backwards-2")
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate])
 @pytest.mark.parametrize(
@@ -154,6 +154,7 @@ def test_preparations(workers: WorkerPools, world_size: int, prepare: Callable[[
     assert (stats.deferred == 0) == waits
 
 
+@pytest.mark.quick("two_backwards-model_options1-None", "plain-model_options2-divide_by_eight")
 @pytest.mark.parametrize(
     ("loop", "model_options", "prepare"),
     [
@@ -249,6 +250,7 @@ def test_gpt2_with_tied_weights(workers: WorkerPools) -> None:
     assert max(workers(2).run(train_gpt2, False)) < 1e-10
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(300)
 def test_gpt2_with_compiled_blocks(workers: WorkerPools) -> None:
     assert max(workers(2).run(train_gpt2, True, timeout_s=240)) < 1e-10

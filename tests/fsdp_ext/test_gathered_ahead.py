@@ -268,6 +268,7 @@ def changed_by_a_hook(rank: int, world_size: int, way: str) -> tuple[str, bool]:
     return " ".join(messages), agree[1]
 
 
+@pytest.mark.quick("data", "shards")
 @pytest.mark.parametrize("way", WAYS)
 def test_parameters_that_a_hook_changes_are_refused(workers: WorkerPools, way: str) -> None:
     outcomes = workers(2).run(changed_by_a_hook, way)

@@ -31,7 +31,7 @@ several_before_the_all_reduce = partial(twins.accumulate, setting="set_requires_
 """Accumulation in shards, which replicas sum once."""
 
 
-@pytest.mark.quick("float32-*", "bf16-two_backwards")
+@pytest.mark.quick("float32-two_backwards", "bf16-two_backwards", "float32-clip")
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip, twins.discarded])
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], options: dict[str, Any]) -> None:
@@ -39,12 +39,14 @@ def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], optio
     assert stats.deferred == stats.reduce_scatters - 1, "only the first one has to wait"
 
 
+@pytest.mark.quick("bf16")
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_several_before_the_all_reduce(workers: WorkerPools, options: dict[str, Any]) -> None:
     stats = check(workers(4).run(twins.compare, several_before_the_all_reduce, NUM_STEPS, CONFIG, options, SMALL, 2))
     assert stats.deferred == 0
 
 
+@pytest.mark.quick("True-two_backwards", "False-plain")
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards])
 @pytest.mark.parametrize("early", [True, False])
 def test_waiting(workers: WorkerPools, loop: Callable[[Trainee, int], None], early: bool) -> None:
@@ -59,6 +61,7 @@ def divide_by_two(model: nn.Module) -> None:
         module.set_gradient_divide_factor(2.0)
 
 
+@pytest.mark.quick("divided-by-eight", "fp16-sums")
 @pytest.mark.parametrize(
     ("options", "prepare"),
     [({}, divide_by_two), ({}, divide_by_eight), ({"mp_policy": FP16_SUMS}, None)],
@@ -95,6 +98,7 @@ def train_fractions(rank: int, world_size: int, policy: MixedPrecisionPolicy, pr
     return twins.same(*twins.on_both(build, run))
 
 
+@pytest.mark.quick("float32-*", "fp16-sums-divide_by_two")
 @pytest.mark.parametrize("prepare", [None, divide_by_two, divide_by_eight])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16, FP16_SUMS], ids=["float32", "bf16", "fp16-sums"])
 def test_fractions(workers: WorkerPools, policy: MixedPrecisionPolicy, prepare: Any) -> None:
@@ -110,6 +114,7 @@ def _all_reduce(reduced: Tensor) -> None:
     dist.all_reduce(reduced, op=dist.ReduceOp.MAX)
 
 
+@pytest.mark.quick("offloaded", "hook")
 @pytest.mark.parametrize(
     ("options", "prepare"),
     [

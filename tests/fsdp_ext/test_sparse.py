@@ -509,6 +509,7 @@ def regress(rank: int, world_size: int, config: ExtConfig) -> float:
     return sum(losses[-15:]) / 15
 
 
+@pytest.mark.slow
 def test_converges(workers: WorkerPools) -> None:
     exact, sparse = (
         max(workers(2).run(regress, config)) for config in (CONFIG, replace(SPARSE, density=0.05, wire="compact"))

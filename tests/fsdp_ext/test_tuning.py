@@ -304,6 +304,7 @@ def failing(rank: int, world_size: int, where: str) -> str:
     return "no error"
 
 
+@pytest.mark.quick("build")
 @pytest.mark.parametrize("where", ["build", "step"])
 def test_an_error_on_one_rank_ends_the_search_on_all(workers: WorkerPools, where: str) -> None:
     pool = workers(3)

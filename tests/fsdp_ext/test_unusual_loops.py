@@ -97,7 +97,7 @@ def test_only_whole_gathers_are_rounded(workers: WorkerPools) -> None:
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.quick("False-to_none", "True-added_to", "True-to_zeros")
+@pytest.mark.quick("True-to_zeros", "False-to_none")
 @needs_reset
 @pytest.mark.parametrize("zero", [None, False, True], ids=["added_to", "to_none", "to_zeros"])
 @pytest.mark.parametrize("foreach", [False, True])

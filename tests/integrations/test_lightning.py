@@ -98,7 +98,7 @@ def test_manual_optimization(workers: WorkerPools, tmp_path: Path, hook: str) ->
         assert_same_bits(ours[0], plain[0])
 
 
-@pytest.mark.quick("dear-norm", "replicated-value", "everything-norm")
+@pytest.mark.quick("dear-norm", "replicated-value")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("hook", ["dear", "replicated", "everything"])
 def test_clipping(workers: WorkerPools, tmp_path: Path, hook: str, algorithm: str) -> None:
@@ -160,7 +160,7 @@ def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: A
         return expected, weights_of(model)
 
 
-@pytest.mark.quick("dear-plain", "replicated-dear", "topk-topk")
+@pytest.mark.quick("replicated-dear", "topk-topk")
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("topk", "topk")],
@@ -239,6 +239,7 @@ def fabric_loop(rank: int, world_size: int, folder: str, hook: Any, clip: str) -
     return outcomes
 
 
+@pytest.mark.quick("dear-norm", "replicated-none", "replicated-value")
 @pytest.mark.parametrize("clip", ["none", "norm", "value"])
 @pytest.mark.parametrize("hook", ["dear", "replicated"])
 def test_fabric(workers: WorkerPools, tmp_path: Path, hook: str, clip: str) -> None:

@@ -99,11 +99,8 @@ SETTINGS: dict[str, dict[str, Any]] = {
 @pytest.mark.quick(
     "gpt2-accumulation",
     "bert-last accumulation is short",
-    "gpt2-bf16",
     "bert-gradient checkpointing",
     "gpt2-an optimizer that looks at whole tensors",
-    "bert-weight decay and warm-up",
-    "gpt2-unused parameters are looked for",
 )
 @pytest.mark.parametrize("settings", SETTINGS)
 @pytest.mark.parametrize("model", MODELS)
@@ -371,7 +368,7 @@ def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: A
 EITHER = {"plain": None, **EXACT}
 
 
-@pytest.mark.quick("dear-plain", "replicated-dear")
+@pytest.mark.quick("replicated-dear")
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("dear", "replicated")],
@@ -389,6 +386,7 @@ def test_sparse_all_reduce_resumes_with_what_was_left_out(workers: WorkerPools, 
     assert sorted(path.name for path in folder.glob("ddp_hooks*")) == ["ddp_hooks_rank0.bin", "ddp_hooks_rank1.bin"]
 
 
+@pytest.mark.quick("to plain")
 @pytest.mark.parametrize(("saved_by", "resumed_by"), [(None, TOPK), (TOPK, None)], ids=["from plain", "to plain"])
 def test_sparse_all_reduce_from_and_to_plain_checkpoints(
     workers: WorkerPools, tmp_path: Path, saved_by: Any, resumed_by: Any

@@ -37,6 +37,7 @@ def test_gain_over_all_reduce_is_equation_9(forward_s: float, gather_s: float) -
     assert baseline - dear == pytest.approx(gain, abs=1e-9)
 
 
+@pytest.mark.quick("resnet50-*", "bert-*")
 @pytest.mark.parametrize(
     ("model", "speedup", "million_parameters"),
     [("resnet50", 61.6, 25.6), ("densenet201", 64, 20.0), ("bert", 25.5, 110.1)],
@@ -129,6 +130,7 @@ def minus_one(values: tuple[int, ...], index: int) -> tuple[int, ...]:
     return (*values[:index], values[index] - 1, *values[index + 1 :])
 
 
+@pytest.mark.quick("*-resnet50")
 @pytest.mark.parametrize("model", workloads.NAMES)
 @pytest.mark.parametrize("bytes_per_s", [0.1 * GBIT, GBIT, 10 * GBIT])
 def test_bounds_are_ordered(model: str, bytes_per_s: float) -> None:
@@ -143,6 +145,7 @@ def test_bounds_are_ordered(model: str, bytes_per_s: float) -> None:
     assert one_step <= link_s + step.compute_s + 1e-9
 
 
+@pytest.mark.quick("resnet50", "llama")
 @pytest.mark.parametrize("model", workloads.NAMES)
 def test_infinite_network_leaves_compute(model: str) -> None:
     workload = workloads.load(model)

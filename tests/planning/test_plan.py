@@ -194,6 +194,7 @@ def plan_here(rank: int, world_size: int) -> tuple[list[float], str, bool, str]:
     return [each.step_s for each in found.predictions], str(found.fit), same, ""
 
 
+@pytest.mark.slow
 def test_ranks_have_the_same_plan(workers: WorkerPools) -> None:
     outcomes = workers(2).run(plan_here)
     assert outcomes[0] == outcomes[1]
@@ -376,7 +377,11 @@ def test_wrong_commands(arguments: list[str], message: str, capsys: pytest.Captu
     [
         (["missing.py"], "error: there is no script missing.py"),
         (["--model", "resnet5000", "--workers", "2", "--rate", "1gbit"], "there is no model 'resnet5000'"),
-        (["--model", "BertModel", "--workers", "2", "--rate", "1gbit"], "BertModel cannot be trained on noise"),
+        pytest.param(
+            ["--model", "BertModel", "--workers", "2", "--rate", "1gbit"],
+            "BertModel cannot be trained on noise",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_what_does_not_exist(arguments: list[str], message: str) -> None:

@@ -32,6 +32,7 @@ def load(name: str) -> workloads.Workload:
 # Workloads
 
 
+@pytest.mark.quick("resnet50-*", "bert-*")
 @pytest.mark.parametrize(
     ("model", "num_layers", "num_tensors", "megabytes"),
     [("resnet50", 107, 161, 102.2), ("densenet201", 402, 604, 80.1), ("bert", 105, 206, 440.4)],

@@ -36,6 +36,7 @@ def train(rank: int, world_size: int, folder: str, *arguments: str) -> Record:
     return recipe.train(args, load_images(None, args.image_size), torch.device("cpu"), "")
 
 
+@pytest.mark.quick("1")
 @pytest.mark.parametrize("world_size", [1, 3])
 def test_accumulation_and_groups(workers: WorkerPools, tmp_path: Path, world_size: int) -> None:
     found: list[Any] = [

@@ -9,6 +9,7 @@ import pytest
 from recipes.paper import dear_table2, models
 
 
+@pytest.mark.quick("resnet50-*", "bert-*")
 @pytest.mark.parametrize(
     ("model", "num_layers", "num_tensors", "million_parameters"),
     [

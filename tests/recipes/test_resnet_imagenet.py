@@ -69,7 +69,7 @@ def test_what_was_left_out_comes_back_with_a_resumed_run(workers: WorkerPools, t
         assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
 
 
-@pytest.mark.quick("spardl")
+@pytest.mark.slow
 @pytest.mark.parametrize("hook", ["none", "dear", "spardl"])
 def test_mixed_precision_clipping_and_channels_last(workers: WorkerPools, tmp_path: Path, hook: str) -> None:
     how = [f"--hook={hook}", "--epochs=1", "--clip=1", "--channels-last", "--amp=bf16"]

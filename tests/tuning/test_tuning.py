@@ -138,7 +138,7 @@ EXACT: dict[str, DearConfig | TopKConfig] = {
 }
 
 
-@pytest.mark.quick("sharded", "replicated, early", "topk, everything, forward")
+@pytest.mark.quick("sharded", "topk, everything, forward")
 @pytest.mark.parametrize("name", EXACT)
 def test_sizes_change_and_results_do_not(workers: WorkerPools, name: str) -> None:
     outcomes = workers(2).run(beside_ddp, EXACT[name])
@@ -359,7 +359,7 @@ def with_profile(
     return outcome
 
 
-@pytest.mark.quick("topk")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DEAR, TOPK], ids=["dear", "topk"])
 def test_what_was_found_is_used_again(workers: WorkerPools, tmp_path: Path, config: DearConfig | TopKConfig) -> None:
     path = str(tmp_path / "tuning.json")
@@ -507,6 +507,7 @@ def seen(rank: int, world_size: int, folder: str) -> tuple[str, str, str, list[s
     return early, refused, late, messages
 
 
+@pytest.mark.slow
 def test_users_see_what_happens(workers: WorkerPools, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
