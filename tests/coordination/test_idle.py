@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.coordination import Coordinator, CoordinatorConfig
+from ddp_hooks.coordination import Coordinator, CoordinatorConfig, desk
 from ddp_hooks.coordination.cache import REMEMBERED
 from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
 from ddp_hooks.coordination.request import Request, TensorSpec
@@ -186,9 +186,9 @@ def idle(rank: int, world_size: int, during: Callable[[Coordinator], None]) -> d
         coordinator.all_reduce(torch.ones(1), "x").wait()
     dist.barrier()
     going_on = torch.ones(1)
-    while going_on:  # cycles that nobody waits for may follow
+    while going_on:  # a cycle that nobody waits for may follow
         cycles = coordinator.stats().cycles
-        time.sleep(0.2)
+        time.sleep(2 * desk._PATIENCE_S)
         going_on = torch.tensor([float(coordinator.stats().cycles > cycles)])
         dist.all_reduce(going_on)
     before = cpu_ticks()
