@@ -21,7 +21,7 @@ demo: $(VENV)/.installed-recipes
 
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check
-	$(BIN)/mypy
+	$(BIN)/mypy --num-workers 2
 	$(BIN)/pytest -m "not slow" $(BESIDE)
 
 test-slow: $(VENV)/.installed-test

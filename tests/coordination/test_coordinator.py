@@ -123,6 +123,7 @@ def threads_of_their_own(rank: int, world_size: int, num_steps: int) -> list[str
     return wrong
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_steps", [150, pytest.param(500, marks=pytest.mark.slow)])
 def test_threads_that_wait_in_their_own_order(workers: WorkerPools, num_steps: int) -> None:
     assert workers(3).run(threads_of_their_own, num_steps) == [[]] * 3
@@ -379,6 +380,7 @@ def one_rank_asks(rank: int, world_size: int, seen: str) -> Any:
     return message, records
 
 
+@pytest.mark.quick("new")
 @pytest.mark.parametrize("seen", ["new", "known"])
 def test_a_rank_that_never_asks_is_named(workers: WorkerPools, seen: str) -> None:
     for rank, (message, records) in enumerate(workers(3).run(one_rank_asks, seen)):

@@ -433,6 +433,7 @@ def local_gradients(rank: int, world_size: int, pipeline: Any) -> dict[str, tupl
     return found
 
 
+@pytest.mark.quick("backward")
 @pytest.mark.parametrize("pipeline", ["backward", "forward"])
 def test_steps_with_gradients_of_one_rank_are_refused(workers: WorkerPools, pipeline: str) -> None:
     pool = workers(2)

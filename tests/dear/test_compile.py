@@ -78,6 +78,7 @@ def test_compiled_models(workers: WorkerPools, world_size: int, case: str) -> No
         assert outcome.stats.forward_stall_s >= 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "case", [case if case == "after wrapping" else pytest.param(case, marks=SLOW) for case in CASES]
 )

@@ -67,6 +67,7 @@ def start(script: str, *arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_closed_state_leaves_nothing_that_could_abort_the_process_at_its_end() -> None:
     process = start(GIVE_EVERYTHING_BACK, "close")
     output, errors = process.communicate(timeout=60)

@@ -203,7 +203,12 @@ def test_steps_that_are_counted_in_groups(workers: WorkerPools) -> None:
         assert outcome.parameter_gap < TOLERANCE, outcome
 
 
-@pytest.mark.quick("plain-*", "evaluate_on_one_rank-restless", "save_and_load-encoder")
+@pytest.mark.quick(
+    "plain-recomputed-reentrant",
+    "plain-frozen",
+    "evaluate_on_one_rank-restless",
+    "save_and_load-encoder",
+)
 @pytest.mark.parametrize("name", [
     "encoder", "backwards", "restless", "recomputed-reentrant", "frozen",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("bert", "gpt2", "resnet")),
@@ -424,6 +429,7 @@ def train_early_and_late(
     return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), begun, more
 
 
+@pytest.mark.quick("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_early_gathers_cost_a_byte(workers: WorkerPools, world_size: int) -> None:
     for equal, begun, more in workers(world_size).run(train_early_and_late, leave_alone, 0.5, 6):

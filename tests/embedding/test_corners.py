@@ -320,7 +320,7 @@ def parted(rank: int, world_size: int, case: str) -> str:
     return message
 
 
-@pytest.mark.quick("saving")
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["evaluation", "saving", "another table"])
 def test_ranks_that_part(workers: WorkerPools, case: str) -> None:
     pool = workers(2)

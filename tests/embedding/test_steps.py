@@ -108,7 +108,7 @@ def test_following_after_the_hook(workers: WorkerPools, hook: str) -> None:
         assert found == [(name, 0.0) for name in loops]
 
 
-@pytest.mark.quick("2-prefetch")
+@pytest.mark.slow
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_interrupted_and_partly_dropped(workers: WorkerPools, world_size: int, prefetch: bool) -> None:

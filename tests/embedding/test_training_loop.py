@@ -157,7 +157,7 @@ def _ids(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     return {"encoder": batch["encoder"]}
 
 
-@pytest.mark.quick("dear", "ddp")
+@pytest.mark.quick("dear")
 @pytest.mark.parametrize("hook", ["ddp", "dear", "dear_replicated"])
 def test_ranks_skip_a_scaled_step_together(workers: WorkerPools, hook: str) -> None:
     for gap, delayed, before, after in workers(3).run(scale, hook):

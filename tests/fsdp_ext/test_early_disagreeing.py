@@ -277,6 +277,7 @@ def changed_by_a_hook(rank: int, world_size: int, change: Callable[[Any], None],
     return gap(build, before)
 
 
+@pytest.mark.quick("signs_of_a_bias", "a_row_by_data", "dropped")
 @needs_unused
 @pytest.mark.parametrize(
     "change", [a_row_by_data, a_row_of_another, all_signs, signs_of_a_bias, order_of_a_bias, dropped]

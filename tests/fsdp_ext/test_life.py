@@ -224,6 +224,7 @@ def save_replicas(rank: int, world_size: int, folder: str) -> list[float]:
     return everything(model)
 
 
+@pytest.mark.slow
 def test_checkpoints_of_replicas(workers: WorkerPools, tmp_path: Path) -> None:
     """All ranks save one model, which fits any number of ranks."""
     first, *others = workers(4).run(save_replicas, str(tmp_path))

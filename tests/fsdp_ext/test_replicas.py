@@ -31,7 +31,7 @@ several_before_the_all_reduce = partial(twins.accumulate, setting="set_requires_
 """Accumulation in shards, which replicas sum once."""
 
 
-@pytest.mark.quick("float32-two_backwards", "bf16-two_backwards", "float32-clip")
+@pytest.mark.quick("bf16-two_backwards", "float32-clip")
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards, twins.accumulate, twins.clip, twins.discarded])
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], options: dict[str, Any]) -> None:
@@ -149,6 +149,7 @@ def test_backwards_inside_of_another_class(workers: WorkerPools, options: dict[s
     assert 0 < stats.deferred < stats.reduce_scatters
 
 
+@pytest.mark.quick("bf16")
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_one_group_of_shards_begins_early(workers: WorkerPools, options: dict[str, Any]) -> None:
     """Which replicas do not agree upon."""

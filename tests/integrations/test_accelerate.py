@@ -58,6 +58,7 @@ def test_same_bits_whatever_the_settings(workers: WorkerPools, settings: dict[st
         assert_same_bits(ours[0], plain[0])
 
 
+@pytest.mark.quick("dear")
 @pytest.mark.parametrize("hook", [DEAR, TopKConfig(density=1.0, lanes=2)], ids=["dear", "top-k of everything"])
 def test_clipping(workers: WorkerPools, hook: Any) -> None:
     for plain, ours in workers(2).run(compare, hook, "together", {"gradient_accumulation_steps": 2}, {"clip": 0.5}):

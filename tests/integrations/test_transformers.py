@@ -218,6 +218,7 @@ def test_sparse_all_reduce(workers: WorkerPools, tmp_path: Path) -> None:
         assert ours["losses"] != plain["losses"]
 
 
+@pytest.mark.slow
 def test_sparse_gradients_that_arrive_in_the_next_forward(workers: WorkerPools, tmp_path: Path) -> None:
     settings = {"max_steps": 30, "max_grad_norm": 1.0}
     late = TopKConfig(density=0.1, lanes=2, dense_below_numel=16, pipeline="forward")

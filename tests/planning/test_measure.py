@@ -236,6 +236,7 @@ def measure_all(rank: int, world_size: int) -> tuple[Any, StepProfile, bool]:
     return (found, seen), profile, same
 
 
+@pytest.mark.slow
 def test_real_processes_agree(workers: WorkerPools) -> None:
     outcomes = workers(2).run(measure_all)
     (found, seen), profile, _ = outcomes[0]

@@ -412,6 +412,7 @@ def test_an_exception_in_the_block_ends_the_cluster(run: Run, monkeypatch: pytes
     assert run.remains() == []
 
 
+@pytest.mark.quick("15")
 @pytest.mark.usefixtures("available")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_a_signal_reaches_the_workers_and_ends_everything(run: Run, number: signal.Signals) -> None:

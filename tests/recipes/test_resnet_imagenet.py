@@ -125,6 +125,7 @@ def test_arguments_that_cannot_work(tmp_path: Path) -> None:
             recipe.parse_arguments([wrong])
 
 
+@pytest.mark.slow
 def test_one_process_needs_no_launcher(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recipe.main([*FEW, "--epochs=1", f"--output={tmp_path}", "--device=cpu"])
     assert "epoch   1   accuracy" in capsys.readouterr().out

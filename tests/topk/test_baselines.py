@@ -54,7 +54,7 @@ def inputs(draw: Any) -> tuple[list[Tensor], int]:
     return values, k
 
 
-@pytest.mark.quick("oktopk-compact", "gtopk-compact", "topkdsa-compact")
+@pytest.mark.quick("oktopk-compact", "gtopk-compact")
 @pytest.mark.parametrize("format", ["exact", "compact"])
 @pytest.mark.parametrize("name", NAMES)
 @given(inputs())

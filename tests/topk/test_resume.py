@@ -75,7 +75,7 @@ class Loop:
         return b"".join(values.detach().numpy().tobytes() for values in (*self.ddp.module.parameters(), *kept))
 
 
-@pytest.mark.quick("mid exchange", "before commit")
+@pytest.mark.quick("before commit")
 @pytest.mark.parametrize("phase", PHASES)
 def test_two_ranks(workers: WorkerPools, tmp_path: Path, phase: str) -> None:
     resuming.kill_and_resume(workers, train, tmp_path, 2, 1, phase)

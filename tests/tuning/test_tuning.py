@@ -191,7 +191,7 @@ def conserving(rank: int, world_size: int, pipeline: Any) -> tuple[float, float,
     return outcome
 
 
-@pytest.mark.quick("forward")
+@pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["backward", "forward"])
 def test_nothing_is_lost_when_groups_of_topk_change(workers: WorkerPools, pipeline: str) -> None:
     for gap, kept, sizes, too_early in workers(2).run(conserving, pipeline):
@@ -215,7 +215,7 @@ def with_other_clocks(rank: int, world_size: int, config: DearConfig | TopKConfi
     return outcome
 
 
-@pytest.mark.quick("topk")
+@pytest.mark.slow
 @pytest.mark.parametrize("config", [DEAR, TOPK], ids=["dear", "topk"])
 def test_the_slowest_rank_counts(workers: WorkerPools, config: DearConfig | TopKConfig) -> None:
     outcomes = workers(3).run(with_other_clocks, replace(config, tuner=replace(TUNER, max_trials=8)))
