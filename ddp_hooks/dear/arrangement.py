@@ -7,7 +7,8 @@ reduce-scatters (:class:`~ddp_hooks.dear.backpipe.Schedule`), and in the order o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +16,10 @@ from torch import Tensor
 from ddp_hooks.comm import CollectiveRule, Partition, compat, see
 from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
+from ddp_hooks.dear.moves import State
 from ddp_hooks.dear.order import SumOrder
 from ddp_hooks.dear.storage import flatten, unflatten
+from ddp_hooks.feed import take_back
 
 
 class Arrangement:
@@ -168,12 +171,12 @@ class Arrangement:
                 f"{see('storage-was-replaced')}"
             )
 
-    @torch.no_grad()
-    def take_back_memory(self) -> None:
+    def take_back_memory(self, states: Mapping[Any, State]) -> None:
         """The optimizer has stepped on parameters and may have assigned ``.data``: bring the values where they were."""
         for index in self._in_other_memory():
-            self._memory[index].copy_(self._parameters[index])
-            self._parameters[index].data = self._memory[index]
+            parameter, memory = self._parameters[index], self._memory[index]
+            take_back(parameter, memory, states.get(parameter))
+            parameter.data = memory
 
     def _in_other_memory(self) -> list[int]:
         with compat.without_overrides():

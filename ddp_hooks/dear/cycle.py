@@ -35,6 +35,7 @@ from ddp_hooks.comm import (
     Partition,
     Recorder,
     Traffic,
+    Work,
     agree,
     compat,
     mebibytes,
@@ -153,6 +154,7 @@ class StepCycle:
         """The search for a fusion size that ``config.tuner`` asks for; None without."""
         self._left_alone = False  # whether the gradients of the step under way lie as they were reduced
         self._makes_state = False  # whether the step under way only makes the optimizer's state
+        self._gathers: list[Work] = []  # of gradients, inside of the step under way
         self._withheld = False  # whether the step under way has no gradients, because some were not finite
         self._stats = DearStats()
         self._log: StatsLog | None = None
@@ -399,14 +401,16 @@ class StepCycle:
         self._checkpoint.outdate()
         compat.increment_versions(self._parameters)
         if isinstance(self._sharded, ShardedOptimizer):
-            self._sharded.write_parameters()
+            self._sharded.take_back_memory()
+            self._sharded.write_masters()
             if self._lanes.world_size > 1:  # one rank has everything
                 self._launch_gathers(self._arrangement.flats)
         else:
             self._sharded.close_step()
-            self._arrangement.take_back_memory()
             if self._sharded.deferred:
                 self._launch_gathers(self._sharded.memory)
+            else:
+                self._arrangement.take_back_memory(self._optimizer.state)
         for companion in self._companions:
             companion.let_pass(self._pipe.under_way)
         if not self.config.overlap_forward or self.config.check_replicas:
@@ -425,18 +429,29 @@ class StepCycle:
         if self._makes_state:
             self._makes_state = False
             compat.undo_making_state(self._optimizer)
+        elif isinstance(self._sharded, ShardedOptimizer):
+            self._sharded.take_back_memory()
         elif self._replicated is not None:
             self._replicated.close_step()
+            if not self._replicated.deferred:
+                self._arrangement.take_back_memory(self._optimizer.state)
 
     def _gather_gradients(self, replicated: ReplicatedOptimizer) -> None:
         """Gather whole gradients for an optimizer that looks at all of them at once."""
         arranged = self._arrangement
         gathers = zip(arranged.gathers(replicated.memory), arranged.gather_labels, strict=True)
-        for work in [self._lanes.all_gather(*gather) for gather in gathers]:
+        self._gathers = [self._lanes.all_gather(*gather) for gather in gathers]
+        self._await_gathers()
+        replicated.arrived(range(len(self._parameters)))
+
+    def _await_gathers(self) -> None:
+        """Wait for gathers inside of a step; they are still known if an exception ends this."""
+        while self._gathers:
+            work = self._gathers[0]
             if not work.done:
                 with self._arrival.stall.measure(self._recorder, work.label):
                     work.wait()
-        replicated.arrived(range(len(self._parameters)))
+            self._gathers.pop(0)
 
     def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
         if self._early is not None:
@@ -449,6 +464,7 @@ class StepCycle:
 
     def _finish_gathers(self) -> None:
         self._pipe.finish()
+        self._await_gathers()
         self._arrival.settle()  # what gathers have followed
         if self._early is not None:
             self._early.conclude()

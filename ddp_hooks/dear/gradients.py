@@ -1,8 +1,8 @@
 """Who owns a gradient between backward and step, and after it until the next backward.
 
 Reduced gradients live in shards, where ``zero_grad`` on the model cannot reach them, and the model's ``.grad`` means
-nothing. So guards stand in both places (:mod:`~ddp_hooks.feed.guard`). A guard that is still in its place says that the
-gradient behind it is wanted; one that was removed or zeroed says what the user has done to it.
+nothing. So guards stand there (:mod:`~ddp_hooks.feed.guard`), and in shards that the user has seen. One in its place
+says that the gradient behind it is wanted; one that was removed or zeroed says what the user has done to it.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class GradientKeeper:
             gradient, reduced, shard.reduced = shard.tensor.grad, shard.reduced, None
             if gradient is None:
                 continue
-            if isinstance(gradient, GradientGuard) and reduced is not None:  # else it is that of a step that is over
+            if isinstance(gradient, GradientGuard) and reduced is not None:  # else it was set after that, or is old
                 gradient = torch.zeros_like(reduced) if gradient.zeroed else reduced
             shard.tensor.grad = self.unless_discarded(shard.interval.parameter, gradient, marks)
 

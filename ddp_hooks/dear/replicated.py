@@ -63,6 +63,8 @@ class ReplicatedOptimizer(ShardSet):
         self.refuse_new_groups()
         kept = {s.interval: {} if s.tensor.grad is None else {GRADIENT_KEY: s.tensor.grad} for s in self.shards}
         self.shards, self.shards_of_atom, self.memory = [], [], []
+        self._views.clear()
+        self._updates.forget_memory()
         if layout is None:
             return {}
         return move_states(kept, layout, new_layout, self._lanes, self._device, to=self._device)
@@ -98,7 +100,8 @@ class ReplicatedOptimizer(ShardSet):
         """
         assert self._layout is not None
         self.refuse_new_groups()
-        self.memory = self.memory or _blank_buckets(self._layout, self._parameters)
+        if not self.memory:
+            self.memory, self._keeps_views = _blank_buckets(self._layout, self._parameters), False
         for shard in [] if in_place else self.shards:
             gradient, flat = shard.tensor.grad, self.memory[shard.atom]
             if gradient is not None and gradient.data_ptr() == flat.data_ptr() + shard.offset * flat.element_size():

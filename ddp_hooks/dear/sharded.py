@@ -25,7 +25,7 @@ from ddp_hooks.dear.outside import SmallEntries, StateOutside
 from ddp_hooks.dear.pieces import Even
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, Shard, ShardSet
 from ddp_hooks.dear.spread import SpreadTensor
-from ddp_hooks.feed import copied
+from ddp_hooks.feed import copied, take_back
 
 
 class ShardedOptimizer(ShardSet):
@@ -329,13 +329,18 @@ class ShardedOptimizer(ShardSet):
                 shard.tensor.copy_(written)
 
     @torch.no_grad()
-    def write_parameters(self) -> None:
-        """Round masters into the parameters, and bring there what the optimizer has put into other memory."""
-        for shard in self.shards:
-            if shard.tensor.data_ptr() != shard.memory.data_ptr():
+    def write_masters(self) -> None:
+        """Round the masters into the parameters."""
+        for shard in self.shards if self.has_masters else []:
+            if shard.is_master:
                 shard.memory.copy_(shard.tensor)
-                if not shard.is_master:  # the optimizer has assigned .data
-                    shard.tensor.data = shard.memory
+
+    def take_back_memory(self) -> None:
+        """Bring into the parameters what the optimizer has put into other memory."""
+        for shard in self.shards:
+            if not shard.is_master and shard.tensor.data_ptr() != shard.memory.data_ptr():
+                take_back(shard.tensor, shard.memory, self.states.get(shard.tensor))
+                shard.tensor.data = shard.memory
 
     @torch.no_grad()
     def adopt_loaded_masters(self) -> None:

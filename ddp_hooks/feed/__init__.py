@@ -2,6 +2,7 @@
 
 from ddp_hooks.feed import companions
 from ddp_hooks.feed.aside import GuardsAside, is_aside
+from ddp_hooks.feed.assigned import take_back
 from ddp_hooks.feed.assigning import refuse_assigned_parameters
 from ddp_hooks.feed.deferred import DeferredUpdates, copied
 from ddp_hooks.feed.failing import when_step_fails
@@ -27,5 +28,6 @@ __all__ = [
     "extend_zero_grad",
     "is_aside",
     "refuse_assigned_parameters",
+    "take_back",
     "when_step_fails",
 ]

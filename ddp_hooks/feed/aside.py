@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import cast
 
 import torch
@@ -14,12 +15,20 @@ from torch import Tensor
 
 from ddp_hooks.feed.guard import GradientGuard
 
-_everyone: weakref.WeakSet[GuardsAside] = weakref.WeakSet()
+_of: dict[int, weakref.ref[GuardsAside]] = {}  # by id, because tensors do not compare as keys have to
 
 
 def is_aside(parameter: Tensor) -> bool:
     """Whether the parameter has no gradient only because a hook has put its guard aside, for the time of a step."""
-    return any(guards.holds(parameter) for guards in _everyone)
+    reference = _of.get(id(parameter))
+    guards = reference() if reference is not None else None
+    return guards is not None and guards.holds(parameter)
+
+
+def _forget(ids: Iterable[int], gone: weakref.ref[GuardsAside]) -> None:
+    for key in ids:
+        if _of.get(key) is gone:
+            del _of[key]
 
 
 class GuardsAside:
@@ -33,7 +42,7 @@ class GuardsAside:
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._guards: dict[int, GradientGuard] = {}
-        _everyone.add(self)
+        _of.update(dict.fromkeys(self._index_of, weakref.ref(self, partial(_forget, tuple(self._index_of)))))
 
     def __bool__(self) -> bool:
         return bool(self._guards)

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import compat, see
+from ddp_hooks.feed.assigned import take_back
 from ddp_hooks.feed.pending_state import let_state_wait
 
 
@@ -73,6 +74,10 @@ class DeferredUpdates:
             for group in self._optimizer.param_groups
         ]
 
+    def forget_memory(self) -> None:
+        """Parameters are about to move: keep nothing of where they were."""
+        self._stand_ins.clear()
+
     def _finish_unless_running(self) -> None:
         if self._finish is not None and not self.running:
             self._finish()
@@ -112,7 +117,8 @@ class DeferredUpdates:
         made = self._stand_ins.get(index)
         if made is None or made.data_ptr() != parameter.data_ptr():
             made = self._stand_ins[index] = torch.nn.Parameter(parameter.detach(), parameter.requires_grad)
-        if vars(parameter):
+        if vars(made) or vars(parameter):
+            vars(made).clear()
             vars(made).update(vars(parameter))
         made.grad = self._gradient_of(index)
         return made
@@ -134,8 +140,7 @@ class DeferredUpdates:
                 compat.unhooked_step(optimizer)(acting)
                 with compat.without_overrides():
                     for index, parameter in inside.items():
-                        if parameter.data_ptr() != self._parameters[index].data_ptr():  # it has assigned .data
-                            self._parameters[index].copy_(parameter)
+                        take_back(parameter, self._parameters[index].detach(), acting.state.get(parameter))
         finally:
             for index, parameter in inside.items():
                 parameter.grad = None

@@ -158,29 +158,66 @@ def lamb(model: nn.Module) -> torch.optim.Optimizer:
 
 
 class Assigning(torch.optim.Optimizer):
-    """Gradient descent that gives parameters new memory."""
+    """Gradient descent that gives parameters new memory, or that of its state, or leaves theirs to its state."""
 
-    def __init__(self, parameters: Any) -> None:
+    def __init__(self, parameters: Any, kind: str) -> None:
         super().__init__(parameters, {"lr": 0.125})
+        self.kind = kind
+        self.fails = False
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    p.data = p.data - group["lr"] * p.grad
+                    self._update(p, self.state[p], group["lr"])
+        if self.fails:
+            raise Interruption
+
+    def _update(self, p: torch.nn.Parameter, state: dict[str, Tensor], lr: float) -> None:
+        assert p.grad is not None
+        if self.kind == "shared":
+            state.setdefault("own", p.detach().clone()).sub_(lr * p.grad)
+            p.data = state["own"]
+            return
+        update = lr * p.grad + state.get("before", torch.zeros_like(p)) / 4
+        if self.kind == "left":
+            state["before"] = p.data
+        p.data = p.data - update
 
 
-def assigning(model: nn.Module) -> torch.optim.Optimizer:
-    return Assigning(model.parameters())
+class Interruption(Exception):
+    """A step fails."""
 
 
+def _assigning(kind: str, model: nn.Module) -> torch.optim.Optimizer:
+    return Assigning(model.parameters(), kind)
+
+
+def failing_once(twin: Trainee, step: int) -> None:
+    """The third step raises, and the loop goes back to where it was."""
+    assert isinstance(twin.optimizer, Assigning)
+    before = copy.deepcopy(twin.ddp.module.state_dict())
+    twin.optimizer.zero_grad()
+    twin.loss(step).backward()
+    twin.optimizer.fails = step == 2
+    try:
+        twin.optimizer.step()
+    except Interruption:
+        twin.ddp.module.load_state_dict(before)
+
+
+@pytest.mark.parametrize(("kind", "loop"), [
+    ("new", twins.plain), ("shared", twins.plain), ("left", twins.plain), ("new", failing_once),
+], ids=["new", "shared", "left", "failing"])  # fmt: skip
 @pytest.mark.parametrize("config", [
     replace(CONFIG, assume_elementwise=True), replace(LATE, assume_parameterwise=True), LATE,
 ], ids=["sharded", "deferred", "at-once"])  # fmt: skip
-def test_an_optimizer_may_assign_data(workers: WorkerPools, config: DearConfig) -> None:
+def test_an_optimizer_may_assign_data(
+    workers: WorkerPools, config: DearConfig, kind: str, loop: Callable[[Trainee, int], None]
+) -> None:
     run = partial(compare, config=config)
-    for outcome in workers(2).run(run, WholeNumbers, whole_batches, assigning, twins.plain, 5):
+    for outcome in workers(2).run(run, WholeNumbers, whole_batches, partial(_assigning, kind), loop, 5):
         assert outcome.bitwise, outcome
 
 

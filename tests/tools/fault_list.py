@@ -263,7 +263,7 @@ _DEAR = (
     Fault(
         "dear: shards keep the memory that the optimizer gave them",
         "ddp_hooks/dear/sharded.py",
-        "shard.memory.copy_(shard.tensor)",
+        "take_back(shard.tensor, shard.memory, self.states.get(shard.tensor))",
         "pass",
         ("tests/dear/test_replicated.py",),
         "assign",
@@ -271,7 +271,7 @@ _DEAR = (
     Fault(
         "dear: parameters keep the memory that the optimizer gave them",
         "ddp_hooks/dear/arrangement.py",
-        "self._memory[index].copy_(self._parameters[index])",
+        "take_back(parameter, memory, states.get(parameter))",
         "pass",
         ("tests/dear/test_replicated.py",),
         "assign",
@@ -279,7 +279,7 @@ _DEAR = (
     Fault(
         "feed: what a deferred update assigns is lost",
         "ddp_hooks/feed/deferred.py",
-        "self._parameters[index].copy_(parameter)",
+        "take_back(parameter, self._parameters[index].detach(), acting.state.get(parameter))",
         "pass",
         ("tests/dear/test_replicated.py",),
         "assign",
