@@ -25,7 +25,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/pytest -m "not slow" $(BESIDE)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest -m "slow and not long" $(BESIDE)
+	$(BIN)/pytest -m "slow and not long"
 
 test-all: $(VENV)/.installed-test
 	$(BIN)/pytest -m slow $(BESIDE)
