@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 TRAINING = """
-import gc, os, sys
+import gc, os, sys, time
 import torch, torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import DearConfig, DearState, dear_hook
@@ -42,6 +42,9 @@ gc.collect()
 dist.destroy_process_group()
 if sys.argv[1] != "close":
     gc.collect()
+    for _ in range(100):  # threads of lanes end by themselves
+        if count_threads() > before:
+            time.sleep(0.05)
 print(before, count_threads())
 """
 
