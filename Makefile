@@ -12,7 +12,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 BIN := $(VENV)/bin
-BESIDE := -n 2 --dist worksteal  # ranks wait for each other, and mostly leave a core idle
+# Ranks wait for each other, and mostly leave a core idle.
+PARALLEL := -n 2 --dist worksteal
 
 .PHONY: demo test test-slow test-all docs
 
@@ -22,13 +23,13 @@ demo: $(VENV)/.installed-recipes
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check
 	$(BIN)/mypy --num-workers 2
-	$(BIN)/pytest -m "not slow" $(BESIDE)
+	$(BIN)/pytest -m "not slow" $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test
 	$(BIN)/pytest -m "slow and not long"
 
 test-all: $(VENV)/.installed-test
-	$(BIN)/pytest -m slow $(BESIDE)
+	$(BIN)/pytest -m slow $(PARALLEL)
 
 docs: $(VENV)/.installed-docs
 	$(BIN)/sphinx-build -W --keep-going -b html docs docs/_build/html

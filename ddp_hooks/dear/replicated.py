@@ -48,9 +48,9 @@ class ReplicatedOptimizer(ShardSet):
         self.memory: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
         self._layout: Layout | None = None
         self._places: dict[int, _Place] = {}  # by parameter
-        self._views: dict[int, Tensor] = {}  # of gradients, by parameter
-        self._addresses: list[int] = []  # of the atoms in DDP's buckets
-        self._keeps_views = False  # once DDP has rebuilt its buckets, so that no second set stays alive
+        self._views: dict[int, Tensor] = {}  # gradients by parameter, kept from step to step
+        self._addresses: list[int] = []  # of the atoms in the latest backward's buckets
+        self._keeps_views = False  # whether buckets are where they were: views of others would keep these alive
         self._marks = GuardsAside(parameters)  # while the optimizer's own code runs
         self._wanted: set[int] = set()  # parameters that still await their update
         self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
@@ -74,12 +74,15 @@ class ReplicatedOptimizer(ShardSet):
         super().install(layout, flats, states)
         self._layout = layout
         self._places = {
-            member.parameter: _Place(index, member.offset, parameter.shape, parameter.stride())
+            member.parameter: self._place(member.parameter, index, member.offset)
             for index, atom in enumerate(layout.atoms)
             for member in atom.members
             if member.start == 0
-            for parameter in [self._parameters[member.parameter]]
         }
+
+    def _place(self, index: int, atom: int, offset: int) -> _Place:
+        parameter = self._parameters[index]
+        return _Place(atom, offset, parameter.shape, parameter.stride())
 
     # -- one step ---------------------------------------------------------------------------------------------------
 

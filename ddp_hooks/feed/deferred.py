@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import compat, see
-from ddp_hooks.feed.assigned import take_back
+from ddp_hooks.feed.memory import take_back
 from ddp_hooks.feed.pending_state import let_state_wait
 
 
@@ -38,7 +38,7 @@ class DeferredUpdates:
         gradient_of: Callable[[int], Tensor],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._stand_ins: dict[int, torch.nn.Parameter] = {}
+        self._stand_ins: dict[int, torch.nn.Parameter] = {}  # that updates step on, kept from step to step
         self._runner: int | None = None  # the thread that runs the optimizer's code for some parameters
         self._optimizer = optimizer
         self._parameters = parameters

@@ -124,7 +124,7 @@ def threads_of_their_own(rank: int, world_size: int, num_steps: int) -> list[str
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("num_steps", [150, pytest.param(500, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_steps", [150, 500])
 def test_threads_that_wait_in_their_own_order(workers: WorkerPools, num_steps: int) -> None:
     assert workers(3).run(threads_of_their_own, num_steps) == [[]] * 3
 

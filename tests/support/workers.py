@@ -47,13 +47,13 @@ def server_context() -> Any:
     return context
 
 
-def end_with_parent() -> None:
+def _end_with_parent() -> None:
     """Let the kernel kill this process when the one that has started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _serve(rank: int, world_size: int, port: int, folder: str, connection: Connection, device: str) -> None:
-    end_with_parent()  # a stopped process would not notice that its connection has ended
+    _end_with_parent()  # a stopped process would not notice that its connection has ended
     gc.freeze()  # a full collection would visit, and so copy, all that the server has imported: a second each time
     os.environ |= _ENVIRONMENT
     # A process that a signal ends cannot report: what it and its libraries print at last is kept for _outcome.

@@ -21,12 +21,11 @@ def take_back(assigned: Tensor, memory: Tensor, state: MutableMapping[str, Any] 
     """
     if assigned.data_ptr() == memory.data_ptr():
         return
-    shared = []
-    for key, value in (state or {}).items():
-        if isinstance(value, Tensor) and value.numel() and value.data_ptr() == memory.data_ptr():
-            state[key] = value.clone()  # type: ignore[index]
-        elif isinstance(value, Tensor) and value.shape == memory.shape and value.data_ptr() == assigned.data_ptr():
-            shared.append(key)
+    entries = state if state is not None else {}
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.data_ptr() == memory.data_ptr():
+            entries[key] = value.clone()
     memory.copy_(assigned)
-    for key in shared:
-        state[key] = memory.detach()  # type: ignore[index]
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.shape == memory.shape and value.data_ptr() == assigned.data_ptr():
+            entries[key] = memory.detach()
