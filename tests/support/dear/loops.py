@@ -11,6 +11,8 @@ from tests.support.dear.twins import WholeNumbers
 LOOPS = [
     twins.zero_grad_to_zeros,
     twins.zero_grad_on_model_to_zeros,
+    twins.zero_grad_before_step,
+    twins.replaced_gradients,
     twins.zero_grad_after_step,
     twins.zero_grad_on_model_only,
     twins.idle_forwards,

@@ -178,6 +178,34 @@ def zero_grad_to_zeros(twin: Trainee, step: int) -> None:
     twin.optimizer.step()
 
 
+def zero_grad_before_step(twin: Trainee, step: int) -> None:
+    """Every other step has gradients of zero, by which momentum and weight decay still move parameters."""
+    twin.optimizer.zero_grad()
+    twin.loss(step).backward()
+    if step % 2:
+        twin.optimizer.zero_grad(set_to_none=False)
+    twin.optimizer.step()
+
+
+def replaced_gradients(twin: Trainee, step: int) -> None:
+    """Gradients are other tensors by the time of the step, and serve for two."""
+    twin.optimizer.zero_grad()
+    twin.loss(step).backward()
+    if twin.state is None:
+        _double(list(twin.ddp.parameters()))
+    else:
+        with twin.state.reduced_gradients() as shards:
+            _double(shards)
+    twin.optimizer.step()
+    twin.optimizer.step()
+
+
+def _double(parameters: list[nn.Parameter]) -> None:
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad * 2
+
+
 def zero_grad_on_model_to_zeros(twin: Trainee, step: int) -> None:
     twin.ddp.zero_grad(set_to_none=False)
     twin.loss(step).backward()
