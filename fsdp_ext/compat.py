@@ -49,12 +49,11 @@ def state_of(module: FSDPModule) -> object | None:
 
 def _param_groups(module: FSDPModule) -> Sequence[Any] | None:
     state = state_of(module)
-    if state is None:
-        return None
     if hasattr(state, "_fsdp_param_groups"):
         return list(state._fsdp_param_groups)
-    single = getattr(state, "_fsdp_param_group", None)  # before several were possible
-    return None if single is None else [single]
+    if hasattr(state, "_fsdp_param_group"):  # before several were possible
+        return [] if state._fsdp_param_group is None else [state._fsdp_param_group]
+    return None
 
 
 def num_param_groups(module: FSDPModule) -> int | None:

@@ -9,6 +9,7 @@ import signal
 import weakref
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -114,6 +115,14 @@ def test_what_another_torch_does_not_tell_is_refused(workers: WorkerPools) -> No
     for problems in workers(2).run(on_another_torch):
         for problem, (name, config, expected) in zip(problems, SEAMS, strict=True):
             assert expected in problem and bool(problem) == bool(expected), (name, config, problem)
+
+
+def test_modules_without_parameters_are_known_in_torch_2_11() -> None:
+    """It keeps one group, or None, where later versions keep a list."""
+    for single, expected in ((None, 0), ("a group", 1)):
+        state = SimpleNamespace(_fsdp_param_group=single)
+        module: Any = SimpleNamespace(_get_fsdp_state=lambda state=state: state)
+        assert compat.num_param_groups(module) == expected
 
 
 def statistics(rank: int, world_size: int) -> tuple[Any, int, list[str]]:
