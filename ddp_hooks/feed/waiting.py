@@ -70,13 +70,15 @@ class Waiting:
         if func in METADATA and cls.own_class is nn.Parameter:
             with compat.without_overrides():
                 return func(*args, **kwargs)
-        alone = all(issubclass(kind, Waiting) for kind in types)  # else another class has to see the call, too
-        arrived = cls.wait_in(args, not alone)
+        copies = func is Tensor.detach and compat.makes_parameter(sys._getframe(1))
+        others = not all(issubclass(kind, Waiting) for kind in types)  # another class has to see the call, too
+        on_host = copies or others or func is Tensor.__repr__  # the class has to be the parameter's own
+        arrived = cls.wait_in(args, on_host)
         if kwargs:
-            arrived &= cls.wait_in(tuple(kwargs.values()), not alone)
+            arrived &= cls.wait_in(tuple(kwargs.values()), on_host)
+        if copies:
+            return cls.own_class(args[0], args[0].requires_grad)
         if arrived:
-            if func is Tensor.detach and compat.makes_parameter(sys._getframe(1)):
-                return cls.own_class(args[0], args[0].requires_grad)  # of the class that the tensor has by now
             return func(*args, **kwargs)
         with compat.without_overrides():
             return func(*args, **kwargs)

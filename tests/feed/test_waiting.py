@@ -464,9 +464,13 @@ def test_every_stream_waits_until_the_value_is_there(on_meta: Any) -> None:
     assert type(weight) is nn.Parameter
 
 
-def test_a_copy_waits_on_the_host_for_a_stream(on_meta: Any) -> None:
+@pytest.mark.parametrize("use", [copy.deepcopy, nn.Parameter, repr])
+def test_what_depends_on_the_class_waits_on_the_host_for_a_stream(on_meta: Any, use: Callable[[Any], Any]) -> None:
     flight, _, log = on_meta
-    assert type(copy.deepcopy(flight.model[0].weight)) is nn.Parameter and log == ["host"]
+    weight = flight.model[0].weight
+    found, expected = use(weight), use(nn.Parameter(torch.full_like(weight, NEW)))
+    assert log == ["host"] and type(weight) is nn.Parameter
+    assert type(found) is type(expected) and repr(found) == repr(expected)
     flight.pipe.close()
     assert flight.awaited == [0], "what nobody awaited goes on waiting"
 
