@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import fnmatch
 from collections.abc import Iterator
 
@@ -10,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from tests.support.workers import WorkerPools, Workers
+from tests.support.workers import WorkerPools
 
 # No deadline: time never decides a test, least of all on a busy machine.
 hypothesis.settings.register_profile("ddp_hooks", deadline=None)
@@ -25,32 +24,12 @@ def workers() -> Iterator[WorkerPools]:
     pools.end()
 
 
-def nccl_version() -> tuple[int, int]:
-    """Of the library that is loaded; torch says which one it was built with."""
-    number = ctypes.c_int()
-    ctypes.CDLL("libnccl.so.2").ncclGetVersion(ctypes.byref(number))
-    return number.value // 10_000, number.value // 100 % 100
-
-
-class GpuWorkers(WorkerPools):
-    """Pools of NCCL ranks. Several share a GPU where there are fewer, which NCCL allows since 2.30."""
-
-    def __init__(self) -> None:
-        super().__init__("cuda")
-
-    def __call__(self, world_size: int) -> Workers:
-        num_gpus, nccl = torch.cuda.device_count(), nccl_version()
-        if world_size > num_gpus and nccl < (2, 30):
-            pytest.skip(f"{world_size} ranks need NCCL 2.30 or newer to share {num_gpus} GPU(s), found {nccl}")
-        return super().__call__(world_size)
-
-
 @pytest.fixture(scope="session")
 def gpu_workers() -> Iterator[WorkerPools]:
     """``gpu_workers(P)`` is a pool of P NCCL ranks; see :mod:`tests.support.devices`."""
     if not torch.cuda.is_available():
         pytest.skip("there is no GPU")
-    pools = GpuWorkers()
+    pools = WorkerPools("cuda")
     yield pools
     pools.end()
 

@@ -2,11 +2,13 @@
 
     torchrun --nproc-per-node 2 -m recipes.benchmarks.host_time
     torchrun --nproc-per-node 1 -m recipes.benchmarks.host_time --layers 400 --rounds 20
+    torchrun --nproc-per-node 1 -m recipes.benchmarks.host_time --device cuda
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import time
 from collections.abc import Sequence
@@ -34,17 +36,19 @@ class Run:
     Args:
         layers: number of ``Linear(16, 16)``, each with a ReLU.
         config: None for plain DDP.
+        device: of the model.
     """
 
-    def __init__(self, layers: int, config: DearConfig | None) -> None:
+    def __init__(self, layers: int, config: DearConfig | None, device: torch.device) -> None:
         torch.manual_seed(0)
         blocks = [block for _ in range(layers) for block in (nn.Linear(16, 16), nn.ReLU())]
-        self.ddp = DistributedDataParallel(nn.Sequential(*blocks), gradient_as_bucket_view=True, bucket_cap_mb=5)
+        model = nn.Sequential(*blocks).to(device)
+        self.ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=5)
         self.optimizer = torch.optim.AdamW(self.ddp.parameters(), lr=1e-4)
         self.state = DearState(self.ddp, self.optimizer, config) if config is not None else None
         if self.state is not None:
             self.ddp.register_comm_hook(self.state, dear_hook)
-        self.batch = torch.randn(8, 16)
+        self.batch = torch.randn(8, 16, device=device)
         self.cpu_s: list[float] = []  # of each window, per step
         self.wall_s: list[float] = []
 
@@ -56,6 +60,8 @@ class Run:
             self.optimizer.step()
         if self.state is not None:
             self.state.synchronize()
+        if self.batch.is_cuda:
+            torch.cuda.synchronize()
 
     def measure(self) -> None:
         """Time one window."""
@@ -69,10 +75,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Compare processor time per step of plain DDP and DeAR.")
     parser.add_argument("--layers", type=int, default=200)
     parser.add_argument("--rounds", type=int, default=12, help="windows of each variant")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    dist.init_process_group("gloo")
-    runs = {name: Run(options.layers, config) for name, config in VARIANTS.items()}
+    device = torch.device(options.device)
+    if device.type == "cuda":
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
+    dist.init_process_group("gloo" if device.type == "cpu" else "nccl")
+    runs = {name: Run(options.layers, config, device) for name, config in VARIANTS.items()}
     for run in runs.values():
         run.train()
     for _ in range(options.rounds):

@@ -29,8 +29,6 @@ _PRELOAD = [
     *[f"transformers.models.{name}.modeling_{name}" for name in ("bert", "gpt2", "llama", "t5")],
 ]
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
-# NCCL 2.30 or newer lets ranks share a GPU, slowly: they take turns, since none sees the other's kernels.
-_SHARED_GPU = {"NCCL_MULTI_RANK_GPU_ENABLE": "1", "NCCL_MAX_CTAS": "2", "NCCL_NVLS_ENABLE": "0"}
 _PR_SET_PDEATHSIG = 1  # of linux/prctl.h
 GROUP_TIMEOUT_S = 30.0
 TASK_TIMEOUT_S = 90.0
@@ -65,7 +63,8 @@ def _serve(rank: int, world_size: int, port: int, folder: str, connection: Conne
     torch.set_num_threads(1)
     if device == "cuda":
         if world_size > torch.cuda.device_count():
-            os.environ |= _SHARED_GPU
+            # Ranks share a GPU if they seem to be on hosts of their own. They take turns: none sees another's kernels.
+            os.environ["NCCL_HOSTID"] = f"rank{rank}"
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
