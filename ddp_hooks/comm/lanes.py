@@ -384,7 +384,8 @@ class StreamLane:
     """A lane for NCCL: one stream, one process group, native collectives in place on equal ranges.
 
     The few elements that do not divide evenly travel together, in one small all-reduce or broadcast. The stream verbs
-    do nothing on CPU tensors, so that the same code is tested on gloo.
+    do nothing on CPU tensors, so that the same code is tested on gloo. One rank has nothing to send: it needs no
+    stream, and calls no collective.
     """
 
     def __init__(self, index: int, group: dist.ProcessGroup, device: torch.device, recorder: Recorder) -> None:
@@ -395,17 +396,17 @@ class StreamLane:
         self._world_size = dist.get_world_size(group)
         self._device = device
         self._recorder = recorder
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self._world_size > 1 else None
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """Native reduce-scatters, and one all-reduce of what does not divide evenly; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:  # gradients were written on the current stream
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
-                if own.numel():
+                if own.numel() and self._world_size > 1:
                     compat.reduce_scatter_single(own, body, self._group)
-                    if divisor > 1:
-                        own.div_(divisor)
+                if divisor > 1:
+                    own.div_(divisor)
             tails = self._tails(partitions)
             if tails:
                 joined = torch.cat(tails)
@@ -429,7 +430,7 @@ class StreamLane:
                 partitions = []
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
-                if own.numel():
+                if own.numel() and self._world_size > 1:
                     compat.all_gather_single(body, own, self._group)
             tails = self._tails(partitions)
             if tails:
@@ -466,7 +467,8 @@ class StreamLane:
     def all_reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Work:
         """Reduce a few numbers natively, in place."""
         with _StreamOrder(self._stream) as order:
-            dist.all_reduce(value, op, group=self._group)
+            if self._world_size > 1:
+                dist.all_reduce(value, op, group=self._group)
         return StreamWork(f"sum of {label}", order.event, self._device)
 
     @property

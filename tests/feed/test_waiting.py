@@ -71,6 +71,18 @@ def layers() -> Any:
     return nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3))
 
 
+class Layers(nn.Module):
+    """Has a forward of its own: ``compile()`` of an ``nn.Sequential`` compiles nothing in torch 2.11."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = layers()
+
+    def forward(self, values: Tensor) -> Tensor:
+        result: Tensor = self.layers(values)
+        return result
+
+
 def average(model: Any) -> Tensor:
     return torch.zeros(3, 3).lerp_(model[0].weight.detach(), 1.0)
 
@@ -494,7 +506,7 @@ def test_compiled_modules_wait_before_their_guards_look(how: str) -> None:
     """One graph, made once, whatever is in flight."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    model: Any = nn.Sequential(nn.Linear(3, 3), layers())
+    model: Any = nn.Sequential(nn.Linear(3, 3), Layers())
     if how == "in place":
         model[1].compile(backend="eager", fullgraph=True)
     elif how == "wrapped":

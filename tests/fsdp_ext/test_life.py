@@ -33,6 +33,7 @@ from fsdp_ext import ExtConfig, checks, compat, extend, restore
 from fsdp_ext.gather import RingAllGather
 from tests.support.fsdp_ext.life import communication, train, train_until_somebody_dies, trained
 from tests.support.fsdp_ext.twins import CONFIG, WholeNumbers, mesh_of, momentum_sgd, shard
+from tests.support.fsdp_ext.unusual import needs_reset
 from tests.support.messages import message_of
 from tests.support.workers import WorkerPools
 
@@ -472,6 +473,7 @@ def _fail(*_: Any) -> None:
     raise ZeroDivisionError
 
 
+@needs_reset
 @pytest.mark.quick("False")
 @pytest.mark.parametrize("set_to_none", [True, False])
 def test_training_goes_on_after_an_exception_in_backward(workers: WorkerPools, set_to_none: bool) -> None:

@@ -30,6 +30,7 @@ from fsdp_ext.transport import equal_bounds
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.exact import SMALL
 from tests.support.fsdp_ext.twins import CONFIG, Trainee
+from tests.support.fsdp_ext.unusual import needs_unused
 from tests.support.workers import WorkerPools
 
 SPARSE = replace(CONFIG, reduce_scatter="sparse", density=0.05, wire="exact")
@@ -232,6 +233,7 @@ def test_nothing_is_lost_with(workers: WorkerPools, how: dict[str, Any]) -> None
         assert found["differing"] == [] and found["kept"] > 0
 
 
+@needs_unused
 def test_unused_parameters_may_stay_sparse(workers: WorkerPools) -> None:
     idle: dict[str, Any] = {"model": {"idle": True}}
     in_full = workers(2).run(gathered, twins.plain, SPARSE, idle)[0]

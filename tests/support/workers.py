@@ -64,7 +64,7 @@ def _serve(rank: int, world_size: int, port: int, folder: str, connection: Conne
     if device == "cuda":
         if world_size > torch.cuda.device_count():
             # Ranks share a GPU if they seem to be on hosts of their own. They take turns: none sees another's kernels.
-            os.environ["NCCL_HOSTID"] = f"rank{rank}"
+            os.environ |= {"NCCL_HOSTID": f"rank{rank}", "NCCL_MAX_CTAS": "2"}
         torch.cuda.set_device(rank % torch.cuda.device_count())
     dist.init_process_group(
         "nccl" if device == "cuda" else "gloo",
