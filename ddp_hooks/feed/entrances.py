@@ -1,12 +1,14 @@
 """Modules whose code reads parameters where Python does not see it: compiled and scripted ones.
 
 Such a module waits for all parameters below it before its code begins, and so before the compiler's guards look at
-their classes. Graphs then contain no wait and see parameters of one class only.
+their classes; on accelerators the host waits, since classes stay changed while any stream has to wait. Graphs then
+contain no wait and see parameters of one class only.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -47,11 +49,11 @@ class Entrances:
     Args:
         root: the module inside DDP.
         index_of: ``id`` of a parameter -> its number.
-        wait: waits for parameters, given by number.
+        wait: waits for parameters, given by number; with ``on_host=True`` until they have their own classes.
     """
 
     def __init__(
-        self, root: nn.Module, index_of: dict[int, int], wait: Callable[[Sequence[int]], None]
+        self, root: nn.Module, index_of: dict[int, int], wait: Callable[..., None]
     ) -> None:
         self._root = root
         self._index_of = index_of
@@ -70,7 +72,8 @@ class Entrances:
         for module in self._root.modules():
             if module not in self._entrances and (compat.is_compiled(module) or compat.is_scripted(module)):
                 below = self._numbers(module, recurse=True)
-                self._entrances[module] = compat.before_call(module, WaitBefore(self._wait, below))
+                wait = partial(self._wait, on_host=True)
+                self._entrances[module] = compat.before_call(module, WaitBefore(wait, below))
         return len(self._entrances) > known
 
     def close(self) -> None:

@@ -84,8 +84,8 @@ class FeedPipe:
         """A forward through DDP begins; the first one in training notes in which order it reads parameters."""
         if self._entrances is None:
             return
-        if self.in_flight and compat.inside_compiled_region():
-            self.finish()
+        if (self.in_flight or self._visible) and compat.inside_compiled_region():
+            self._finish_before_graphs()
         elif training and not self._order and not self._num_hidden and not compat.inside_compiled_region():
             self._entrances.find()
             with self._lock:
@@ -154,14 +154,17 @@ class FeedPipe:
             made: Any = parameter
             made.__class__ = made.own_class
             return True
-        if self._missing[index] and compat.inside_compiled_region():
-            self._met_compiled_code = True
-            self.finish()  # its other graphs then see no parameter in flight
+        if (self._missing[index] or index in self._visible) and compat.inside_compiled_region():
+            self._met_compiled_code |= self._missing[index] > 0
+            self._finish_before_graphs()
         self.wait_for((index,), on_host)
         return index not in self._visible
 
     def wait_for(self, indices: Sequence[int], on_host: bool = False) -> None:
-        """Wait for some parameters, given by number, and note that they were needed."""
+        """Wait for some parameters, given by number, and note that they were needed.
+
+        With ``on_host`` they have their own classes afterwards, on accelerators as well, which graphs need.
+        """
         if not self._num_hidden:
             return
         with self._lock:
@@ -170,6 +173,13 @@ class FeedPipe:
                 self._await(group for i in indices if self._missing[i] for group in self._groups_of_parameter[i])
             for index in indices:
                 self._show(index, on_host)
+
+    def _finish_before_graphs(self) -> None:
+        """Wait for everything, so that the graphs of compiled code see every parameter with its own class."""
+        self.finish()
+        with self._lock:
+            for index in range(len(self._parameters)):
+                self._show(index, on_host=True)
 
     def _await(self, groups: Iterable[int]) -> None:
         """Wait for groups; the reader's modes, function transforms and tracers do not see how."""

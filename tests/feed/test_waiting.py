@@ -501,8 +501,11 @@ def test_scripted_modules_wait_for_everything_below() -> None:
     flight.pipe.close()
 
 
+@pytest.mark.parametrize("on_streams", [False, True])
 @pytest.mark.parametrize("how", ["in place", "wrapped", "its forward", "after it was hooked", "in a graph of others"])
-def test_compiled_modules_wait_before_their_guards_look(how: str) -> None:
+def test_compiled_modules_wait_before_their_guards_look(
+    monkeypatch: pytest.MonkeyPatch, how: str, on_streams: bool
+) -> None:
     """One graph, made once, whatever is in flight."""
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
@@ -515,6 +518,10 @@ def test_compiled_modules_wait_before_their_guards_look(how: str) -> None:
         model[1].forward = torch.compile(model[1].forward, backend="eager", fullgraph=True)
     flight = Flight(model)
     flight.pipe.finish()
+    log: list[str] = []
+    if on_streams:
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: FakeStream(7, log))
+        monkeypatch.setattr(flight.pipe, "_on_streams", True)
     if how == "after it was hooked":
         model[1].compile(backend="eager", fullgraph=True)
     if how == "in a graph of others":
@@ -524,7 +531,7 @@ def test_compiled_modules_wait_before_their_guards_look(how: str) -> None:
     for _ in range(4):
         flight.launch()
         if how == "in a graph of others":
-            flight.pipe.finish()  # as DDP's own hook does when it runs inside of a graph
+            flight.pipe._finish_before_graphs()  # as DDP's own hook does when it runs inside of a graph
             output = outer(torch.zeros(1, 3))
         else:
             output = model[1](torch.zeros(1, 3))
@@ -532,6 +539,7 @@ def test_compiled_modules_wait_before_their_guards_look(how: str) -> None:
         assert torch.allclose(output, torch.full((1, 3), NEW + 3 * NEW * torch.tensor(NEW).tanh().item()), atol=1e-6)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     assert not torch._dynamo.utils.counters["graph_break"]
+    assert bool(log) == on_streams
 
 
 def test_compiled_code_that_nobody_knows_of_is_right_and_warned_of(caplog: pytest.LogCaptureFixture) -> None:
