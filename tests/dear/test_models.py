@@ -38,12 +38,11 @@ def cases() -> list[Any]:
 
 
 @pytest.mark.quick(
-    "2-bert",
     "2-backwards",
     "2-restless",
     "2-recomputed-reentrant",
     "2-frozen",
-    "3-encoder",
+    "2-encoder",
     "1-restless",
 )
 @pytest.mark.parametrize(("world_size", "name"), cases())
@@ -85,6 +84,7 @@ def single_images(rank: int, world_size: int, step: int) -> tuple[Tensor, Tensor
     return batch.float(), labels
 
 
+@pytest.mark.slow
 def test_single_precision(workers: WorkerPools) -> None:
     for outcome in workers(2).run(settings("resnet"), single_precision, single_images, sgd, twins.plain, 5):
         assert outcome.parameter_gap < 1e-5, outcome

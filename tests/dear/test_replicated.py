@@ -52,13 +52,14 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable
         assert outcome.order_known == (world_size > 1), "one rank has nothing to wait for"
 
 
+@pytest.mark.quick(*(f"{loop}-early" for loop in (
+    "accumulate_then_discard", "change_fusion", "closure", "evaluate_before_step", "idle_forwards", "never_zero_grad",
+    "replaced_gradients", "save_and_load", "skipped_by_model", "skipped_step", "two_backwards_then_discard_first",
+    "zero_grad_after_forward", "zero_grad_before_step",
+)))  # fmt: skip
 @pytest.mark.parametrize(
     ("config", "find_unused"),
-    [
-        (REPLICATED, False),
-        pytest.param(REPLICATED, True, marks=pytest.mark.slow),
-        pytest.param(LATE, False, marks=pytest.mark.slow),
-    ],
+    [(REPLICATED, False), (REPLICATED, True), (LATE, False)],
     ids=["early", "early, find-unused", "late"],
 )
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
@@ -274,7 +275,7 @@ def test_unused_parameters(workers: WorkerPools, world_size: int, loop: Any) -> 
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
 
 
-@pytest.mark.quick("norm", "accumulating")
+@pytest.mark.quick("accumulating")
 @pytest.mark.parametrize("loop", [
     partial(clipping.clip_norm, 2.0, 0.05), clipping.clip_then_think_again,
     clipping.clip_while_accumulating, clipping.clip_value,
@@ -527,6 +528,7 @@ def test_idle_time_decides(workers: WorkerPools) -> None:
     assert not any(outcomes[0][:6]) and outcomes[0][-1] >= 1, outcomes
 
 
+@pytest.mark.slow
 def test_where_the_processor_limits_nothing_begins_early(workers: WorkerPools) -> None:
     assert not any(any(begun) for begun in workers(2).run(measure_and_begin, 1e9))
 

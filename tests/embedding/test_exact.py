@@ -25,7 +25,7 @@ def test_plain_loop(workers: WorkerPools, world_size: int, optimizer: str, prefe
     assert all((delayed > 0) == prefetch for *_, delayed in results)  # the split has really run, or really not
 
 
-@pytest.mark.quick("2-*-prefetch", "3-accumulate-no_prefetch", "3-skip_steps-no_prefetch")
+@pytest.mark.quick("2-*-prefetch", "3-skip_steps-no_prefetch")
 @pytest.mark.parametrize("prefetch", [True, False], ids=["prefetch", "no_prefetch"])
 @pytest.mark.parametrize("loop", [name for name in LOOPS if name != "plain"])
 @pytest.mark.parametrize("world_size", [2, 3])

@@ -37,6 +37,7 @@ from tests.support.fsdp_ext.unusual import failing_micro_batch, needs_reset, nee
 from tests.support.workers import WorkerPools
 
 
+@pytest.mark.quick("accumulate_unsharded", "clip", "discarded", "never_zero_grad", "two_backwards")
 @pytest.mark.parametrize("loop", LOOPS)
 def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None]) -> None:
     stats = check(workers(2).run(twins.compare, loop, NUM_STEPS, WAITING, {}, SMALL))
@@ -50,7 +51,7 @@ def test_more_ranks(workers: WorkerPools, world_size: int, loop: Callable[[Train
     assert stats.early
 
 
-@pytest.mark.quick("*-accumulate-2")
+@pytest.mark.quick(*(f"{kind}-accumulate-2" for kind in ("bf16-summed-in-float32", "frozen", "offloaded", "unused")))
 @pytest.mark.parametrize("world_size", [2, 3])
 @pytest.mark.parametrize("loop", [twins.plain, twins.accumulate])
 @pytest.mark.parametrize(

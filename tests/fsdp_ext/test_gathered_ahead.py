@@ -212,6 +212,7 @@ def held_by_the_user(rank: int, world_size: int) -> bool:
     return same(*on_both(lambda: shard(WholeNumbers(world_size)), run))
 
 
+@pytest.mark.quick("two_towers", "by_method", "unsharded_by_hand", "on_one_rank", "held_by_the_user")
 @pytest.mark.parametrize(
     "run",
     [

@@ -17,7 +17,7 @@ from tests.support.fsdp_ext.twins import CONFIG, with_codecs
 from tests.support.workers import WorkerPools
 
 
-@pytest.mark.quick("exact-bf16-plain", "bf16-exact-plain", "int8-int8-unused parameters")
+@pytest.mark.quick("exact-bf16-plain", "int8-int8-unused parameters")
 @pytest.mark.parametrize(("gather", "scatter", "how"), CASES)
 def test_the_same_as_rings(workers: WorkerPools, gather: Any, scatter: Any, how: str) -> None:
     config = with_codecs(gather, scatter)

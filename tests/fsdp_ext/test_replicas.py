@@ -61,7 +61,7 @@ def divide_by_two(model: nn.Module) -> None:
         module.set_gradient_divide_factor(2.0)
 
 
-@pytest.mark.quick("divided-by-eight", "fp16-sums")
+@pytest.mark.quick("fp16-sums")
 @pytest.mark.parametrize(
     ("options", "prepare"),
     [({}, divide_by_two), ({}, divide_by_eight), ({"mp_policy": FP16_SUMS}, None)],
@@ -98,7 +98,7 @@ def train_fractions(rank: int, world_size: int, policy: MixedPrecisionPolicy, pr
     return twins.same(*twins.on_both(build, run))
 
 
-@pytest.mark.quick("float32-*", "fp16-sums-divide_by_two")
+@pytest.mark.quick("float32-None", "float32-divide_by_two", "fp16-sums-divide_by_two")
 @pytest.mark.parametrize("prepare", [None, divide_by_two, divide_by_eight])
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16, FP16_SUMS], ids=["float32", "bf16", "fp16-sums"])
 def test_fractions(workers: WorkerPools, policy: MixedPrecisionPolicy, prepare: Any) -> None:

@@ -98,7 +98,7 @@ def test_manual_optimization(workers: WorkerPools, tmp_path: Path, hook: str) ->
         assert_same_bits(ours[0], plain[0])
 
 
-@pytest.mark.quick("dear-norm", "replicated-value")
+@pytest.mark.quick("dear-norm")
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
 @pytest.mark.parametrize("hook", ["dear", "replicated", "everything"])
 def test_clipping(workers: WorkerPools, tmp_path: Path, hook: str, algorithm: str) -> None:
@@ -133,6 +133,7 @@ def average_weights(rank: int, world_size: int, folder: str, hook: Any, kind: st
     return outcomes
 
 
+@pytest.mark.quick("swa")
 @pytest.mark.parametrize("kind", ["swa", "after each step"])
 def test_callbacks_that_average(workers: WorkerPools, tmp_path: Path, kind: str) -> None:
     for plain, ours in workers(2).run(average_weights, str(tmp_path), DEAR, kind):
@@ -160,7 +161,7 @@ def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: A
         return expected, weights_of(model)
 
 
-@pytest.mark.quick("replicated-dear", "topk-topk")
+@pytest.mark.quick("replicated-dear")
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
     [("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("topk", "topk")],

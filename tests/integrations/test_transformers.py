@@ -588,7 +588,7 @@ def find_batch_size(rank: int, world_size: int, folder: str, when: int) -> Any:
     return outcomes
 
 
-@pytest.mark.quick("1")
+@pytest.mark.slow
 @pytest.mark.parametrize("when", [1, 3])
 def test_auto_find_batch_size(workers: WorkerPools, tmp_path: Path, when: int) -> None:
     for plain, ours in workers(2).run(find_batch_size, str(tmp_path), when):

@@ -110,9 +110,10 @@ def test_dense_parts(workers: WorkerPools, world_size: int, gathered_nbytes: int
     {"find_unused_parameters": True},
 ], ids=lambda options: "-".join(options))  # fmt: skip
 def test_settings_of_ddp(workers: WorkerPools, options: dict[str, Any]) -> None:
-    check(workers(3).run(partial(conserve, **options), CONFIG, plain, 5))
+    check(workers(2).run(partial(conserve, **options), CONFIG, plain, 5))
 
 
+@pytest.mark.quick("2-*")
 @pytest.mark.parametrize("changes", [{"density": 1.0}, DENSE], ids=["everything", "dense"])
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_everything_is_plain_ddp(workers: WorkerPools, world_size: int, changes: dict[str, Any]) -> None:
