@@ -315,8 +315,8 @@ def test_gradients_never_meet_parameters(workers: WorkerPools) -> None:
     pool = workers(2)
     outcomes = pool.run(of_another_kind)
     assert all(outcome.startswith("Lane") for outcome in outcomes), outcomes
-    first = next(outcome for outcome in outcomes if outcome.startswith("LaneTimeout"))  # it closes connections
-    assert "all-gather of layer 7" in first and "reduce-scatter of layer 7" in first
+    both = "all-gather of layer 7", "reduce-scatter of layer 7"  # whoever gives up first closes connections
+    assert any(all(label in outcome for label in both) for outcome in outcomes), outcomes
     pool.end()
 
 
