@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_hooks.comm import in_order_of, is_dense
+from ddp_hooks.comm import CollectiveRule, in_order_of, is_dense
+from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.shards import held_in_shards
 from ddp_hooks.dear.storage import flatten, overlapping, unflatten
@@ -52,6 +53,19 @@ def test_atoms_tile_their_buckets(sizes: list[int], world_size: int, atom_bytes:
             assert atom.nbytes <= atom_bytes + 4, "an atom is too large"
             position += atom.numel
         assert position == sum(sizes[parameter] for parameter in bucket)
+
+
+def test_gathers_go_in_the_order_of_need() -> None:
+    """And what no forward has shown in the reverse of the backward."""
+    model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    rule = FusionRule("none", 0.0, 0)
+    arrangement = Arrangement(parameters, names, model, 2, rule, 64, False, CollectiveRule())
+    shapes = [ParameterShape(16, 4, index) for index in range(4)]
+    bucket = (3, 2, 1, 0)
+    layout = Layout((bucket,), tuple(cut_bucket(0, bucket, shapes, 2, 64)))
+    assert arrangement.plan(layout, lambda: [2, 0, 3, 1]) == [(1,), (3,), (0,), (2,)]
+    assert arrangement.plan(layout, lambda: [4, 4, 4, 4]) == [(0,), (1,), (2,), (3,)]
 
 
 @given(numels, st.integers(1, 40))
@@ -114,6 +128,13 @@ def test_overlapping_parameters_are_found() -> None:
     memory = torch.zeros(10)
     assert overlapping([memory[:4], torch.zeros(3), memory[3:]]) == (0, 2)
     assert overlapping([memory[:4], memory[4:]]) is None
+
+
+def test_one_call_zeroes_several_guards() -> None:
+    guards = [GradientGuard.standing_for(torch.ones(2), name, held_in_shards) for name in ("first", "second")]
+    values = torch.ones(3)
+    torch._foreach_zero_([guards[0], values, guards[1]])
+    assert all(guard.zeroed for guard in guards) and not values.any()
 
 
 @pytest.mark.parametrize("shape", [(3, 4), (), (1,), (0,)])

@@ -5,7 +5,6 @@ Prevents: leftovers that are added to other parameters, twice, or never; gradien
 
 from __future__ import annotations
 
-import itertools
 import logging
 from dataclasses import replace
 from pathlib import Path
@@ -163,11 +162,6 @@ def gathered(rank: int, world_size: int, loop: Any, config: ExtConfig, how: dict
         torch.manual_seed(7)
         mesh = twins.mesh_of(world_size, replicas)
         models.append(twins.shard(twins.WholeNumbers(world_size, **how.get("model", {})), mesh))
-    for module in itertools.chain.from_iterable(model.modules() for model in models):
-        if isinstance(module, FSDPModule) and ("factor" in how or "forced" in how):
-            module.set_force_sum_reduction_for_comms(True)
-            if "factor" in how:
-                module.set_gradient_divide_factor(how["factor"])
     extension = extend(models[0], config)
     if how.get("zeros"):
         for model in models:
@@ -175,6 +169,9 @@ def gathered(rank: int, world_size: int, loop: Any, config: ExtConfig, how: dict
             model.set_reduce_scatter_unused_params(True)
     totals: list[dict[str, Tensor]] = [{}, {}]
     for step in range(twins.NUM_STEPS):
+        if step == how.get("from_step", 0) and ("factor" in how or "forced" in how):
+            for model in models:
+                _sum(model, how.get("factor"))
         for model, total in zip(models, totals, strict=True):
             twin = Trainee(model, _Adder(model, total), lambda step: 1001 * step + 10 * rank)
             loop(twin, step)
@@ -190,6 +187,15 @@ def gathered(rank: int, world_size: int, loop: Any, config: ExtConfig, how: dict
     stats, names = extension.stats(), sorted(left)
     restore(models[0])
     return {"differing": differing, "kept": kept, "sent": stats.sent_bytes, "names": names, "stats": stats}
+
+
+def _sum(model: nn.Module, factor: float | None) -> None:
+    """Let FSDP2 add gradients up, and divide sums by ``factor`` if there is one."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_force_sum_reduction_for_comms(True)
+            if factor is not None:
+                module.set_gradient_divide_factor(factor)
 
 
 class _Adder(torch.optim.SGD):
@@ -221,6 +227,7 @@ NOT_ALIKE: list[dict[str, Any]] = [
     {"model": {"frozen": True}},
     {"model": {"idle": True}},
     {"factor": 2.0},
+    {"factor": 4.0, "from_step": 2},
     {"forced": True},
     {"forced": True, "replicas": 2, "model": SMALL},
     {"factor": 2.0, "replicas": 2, "model": SMALL},

@@ -159,13 +159,7 @@ _DEAR = (
         "ddp_hooks/dear/arrangement.py",
         "key=lambda i: (first_need[i], -i)",
         "key=lambda i: (-first_need[i], -i)",
-        (
-            "tests/dear/test_prior_art.py",
-            "tests/dear/test_replicated.py",
-            "tests/dear/test_watch.py",
-            "tests/dear/test_observability.py",
-        ),
-        has_slipped=True,
+        ("tests/dear/test_layout.py",),
     ),
     Fault(
         "dear: a lone bucket is cut finer in a resumed run",
