@@ -566,8 +566,8 @@ _EMBEDDING = (
         "ddp_hooks/embedding/step.py",
         "return several or any(one.exchange.upcoming is not upcoming for one in self._sent)",
         "return several",
-        ("tests/embedding/test_corners.py", "tests/embedding/test_unusual_loops.py"),
-        "several_loaders or whole_tables or evaluation",
+        ("tests/embedding/test_exact.py",),
+        "other_loops",
         has_slipped=True,
     ),
     Fault(

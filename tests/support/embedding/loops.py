@@ -30,9 +30,10 @@ def zero_after_forward(side: Side, data: Iterator[Batch]) -> None:
 
 
 def accumulate(side: Side, data: Iterator[Batch]) -> None:
+    """Every second step has one backward, so that its rows are still delayed when others look ahead."""
     side.zero_grad()
     for number, batch in enumerate(data):
-        if number % 3 < 2:
+        if number % 4 in (1, 2):
             with side.ddp.no_sync():
                 side.ddp(batch).backward()
             continue
@@ -49,6 +50,17 @@ def accumulate_with_sync(side: Side, data: Iterator[Batch]) -> None:
         if number % 2:
             side.step()
             side.zero_grad()
+
+
+def look_before_the_step(side: Side, data: Iterator[Batch]) -> None:
+    """A forward without a backward, so that the next batch is another one than when gradients were sent."""
+    for batch in data:
+        side.zero_grad()
+        side.ddp(batch).backward()
+        following = next(data, None)
+        if following is not None:
+            side.ddp(following)
+        side.step()
 
 
 def sum_losses(side: Side, data: Iterator[Batch]) -> None:
@@ -132,6 +144,7 @@ LOOPS: dict[str, Loop] = {
         zero_after_forward,
         accumulate,
         accumulate_with_sync,
+        look_before_the_step,
         sum_losses,
         skip_steps,
         evaluate_between,

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree as pytree
 
 from ddp_hooks import EmbeddingTables, RowwiseAdamW, TableConfig, shard_embeddings
 from tests.support.devices import on_device, rank_device
@@ -114,6 +115,14 @@ class Side:
     optimizers: list[torch.optim.Optimizer]
     tables: EmbeddingTables | None
     schedulers: list[Any] = field(default_factory=list)
+    outputs: list[Tensor] = field(default_factory=list)  # of the model's forwards in order, losses among them
+
+    def __post_init__(self) -> None:
+        self.ddp.module.register_forward_hook(
+            lambda module, args, output: self.outputs.extend(
+                leaf.detach().clone() for leaf in pytree.tree_leaves(output) if isinstance(leaf, Tensor)
+            )
+        )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         for optimizer in self.optimizers:
@@ -183,10 +192,15 @@ class Twins:
         loop(self.plain, iter(data))
 
     def gap(self) -> float:
-        """The largest difference of weights; 0.0 if they are equal bit for bit."""
+        """The largest difference of weights, and of what forwards returned; 0.0 if they are equal bit for bit.
+
+        Gradients may not depend on weights: then only outputs show that a forward has read old ones.
+        """
         ours, plain = self.ours.state(), self.plain.state()
         assert list(ours) == list(plain)
-        return max(_difference(ours[name], plain[name]) for name in plain)
+        outputs = zip(self.ours.outputs, self.plain.outputs, strict=True)
+        pairs = [(ours[name], plain[name]) for name in plain] + list(outputs)
+        return max(_difference(one, other) for one, other in pairs)
 
     def optimizer_gap(self) -> float:
         """Likewise of the table optimizer's state."""
