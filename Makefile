@@ -26,7 +26,7 @@ test: $(VENV)/.installed-test
 	$(BIN)/pytest -m "not slow" $(PARALLEL)
 
 test-slow: $(VENV)/.installed-test
-	$(BIN)/pytest -m "slow and not long"
+	$(BIN)/pytest -m "slow and not long" $(PARALLEL)
 
 test-all: $(VENV)/.installed-test
 	$(BIN)/pytest -m slow $(PARALLEL)
