@@ -384,8 +384,7 @@ class StreamLane:
     """A lane for NCCL: one stream, one process group, native collectives in place on equal ranges.
 
     The few elements that do not divide evenly travel together, in one small all-reduce or broadcast. The stream verbs
-    do nothing on CPU tensors, so that the same code is tested on gloo. One rank has nothing to send: it needs no
-    stream, and calls no collective.
+    do nothing on CPU tensors, so that the same code is tested on gloo. One rank calls no collective.
     """
 
     def __init__(self, index: int, group: dist.ProcessGroup, device: torch.device, recorder: Recorder) -> None:
@@ -396,7 +395,7 @@ class StreamLane:
         self._world_size = dist.get_world_size(group)
         self._device = device
         self._recorder = recorder
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" and self._world_size > 1 else None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
         """Native reduce-scatters, and one all-reduce of what does not divide evenly; see :class:`Lane`."""
@@ -405,8 +404,8 @@ class StreamLane:
                 body, own = self._body(flat, bounds)
                 if own.numel() and self._world_size > 1:
                     compat.reduce_scatter_single(own, body, self._group)
-                if divisor > 1:
-                    own.div_(divisor)
+                    if divisor > 1:
+                        own.div_(divisor)
             tails = self._tails(partitions)
             if tails:
                 joined = torch.cat(tails)

@@ -414,7 +414,7 @@ class StepCycle:
         for companion in self._companions:
             companion.let_pass(self._pipe.under_way)
         if not self.config.overlap_forward or self.config.check_replicas:
-            self._pipe.finish()
+            self._pipe.finish(on_host=True)
         self._stats = self._next_stats()
         if self._log is not None:
             self._log.write(self._stats.step, self._latest_stats)

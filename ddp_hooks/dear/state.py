@@ -97,7 +97,7 @@ class DearState(StepCycle):
 
         Python code waits by itself. Communicates nothing: one rank alone may call it.
         """
-        self._pipe.finish()
+        self._pipe.finish(on_host=True)
 
     def stats(self) -> DearStats:
         """What the last complete step cost on this rank."""

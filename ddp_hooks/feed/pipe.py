@@ -85,7 +85,7 @@ class FeedPipe:
         if self._entrances is None:
             return
         if (self.in_flight or self._visible) and compat.inside_compiled_region():
-            self._finish_before_graphs()
+            self.finish(on_host=True)
         elif training and not self._order and not self._num_hidden and not compat.inside_compiled_region():
             self._entrances.find()
             with self._lock:
@@ -140,11 +140,15 @@ class FeedPipe:
                 if missing:
                     self._hide(index)
 
-    def finish(self) -> None:
-        """Wait for every gather that is in flight."""
+    def finish(self, on_host: bool = False) -> None:
+        """Wait for every gather that is in flight; with ``on_host`` until all parameters have their own classes."""
         if self.in_flight:
             with self._lock:
                 self._await(range(len(self._works)))
+        if on_host and self._visible:
+            with self._lock:
+                for index in list(self._visible):
+                    self._show(index, on_host=True)
 
     def wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
         """See :class:`~ddp_hooks.feed.waiting.Waiter`."""
@@ -154,9 +158,9 @@ class FeedPipe:
             made: Any = parameter
             made.__class__ = made.own_class
             return True
-        if (self._missing[index] or index in self._visible) and compat.inside_compiled_region():
-            self._met_compiled_code |= self._missing[index] > 0
-            self._finish_before_graphs()
+        if self._missing[index] and compat.inside_compiled_region():
+            self._met_compiled_code = True
+            self.finish(on_host=True)  # its other graphs then see every parameter with its own class
         self.wait_for((index,), on_host)
         return index not in self._visible
 
@@ -173,13 +177,6 @@ class FeedPipe:
                 self._await(group for i in indices if self._missing[i] for group in self._groups_of_parameter[i])
             for index in indices:
                 self._show(index, on_host)
-
-    def _finish_before_graphs(self) -> None:
-        """Wait for everything, so that the graphs of compiled code see every parameter with its own class."""
-        self.finish()
-        with self._lock:
-            for index in range(len(self._parameters)):
-                self._show(index, on_host=True)
 
     def _await(self, groups: Iterable[int]) -> None:
         """Wait for groups; the reader's modes, function transforms and tracers do not see how."""

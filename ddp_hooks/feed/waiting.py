@@ -41,6 +41,9 @@ METADATA: frozenset[Any] = frozenset(
 """Functions that read or change no element of a parameter, so that they need not wait."""
 
 
+_SHOW_CLASS = (Tensor.__repr__, Tensor.__format__)
+
+
 class Waiter(Protocol):
     """Knows what a waiting parameter waits for."""
 
@@ -72,7 +75,7 @@ class Waiting:
                 return func(*args, **kwargs)
         copies = func is Tensor.detach and compat.makes_parameter(sys._getframe(1))
         others = not all(issubclass(kind, Waiting) for kind in types)  # another class has to see the call, too
-        on_host = copies or others or func is Tensor.__repr__  # the class has to be the parameter's own
+        on_host = copies or others or func in _SHOW_CLASS
         arrived = cls.wait_in(args, on_host)
         if kwargs:
             arrived &= cls.wait_in(tuple(kwargs.values()), on_host)

@@ -148,7 +148,7 @@ class ForwardPipeline:
 
     def finish(self) -> None:
         """Wait for the updates that are on their way."""
-        self._pipe.finish()
+        self._pipe.finish(on_host=True)
         self._land()
 
     def close(self) -> None:

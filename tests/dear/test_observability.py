@@ -23,8 +23,8 @@ def diverge(rank: int, world_size: int) -> str:
     ddp, optimizer, state = trained(rank, world_size, config=replace(CONFIG, check_replicas=True))
     gather = state._pipe.finish
 
-    def finish_and_spoil() -> None:
-        gather()
+    def finish_and_spoil(on_host: bool = False) -> None:
+        gather(on_host)
         if rank == 1:
             with torch.no_grad():
                 state._parameters[3].view(-1)[0] += 1

@@ -476,7 +476,7 @@ def test_every_stream_waits_until_the_value_is_there(on_meta: Any) -> None:
     assert type(weight) is nn.Parameter
 
 
-@pytest.mark.parametrize("use", [copy.deepcopy, nn.Parameter, repr])
+@pytest.mark.parametrize("use", [copy.deepcopy, nn.Parameter, repr, "{}".format])
 def test_what_depends_on_the_class_waits_on_the_host_for_a_stream(on_meta: Any, use: Callable[[Any], Any]) -> None:
     flight, _, log = on_meta
     weight = flight.model[0].weight
@@ -531,7 +531,7 @@ def test_compiled_modules_wait_before_their_guards_look(
     for _ in range(4):
         flight.launch()
         if how == "in a graph of others":
-            flight.pipe._finish_before_graphs()  # as DDP's own hook does when it runs inside of a graph
+            flight.pipe.finish(on_host=True)  # as DDP's own hook does when it runs inside of a graph
             output = outer(torch.zeros(1, 3))
         else:
             output = model[1](torch.zeros(1, 3))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -219,7 +220,10 @@ def _difference(one: Tensor, other: Tensor) -> float:
     one, other = one.cpu(), other.cpu()  # whole states come to the processor
     if torch.equal(one, other):
         return 0.0
-    return max(float((one.double() - other.double()).abs().max()), 5e-324)
+    if one.shape != other.shape:
+        return math.inf
+    difference = float((one.double() - other.double()).abs().max())
+    return max(difference, 5e-324) if math.isfinite(difference) else math.inf
 
 
 @contextmanager
