@@ -41,7 +41,7 @@ METADATA: frozenset[Any] = frozenset(
 """Functions that read or change no element of a parameter, so that they need not wait."""
 
 
-_SHOW_CLASS = (Tensor.__repr__, Tensor.__format__)
+_PRINTING = (Tensor.__repr__, Tensor.__format__)  # their text names the class
 
 
 class Waiter(Protocol):
@@ -73,13 +73,13 @@ class Waiting:
         if func in METADATA and cls.own_class is nn.Parameter:
             with compat.without_overrides():
                 return func(*args, **kwargs)
-        copies = func is Tensor.detach and compat.makes_parameter(sys._getframe(1))
-        others = not all(issubclass(kind, Waiting) for kind in types)  # another class has to see the call, too
-        on_host = copies or others or func in _SHOW_CLASS
+        makes_parameter = func is Tensor.detach and compat.makes_parameter(sys._getframe(1))
+        has_others = not all(issubclass(kind, Waiting) for kind in types)  # another class has to see the call, too
+        on_host = makes_parameter or has_others or func in _PRINTING  # until the parameter has its own class
         arrived = cls.wait_in(args, on_host)
         if kwargs:
             arrived &= cls.wait_in(tuple(kwargs.values()), on_host)
-        if copies:
+        if makes_parameter:
             return cls.own_class(args[0], args[0].requires_grad)
         if arrived:
             return func(*args, **kwargs)

@@ -19,7 +19,7 @@ from ddp_hooks.coordination import Coordinator, CoordinatorConfig, coordinate
 from tests.support.embedding.twins import sum_and_divide
 from tests.support.workers import WorkerPools
 
-CONFIG = CoordinatorConfig(lanes=1, slice_mb=0.005, credit_mb=0.005, timeout_s=20, stall_warning_s=10, cycle_ms=0.2)
+CONFIG = CoordinatorConfig(lanes=1, slice_mb=0.002, credit_mb=0.002, timeout_s=20, stall_warning_s=10, cycle_ms=0.2)
 
 
 class Recommender(nn.Module):

@@ -160,6 +160,7 @@ _DEAR = (
         "key=lambda i: (first_need[i], -i)",
         "key=lambda i: (-first_need[i], -i)",
         ("tests/dear/test_layout.py",),
+        has_slipped=True,
     ),
     Fault(
         "dear: a lone bucket is cut finer in a resumed run",

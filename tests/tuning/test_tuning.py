@@ -36,7 +36,7 @@ from tests.support.workers import WorkerPools
 TUNER = BucketTuner(
     low_mb=0.002, high_mb=0.2, start_mb=0.05, max_trials=5, steps_per_trial=3, first_step=3, min_gain=0.0, profile=None
 )
-DEAR = DearConfig(atom_mb=0.002, fusion_mb=0.01, slice_mb=0.005, lanes=2, tuner=TUNER, timeout_s=20, stall_warning_s=10)
+DEAR = DearConfig(atom_mb=0.002, fusion_mb=0.01, slice_mb=0.002, lanes=2, tuner=TUNER, timeout_s=20, stall_warning_s=10)
 TOPK = TopKConfig(
     density=0.05, wire="exact", group_mb=0.03, tuner=TUNER, timeout_s=20, stall_warning_s=10, dense_below_numel=8
 )
