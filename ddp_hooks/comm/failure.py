@@ -273,8 +273,9 @@ class Witness:
             logger.debug("could not take back the report of a wait: %s", error)
 
     def close(self) -> None:
-        """Tell nobody of failures any more, and ask nobody."""
+        """Tell nobody of failures any more, ask nobody, and let go of the group."""
         _witnesses.discard(self)
+        self._group = self._letters = None
 
     @property
     def ranks(self) -> Sequence[int]:

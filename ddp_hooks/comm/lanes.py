@@ -252,7 +252,9 @@ class ThreadLane:
                     self._error.__cause__ = error
             self._doing = "idle"
             submission.work.finish(self._error)
+        # Works keep the lane, which they ask where it is; it is not to keep a group's threads, nor memory.
         self._scratch.clear()
+        del self._group
 
     def _wait_for(self, others: Collection[Work], label: str) -> None:
         # What was submitted before never waits for what was submitted after it, so lanes cannot wait in a circle.

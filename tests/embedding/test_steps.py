@@ -6,6 +6,8 @@ vectors of one forward taken for another's.
 
 from __future__ import annotations
 
+import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -97,6 +99,25 @@ def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch
     # Every loop repeats itself after six batches at most; what prefetch delays reaches into the next round.
     for found in workers(2).run(run, LOOPS, hook, prefetch, "first", batches, 12 if prefetch else 6):
         assert found == [(name, 0.0) for name in LOOPS]
+
+
+def threads_left(rank: int, world_size: int) -> dict[str | None, int]:
+    """By hook, threads that were not there before a run that has ended, garbage or not."""
+    found = {}
+    for hook in (None, *HOOKS):
+        gc.collect()
+        gc.disable()
+        before = len(os.listdir("/proc/self/task"))
+        run(rank, world_size, {"plain": LOOPS["plain"]}, hook, True, "first", batches, 2)
+        found[hook] = len(os.listdir("/proc/self/task")) - before
+        gc.enable()
+    return found
+
+
+def test_closing_ends_the_threads_of_process_groups(workers: WorkerPools) -> None:
+    """A model knows its DDP here, as with trainers: what is closed may never be collected."""
+    for found in workers(2).run(threads_left):
+        assert found == dict.fromkeys((None, *HOOKS), 0)
 
 
 @pytest.mark.slow
