@@ -63,6 +63,7 @@ def _serve(rank: int, world_size: int, port: int, folder: str, connection: Conne
 
     torch.set_num_threads(1)
     if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # optimizers would look for NVIDIA's library in each step
         torch.manual_seed = torch.default_generator.manual_seed  # torch's own formats a stack for each kind of GPU
     else:
         if world_size > torch.cuda.device_count():
