@@ -252,7 +252,7 @@ class ThreadLane:
                     self._error.__cause__ = error
             self._doing = "idle"
             submission.work.finish(self._error)
-        # Works keep the lane, which they ask where it is; it is not to keep a group's threads, nor memory.
+        # A work keeps its lane, to ask where it is. So the lane lets go of memory, and of the group with its threads.
         self._scratch.clear()
         del self._group
 

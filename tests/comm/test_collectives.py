@@ -95,7 +95,7 @@ def test_pairwise_exchange(world_size: int, random: object) -> None:
 
 @given(
     st.integers(1, 9).flatmap(lambda p: st.tuples(st.just(p), st.sampled_from(divisors_of(p)))),
-    st.lists(st.integers(0, 120), min_size=1, max_size=3),
+    st.lists(st.integers(0, 300), min_size=1, max_size=4),
     st.integers(1, 200),
     st.integers(0, 300),
 )

@@ -1,7 +1,7 @@
 """Steps that an exception ends, and backwards and forwards that do not come in turns.
 
-Prevents: delayed rows that are lost with an interrupted step, gradients of tables that go with those of one layer, and
-vectors of one forward taken for another's.
+Prevents: delayed rows that are lost with an interrupted step, gradients of tables that go with those of one layer,
+vectors of one forward taken for another's, and threads that stay when a state or tables are closed.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def test_every_loop_beside_other_hooks(workers: WorkerPools, hook: str, prefetch
 
 
 def threads_left(rank: int, world_size: int) -> dict[str | None, int]:
-    """By hook, threads that were not there before a run that has ended, garbage or not."""
+    """Return, by hook, how many threads a run leaves behind when it has closed everything; no garbage is collected."""
     found = {}
     for hook in (None, *HOOKS):
         gc.collect()
@@ -115,7 +115,7 @@ def threads_left(rank: int, world_size: int) -> dict[str | None, int]:
 
 
 def test_closing_ends_the_threads_of_process_groups(workers: WorkerPools) -> None:
-    """A model knows its DDP here, as with trainers: what is closed may never be collected."""
+    """The model refers to its DDP here, as with trainers, so what is closed is never collected."""
     for found in workers(2).run(threads_left):
         assert found == dict.fromkeys((None, *HOOKS), 0)
 

@@ -126,3 +126,19 @@ def test_the_page_has_every_section(tmp_path: Path) -> None:
         assert section.draw is None or (tmp_path / f"page_{section.slug}.png").stat().st_size > 1000
     figures = {section.slug for section in page.sections if section.draw}
     assert figures >= {f"figure_{number}" for number in (2, 3, 6, 7, 8, 9, 10, 11)}
+
+
+@pytest.mark.slow
+def test_what_the_text_says_of_the_tables() -> None:
+    """Sentences that name an outcome on 6,000 or 768 GPUs."""
+    all_reduces = {name: outcome(STEMDL, Way(name, "coordinator"), 6000).all_reduce_s for name in BACKENDS}
+    assert all_reduces["NCCL"] / all_reduces["Hierarchical"] == pytest.approx(1 / 3, rel=0.1)
+    assert all_reduces["NCCL"] / all_reduces["MPI"] == pytest.approx(1 / 12, rel=0.1)
+    varied = {each.name: each for each in Extent().varied(STEMDL)}
+    gains = {name: speedup(each, CACHING, BASELINE, 6000) for name, each in varied.items()}
+    beyond = {name for name, gain in gains.items() if gain > 1.64}
+    assert beyond == {"coordinator × 4", "103 layers"} and 1.4 < gains["computing × ½"] < 1.64
+    assert {name for name, each in varied.items() if outcome(each, BASELINE, 6000).efficiency < 0.55} == beyond
+    assert all(speedup(each, BASELINE, Way("Hierarchical", "coordinator"), 6000) < 3.2 for each in varied.values())
+    assert all(speedup(each, horovod.BOTH, CACHING, 6000) < 1 for each in varied.values())
+    assert 1.15 <= speedup(RESNET, Way("MPI"), Way("MPI", "coordinator"), 768) <= 1.53

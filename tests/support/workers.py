@@ -53,7 +53,7 @@ def _end_with_parent() -> None:
 def _serve(rank: int, world_size: int, port: int, folder: str, connection: Connection, device: str) -> None:
     _end_with_parent()  # a stopped process would not notice that its connection has ended
     gc.freeze()  # a full collection would visit, and so copy, all that the server has imported: a second each time
-    gc.set_threshold(100_000, 20, 100)  # a tenth of the time otherwise
+    gc.set_threshold(100_000, 20, 100)  # collecting often costs more than it frees
     os.environ |= _ENVIRONMENT
     # A process that a signal ends cannot report: what it and its libraries print at last is kept for _outcome.
     said = os.open(os.path.join(folder, f"stderr{rank}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

@@ -130,6 +130,22 @@ _COMM = (
         "note = mine",
         ("tests/comm/test_lanes.py", "tests/dear/test_failures.py", "tests/coordination/test_killed.py"),
     ),
+    Fault(
+        "comm: a lane that has ended keeps its group",
+        "ddp_hooks/comm/lanes.py",
+        "del self._group",
+        "self._doing = 'ended'",
+        ("tests/embedding/test_steps.py",),
+        choose="closing",
+    ),
+    Fault(
+        "comm: a closed witness keeps its group",
+        "ddp_hooks/comm/failure.py",
+        "self._group = self._letters = None",
+        "self._group = None",
+        ("tests/embedding/test_steps.py",),
+        choose="closing",
+    ),
 )
 
 _DEAR = (
