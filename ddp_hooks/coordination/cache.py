@@ -76,13 +76,9 @@ class ResponseCache:
             self._note_uses()
 
     def _note_uses(self) -> None:
-        order: list[int] = []  # the latest first
-        later = 0
-        for bits in reversed(self._uses):
-            order += reversed(indices(bits & ~later))
-            later |= bits
-        for bit in reversed(order):
-            self._entries.move_to_end(self._names[bit])
+        for bits in self._uses:
+            for bit in indices(bits):
+                self._entries.move_to_end(self._names[bit])
         self._uses.clear()
 
     def put(self, request: Request) -> None:

@@ -160,8 +160,6 @@ class Negotiator:
         outcome.missing = answer.get("missing", {})
         outcome.failure = answer.get("failure")
         outcome.all_joined = bool(status & _ALL_HAVE_JOINED)
-        if outcome.all_joined:
-            self._told_of_joining = False  # data may come again
         outcome.closed = bool(status & _ALL_CLOSE)
         for request in (*cached, *fresh):
             if request.operation == "any":

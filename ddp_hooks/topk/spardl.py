@@ -188,9 +188,9 @@ class _Exchange:
             message = self._encode(block, held)
             arriving = torch.empty_like(message)
             yield round_of(Recv(peer, arriving), Send(peer, message))
-            both = [held, self._decode(block, arriving)]
             distance *= 2
-            held = self._keep_largest(add(*(both if plan.rank < peer else reversed(both))), distance, 2)
+            # A sum of two has the same bits in any order, so both peers keep the same entries.
+            held = self._keep_largest(add(held, self._decode(block, arriving)), distance, 2)
         return held
 
     def bruck_all_gather(self, held: SparseVector, controller: TopHController) -> Exchange:

@@ -57,6 +57,22 @@ def test_a_rank_that_has_waited_for_long_may_live() -> None:
     witness.close()
 
 
+def test_the_failure_that_others_told_of_came_first() -> None:
+    class Letters:
+        def first(self) -> str:
+            return "2:3"
+
+        def send(self, text: str) -> None:
+            sent.append(text)
+
+    sent: list[str] = []
+    witness = failure.Witness(dist.HashStore(), "test", 1, [0, 1, 2, 3])
+    witness._letters = Letters()  # type: ignore[assignment]
+    assert "rank 3" in witness.blame(0), "the connection to rank 0 broke later"
+    assert sent == ["2:3"]
+    witness.close()
+
+
 def test_patience_is_that_of_any_settings() -> None:
     assert Patience.of(SimpleNamespace(timeout_s=7)) == (7, Patience().stall_warning_s)
     assert Patience.of(None) == Patience() and Patience.of(SimpleNamespace(timeout_s="7")) == Patience()
@@ -105,21 +121,25 @@ def part(rank: int, world_size: int) -> tuple[list[str], list[str]]:
         # In one call, and at different places of it.
         with calling("train()"):
             inside = message_of(lambda: gather_objects(rank, world(), call, Patience(1e6, 1e6)))
+        # In two calls, at the same place of both.
+        with calling("train()" if rank == 0 else "evaluate()"):
+            between = message_of(lambda: gather_objects(rank, world(), "consolidate()", Patience(1e6, 1e6)))
         # One rank reports an error, to whatever others call.
         if rank == 1:
             report_error(ZeroDivisionError("on purpose"), world(), None)
         reported = message_of(lambda: gather_objects(rank, world(), "meet()", None)) if rank != 1 else ""
     assert gather_objects(rank, world(), "meet()", None) == [0, 1, 2]  # goes on
-    return [late, differing, inside, reported], lines
+    return [late, differing, inside, between, reported], lines
 
 
 def test_ranks_that_part_are_named(workers: WorkerPools) -> None:
     results = workers(3).run(part)
     sentence = "ranks 0, 2 wait in consolidate(); rank 1 has not called it: is it under `if rank == 0`?"
-    for rank, ((alone, differing, inside, reported), lines) in enumerate(results):
+    for rank, ((alone, differing, inside, between, reported), lines) in enumerate(results):
         assert alone.startswith("LaneTimeout: waited ") and sentence in alone
         assert "rank 0 waits in consolidate(); ranks 1, 2 wait in set_fusion()" in differing
         assert "rank 0 waits in train(): consolidate(); ranks 1, 2 wait in train(): set_fusion()" in inside
+        assert "rank 0 waits in train(); ranks 1, 2 wait in evaluate()" in between
         assert rank == 1 or "meet() cannot end: rank 1 ended first, with ZeroDivisionError: on purpose" in reported
         assert any(sentence in line for line in lines) == (rank != 1)
     assert len({alone for (alone, *_), _ in results}) == 1

@@ -194,6 +194,13 @@ def test_joining_is_news_for_what_waits() -> None:
     assert outcome.ready == [a]
     _, traffic = cycle(ranks, [pending(), pending(joined=True)])
     assert traffic[1].sent_bytes == ranks[1].vector_nbytes, "it is told once"
+    outcome, _ = cycle(ranks, [pending(joined=True)] * 2)
+    assert outcome.all_joined
+    b = request("b")  # in the next epoch
+    outcome, _ = cycle(ranks, [pending(b), pending()])
+    assert outcome.ready == []
+    outcome, _ = cycle(ranks, [pending(b), pending(joined=True)])
+    assert outcome.ready == [b], "it is told once in every epoch"
 
 
 def test_who_is_missing() -> None:

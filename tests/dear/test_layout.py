@@ -33,9 +33,15 @@ def layout_of(sizes: list[int], world_size: int, atom_bytes: int) -> tuple[Layou
 def test_every_element_has_one_owner(sizes: list[int], world_size: int, atom_bytes: int) -> None:
     layout, _ = layout_of(sizes, world_size, atom_bytes)
     owners = [torch.zeros(numel, dtype=torch.long) for numel in sizes]
+    places = [torch.full((numel,), -1) for numel in sizes]  # in their atom's memory
+    for atom in layout.atoms:
+        for parameter, start, end, offset in atom.members:
+            places[parameter][start:end] = torch.arange(offset, offset + end - start)
     for rank in range(world_size):
         for parameter, start, end in layout.intervals(rank):
             owners[parameter][start:end] += 1
+        for _, (parameter, start, end, offset) in layout.owned(rank):
+            assert torch.equal(places[parameter][start:end], torch.arange(offset, offset + end - start))
     assert all((owner == 1).all() for owner in owners)
 
 

@@ -97,6 +97,8 @@ def begin(rank: int, world_size: int, folder: str, file: str) -> None:
     assert state is not None
     for step in range(3):
         train_step(ddp, optimizer, rank, world_size, step)
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.5  # as by a scheduler: it is saved, too
     dcp.save(
         {"model": ddp.module.state_dict(), "optimizer": state.sharded_optimizer_state_dict()}, checkpoint_id=folder
     )

@@ -302,6 +302,18 @@ def test_what_failed_to_arrive_goes_on_raising() -> None:
         flight.model[0].weight.sum()
 
 
+def test_a_parameter_in_two_gathers_waits_for_both() -> None:
+    flight = Flight(layers())
+    large, small, *others = flight.parameters
+    flight.pipe.finish()
+    flight.pipe.plan([(0,), (0, 1), (2, 3)])
+    flight.pipe.launched([Gather(large), Gather(small), Gather(others[0])])
+    small.sum()
+    assert flight.awaited == [1] and isinstance(large, Waiting), "another part of it is under way"
+    assert large.eq(NEW).all()
+    assert flight.awaited == [0, 1]
+
+
 def test_gathers_before_the_one_that_failed_have_arrived() -> None:
     flight = Flight(layers())
     flight.pipe.launched([Gather(p, RuntimeError("lost") if i == 2 else None) for i, p in enumerate(flight.parameters)])

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddp_hooks.comm import run_on_fabric
 from fsdp_ext import ExtConfig, codecs
 from fsdp_ext.codecs import Bf16, Codec, Int8Blocks, codec_of
-from fsdp_ext.compressed import compressed_all_gather, compressed_reduce_scatter, sliced
+from fsdp_ext.compressed import add_up, compressed_all_gather, compressed_reduce_scatter, sliced
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.twins import CONFIG, Trainee, with_codecs
 from tests.support.workers import WorkerPools
@@ -176,6 +176,15 @@ def test_what_rounding_loses_comes_later(world_size: int) -> None:
         kept = torch.stack([residuals[r][owner] for r in range(world_size)]).double().sum(0)
         torch.testing.assert_close(total_out[owner] + kept, total_in[owner], rtol=0, atol=1e-4)
         assert 0 < kept.abs().max() < 0.1 * world_size, "no more than the last step's rounding"
+
+
+def test_a_residual_of_ones_own_range_is_added_once() -> None:
+    """A checkpoint of another number of ranks brings it."""
+    own, residual = torch.ones(4), torch.tensor([1.0, 2.0, 3.0, 4.0])
+    payloads = [torch.empty(Bf16().nbytes(4), dtype=torch.uint8) for _ in range(2)]
+    Bf16().encode(torch.full((4,), 2.0), payloads[0])
+    add_up(own, 1, payloads, Bf16(), 2, residual)
+    assert own.tolist() == [2.0, 2.5, 3.0, 3.5] and not residual.any()
 
 
 def test_an_overflow_is_not_kept() -> None:

@@ -36,7 +36,7 @@ from ddp_hooks.planning import (
     profile_of_layers,
     simulate,
 )
-from ddp_hooks.planning.events import Slice, clock_of
+from ddp_hooks.planning.events import Processor, Slice, clock_of
 from ddp_hooks.planning.events import Wire as LinkWire
 from ddp_hooks.planning.patterns import Phase, Schedule, pattern_of, sent_bytes
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
@@ -172,6 +172,11 @@ def test_lanes_and_the_training_thread_take_turns() -> None:
     assert many.step_s == pytest.approx(2 + 1 + 1 + 0.5)
 
 
+def test_work_goes_to_the_core_that_is_free_first() -> None:
+    processor = Processor(cores=2)
+    assert [processor.work(0.0, seconds) for seconds in (1.0, 3.0, 1.0, 2.0)] == [1.0, 3.0, 2.0, 4.0]
+
+
 def test_adding_up_costs_the_processor_more() -> None:
     """Two workers, one tensor of 100 bytes: 50 are sent in each half, by a processor that is slower than the link."""
     network = Network(2, AlphaBeta(0.0, 0.0))
@@ -193,10 +198,11 @@ def test_rounds_in_a_row_take_as_long_as_one_by_one(
     alpha_s: float, carrying_s: float, credit_s: float, times: int
 ) -> None:
     link = AlphaBeta(alpha_s, carrying_s)
-    at_once = LinkWire(link, credit_s).send(100.0, 1.0, times)
-    wire, now_s = LinkWire(link, credit_s), 100.0
+    in_a_row, wire, now_s = LinkWire(link, credit_s), LinkWire(link, credit_s), 100.0
+    at_once = in_a_row.send(100.0, 1.0, times)
     for _ in range(times):
         now_s = wire.send(now_s, 1.0)
+    assert in_a_row.sent_bytes == wire.sent_bytes == times
     if credit_s <= alpha_s:
         assert at_once == pytest.approx(now_s)
     assert at_once >= now_s - 1e-9, "credit from before lets the first ones pass faster"
