@@ -5,6 +5,8 @@ Prevents: a bias correction of the wrong moment; weight decay of rows that were 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -15,7 +17,7 @@ def test_it_is_adamw_for_rows_that_have_gradients() -> None:
     torch.manual_seed(0)
     rows = nn.Parameter(torch.randn(4, 3, dtype=torch.float64))
     dense, before = nn.Parameter(rows.detach()[:3].clone()), rows.detach().clone()
-    options = {"lr": 0.1, "betas": (0.7, 0.9), "weight_decay": 0.2}
+    options: dict[str, Any] = {"lr": 0.1, "betas": (0.7, 0.9), "weight_decay": 0.2}
     ours, theirs = RowwiseAdamW([rows], **options), torch.optim.AdamW([dense], **options)
     for _ in range(4):
         gradient = torch.randn(3, 3, dtype=torch.float64)
