@@ -1,7 +1,7 @@
-"""Collectives in fewer bits, as generators: a ring all-gather of encoded shards, an exchange of encoded gradients.
+"""Collectives in fewer bits, as generators: an all-gather of encoded shards, an exchange of encoded gradients.
 
-A ring that adds would round every partial sum. Here every rank sends what it has for another straight to it, encoded
-once, as ZeRO++ does (Wang et al., 2023, section 3.3), and sums are formed in float32; as many elements travel.
+Every rank sends its gradients straight to their owner, encoded once, as ZeRO++ does (Wang et al., 2023, section 3.3),
+and sums are formed in float32. A ring would round every partial sum.
 """
 
 from __future__ import annotations

@@ -52,7 +52,8 @@ class ExtConfig:
             since then all are whole at its end.
         lanes: streams of communication side by side, for gathers and for reduce-scatters each. None: chosen by a short
             measurement of the link.
-        slice_mb: largest message of rings in MiB, at least 1 KiB. None: chosen by the same measurement as ``lanes``.
+        slice_mb: largest message of gathers in MiB, at least 1 KiB; those of exact reduce-scatters are
+            ``min(slice_mb / 3, 2 * slice_mb / (P - 1))``. None: chosen by the same measurement as ``lanes``.
         trace: record spans for :meth:`Extension.timeline`.
         timeout_s: a wait that takes longer fails.
         stall_warning_s: a wait that takes longer is logged, with what it waits for.

@@ -38,10 +38,10 @@ _ATTRIBUTE = "_fsdp_ext_extension"
 def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     """Let FSDP2 communicate through lanes: after ``fully_shard``, before or after the optimizer is made.
 
-    On CPUs parameters are gathered and gradients reduced by rings over point-to-point messages, beside the
-    computation. (gloo's own reduce-scatter moves an all-reduce, and FSDP2 waits for each collective there.) What is
-    computed stays the same, up to the order in which a ring adds. On accelerators FSDP2's own collectives are as good,
-    and stay.
+    On CPUs parameters are gathered and gradients reduced over point-to-point messages, beside the computation. (gloo's
+    own reduce-scatter moves an all-reduce, and FSDP2 waits for each collective there.) What is computed stays the same,
+    up to the order in which gradients are added, which is that of ranks. On accelerators FSDP2's own collectives are as
+    good, and stay.
 
     A reduce-scatter, with replicas (HSDP) the all-reduce that follows it, and what divides or converts its result, end
     with the backward, where nothing reads it earlier: without ``set_all_reduce_hook``,

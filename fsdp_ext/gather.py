@@ -1,4 +1,4 @@
-"""All-gathers of parameters for FSDP2: rings on lanes, which end when their parameters are needed."""
+"""All-gathers of parameters for FSDP2, on lanes; they end when their parameters are needed."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class RingAllGather(AllGather):
-    """Starts a ring all-gather; FSDP2 waits for it where it copies parameters out (foreach_all_gather_copy_out).
+    """Starts an all-gather; FSDP2 waits for it where it copies parameters out (foreach_all_gather_copy_out).
 
     On CPUs FSDP2's own all-gather blocks, as there are no streams, even where the gather is only prefetched.
     """

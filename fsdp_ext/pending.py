@@ -32,7 +32,7 @@ class Delivery(NamedTuple):
     """What is in ``source`` when ``work`` is complete is, divided, the mean of the gradients, wanted in ``output``."""
 
     work: Work
-    source: Tensor  # (numel,), this rank's range of the memory that the ring adds in
+    source: Tensor  # (numel,), this rank's range of the memory in which sums are formed
     output: Tensor  # (numel,), which FSDP2 made the sharded gradients of
     nbytes: int  # of the memory that is kept for it
     owner: object = None  # whose gradients these are

@@ -1,4 +1,4 @@
-"""Reduce-scatters of gradients for FSDP2: rings on lanes, under the rest of the backward where that is right."""
+"""Reduce-scatters of gradients for FSDP2, on lanes, under the rest of the backward where that is right."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ logger = logging.getLogger("fsdp_ext")
 
 
 class RingReduceScatter(ReduceScatter):
-    """A ring in the memory that FSDP2 has copied the gradients to.
+    """A reduce-scatter in the memory that FSDP2 has copied the gradients to.
 
     gloo's own reduce-scatter moves an all-reduce. FSDP2 drops what a reduce-scatter returns, as on accelerators its
     result is read in stream order; see :meth:`_reason_to_wait` for when it can be ready later on CPUs, too.
@@ -115,8 +115,8 @@ class RingReduceScatter(ReduceScatter):
     def all_reduce(self, output: Tensor, group: dist.ProcessGroup | None, op: Any) -> bool:
         """Of what was reduced over the shards, ``output``, (numel,): over replicas, in the place of FSDP2 (HSDP).
 
-        Both halves of a ring, on a lane that waits for the reduce-scatter. What is submitted does not depend on how
-        that came about, which replicas do not agree upon: their shards are others.
+        A reduce-scatter and an all-gather, on a lane that waits for the reduce-scatter over the shards. What is
+        submitted does not depend on how that came about, which replicas do not agree upon: their shards are others.
 
         Returns:
             False, if it is not FSDP2 that asks.

@@ -33,7 +33,7 @@ class Transport:
         if config.lanes is None or config.slice_mb is None:
             self.link = profile_link(self.gathers)
         self.message_bytes = self.link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
-        """The largest of rings."""
+        """Of gathers the largest."""
         settings.slice_bytes = self.message_bytes
         # Of encoded tensors, elements per slice: with int8 a message is then about as large as others.
         self.slice_numel = max(1, self.message_bytes // config.block_numel) * config.block_numel

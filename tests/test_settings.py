@@ -118,8 +118,7 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (DearConfig, {"fusion": "none", "fusion_mb": 4.0}, {"fusion": "size"}),
     (DearConfig, {"fusion": "size", "fusion_layers": 4}, {"fusion": "layers"}),
     (DearConfig, {"fusion": "none", "fusion_layers": 4}, {"fusion": "layers"}),
-    (DearConfig, {"collective": "ring", "node_size": 2}, {"collective": "two-level"}),
-    (DearConfig, {"collective": "log", "node_size": 2}, {"collective": "auto"}),
+    (DearConfig, {"collective": "direct", "node_size": 2}, {"collective": "two-level"}),
     (DearConfig, {"update": "sharded", "early_gathers": 0.5}, {"update": "replicated"}),
     (DearConfig, {"update": "sharded", "early_gathers": 0.0}, {"update": "auto"}),
     (DearConfig, {"update": "sharded", "assume_parameterwise": True}, {"update": "replicated"}),
@@ -167,7 +166,7 @@ IN_SETUP: list[tuple[dict[str, Any], Setup, Setup, str]] = [
     ({"early_gathers": 0.5}, REPLICATED._replace(device="cuda"), REPLICATED, "on cuda"),
     ({"master_dtype": torch.float32}, REPLICATED, SHARDED, "Muon, whose updates are replicated"),
     ({"master_dtype": torch.float32}, SHARDED._replace(dtypes=frozenset([torch.float64])), SHARDED, "larger types"),
-    ({"collective": "log"}, SHARDED._replace(device="cuda"), SHARDED, "on cuda"),
+    ({"collective": "two-level"}, SHARDED._replace(device="cuda"), SHARDED, "on cuda"),
     ({"collective": "auto", "node_size": 2}, SHARDED._replace(device="cuda"), SHARDED, "on cuda, but on CPUs"),
 ]
 

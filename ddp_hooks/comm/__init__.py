@@ -4,23 +4,20 @@ from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
 from ddp_hooks.comm.advice import see, wrong_state
 from ddp_hooks.comm.agreement import agree, compare
 from ddp_hooks.comm.bruck import bruck_all_gather, num_rounds
-from ddp_hooks.comm.choice import Collective, CollectiveRule
 from ddp_hooks.comm.collectives import (
     Partition,
     aligned_bounds,
+    direct_reduce_scatter,
     pairwise_exchange,
     ring_all_gather,
-    ring_reduce_scatter,
 )
 from ddp_hooks.comm.ending import Undo, at_exit
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send, round_of, without_messages
 from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.lanes import Lanes, LaneSettings, special_tag
-from ddp_hooks.comm.logarithmic import log_all_gather, log_reduce_scatter
 from ddp_hooks.comm.meeting import Patience, broadcast_object, calling, gather_objects, report_error
 from ddp_hooks.comm.metadata import read_metadata
-from ddp_hooks.comm.ordered import Segment, ordered_reduce_scatter
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
@@ -40,8 +37,6 @@ from ddp_hooks.comm.work import ThreadWork, Work
 __all__ = [
     "Algorithm",
     "AlphaBeta",
-    "Collective",
-    "CollectiveRule",
     "FabricError",
     "LaneError",
     "LaneSettings",
@@ -54,7 +49,6 @@ __all__ = [
     "Recorder",
     "Recv",
     "Round",
-    "Segment",
     "Send",
     "Span",
     "Stall",
@@ -75,15 +69,13 @@ __all__ = [
     "check_waits",
     "check_whole",
     "compare",
+    "direct_reduce_scatter",
     "gather_objects",
     "in_order_of",
     "in_storage_order",
     "is_dense",
-    "log_all_gather",
-    "log_reduce_scatter",
     "mebibytes",
     "num_rounds",
-    "ordered_reduce_scatter",
     "pairwise_exchange",
     "positive",
     "profile_link",
@@ -91,7 +83,6 @@ __all__ = [
     "refuse_unused",
     "report_error",
     "ring_all_gather",
-    "ring_reduce_scatter",
     "round_of",
     "run_on_fabric",
     "see",

@@ -32,13 +32,12 @@ from torch import Tensor
 from ddp_hooks.comm import compat
 from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.advice import see
-from ddp_hooks.comm.choice import CollectiveRule
 from ddp_hooks.comm.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.ending import while_all_live
 from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
 from ddp_hooks.comm.failure import LaneError, Witness, is_lost_connection, shortened
 from ddp_hooks.comm.meeting import broadcast_object, call_named, gather_objects
-from ddp_hooks.comm.slices import Slice, all_gather_slices, reduce_scatter_slices
+from ddp_hooks.comm.slices import WINDOW, Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.small import SmallExchange
 from ddp_hooks.comm.verifying import content_of, difference, is_verifying, lines_of_all
 from ddp_hooks.comm.work import Joined, StreamWork, ThreadWork, Work
@@ -53,7 +52,6 @@ _TAGS_PER_KIND = 1 << 20
 _VERIFYING, _SMALL = 1 << 9, (1 << 9) + 1  # kinds of exchanges that nobody else has
 _SMALL_SUMS = "of small sums"
 _LONGEST_PAUSE_S = 0.1  # between two looks at streams that are to end
-WINDOW = 4  # slices under way per lane, and so slice buffers per lane and dtype
 
 
 def special_tag(kind: int, number: int) -> int:
@@ -66,12 +64,14 @@ class LaneSettings:
     """How lanes move data.
 
     Args:
-        slice_bytes: largest message of rings, and size of a slice buffer.
+        slice_bytes: largest message of an all-gather; those of reduce-scatters are a third of it, and shrink with P
+            so that a lane receives at most four times as much of a dtype at a time.
         timeout_s: after this long without progress a wait fails.
         stall_warning_s: after this long a wait is logged, with what it waits for.
         verify: ranks compare every collective before it moves, on CPUs; see :mod:`ddp_hooks.comm.verifying`.
         tag_by_label: on CPUs messages are told from each other by the label of what they belong to, not by their order:
             what ranks submit in different orders waits until ``timeout_s``, instead of mixing.
+        node_size: on CPUs, ranks per node; of more than one, collectives run on two levels.
     """
 
     slice_bytes: int = 1 << 20
@@ -79,6 +79,7 @@ class LaneSettings:
     stall_warning_s: float = 60.0
     verify: bool = field(default_factory=is_verifying)
     tag_by_label: bool = False
+    node_size: int = 1
 
 
 class Lane(Protocol):
@@ -109,9 +110,6 @@ class Lane(Protocol):
 
         With a ``tag`` of its own (see :func:`special_tag`) it meets no other messages, if ranks should part.
         """
-
-    def choose(self, rule: CollectiveRule) -> None:
-        """Move what is submitted from now on by this rule."""
 
     def dismiss(self, unfinished: bool = False) -> threading.Thread | None:
         """Take nothing more, and end when the rest is done; returns the thread that does so, if there is one.
@@ -153,7 +151,6 @@ class ThreadLane:
         self._world_size = dist.get_world_size(group)
         self._global_ranks = dist.get_process_group_ranks(group)  # messages speak of these
         self._settings = settings
-        self._rule = CollectiveRule()
         self._witness = witness
         self._recorder = recorder
         self._error: LaneError | None = None
@@ -173,8 +170,9 @@ class ThreadLane:
 
         Of ``part = (i, n)`` only slices i, i + n, i + 2n, …: the others are other lanes'.
         """
-        slices = reduce_scatter_slices(partitions, self._rank, self._settings.slice_bytes, divisor, self._rule)
-        content = f"{content_of(partitions)}, divided by {divisor}" if self._settings.verify else ""
+        settings = self._settings
+        slices = reduce_scatter_slices(partitions, self._rank, settings.slice_bytes, divisor, settings.node_size)
+        content = f"{content_of(partitions)}, divided by {divisor}" if settings.verify else ""
         return self._submit("reduce-scatter", itertools.islice(slices, part[0], None, part[1]), label, content=content)
 
     def all_gather(
@@ -186,7 +184,7 @@ class ThreadLane:
         part: tuple[int, int] = (0, 1),
     ) -> Work:
         """All-gathers, slice by slice, of a part as above; see :class:`Lane`."""
-        all_slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._rule)
+        all_slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._settings.node_size)
         slices: Iterator[Slice] = itertools.islice(all_slices, part[0], None, part[1])
         if only_if is not None:
             slices = _slices_if(only_if, slices)
@@ -205,10 +203,6 @@ class ThreadLane:
         """Run algorithms as the slices of one piece of work, of a part as above; each is made when its turn comes."""
         slices = (Slice(lambda scratch, start=start: start(), 0, torch.uint8) for start in starts)  # type: ignore[misc]
         return self._submit("exchange", itertools.islice(slices, part[0], None, part[1]), label)
-
-    def choose(self, rule: CollectiveRule) -> None:
-        """See :class:`Lane`."""
-        self._rule = rule
 
     def dismiss(self, unfinished: bool = False) -> threading.Thread:
         """End when the rest is done; see :class:`Lane`."""
@@ -294,7 +288,7 @@ class ThreadLane:
         window: deque[_Running] = deque()
         self._doing = submission.work.label
         if self._settings.tag_by_label:
-            # Far from those of other labels, as far as there are few slices; 22 bits of it are left in a tag.
+            # Far from those of other labels, as far as there are few slices; 23 bits of it are left in a tag.
             self._num_slices = zlib.crc32(submission.work.label.encode()) << 4
         for slot in range(WINDOW):
             self._begin_next(slices, window, submission, slot)
@@ -462,9 +456,6 @@ class StreamLane:
                 self._count_round(next_round)
         return StreamWork(f"exchange of {label}", order.event, self._device)
 
-    def choose(self, rule: CollectiveRule) -> None:
-        """NCCL chooses by itself; see :class:`Lane`."""
-
     def all_reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> Work:
         """Reduce a few numbers natively, in place."""
         with _StreamOrder(self._stream) as order:
@@ -572,8 +563,6 @@ class Lanes:
         self._num_small = 0
         self._submitted = 0
         self._in_use: int | None = None  # lanes that get work; None: all of them
-        self.rule = CollectiveRule()
-        """Which collective moves what."""
         self._ending: list[threading.Thread] = []
         self._stuck_streams = False
         # At exit, close() or abandon() come first.
@@ -594,7 +583,6 @@ class Lanes:
                 self._lanes.append(StreamLane(index, group, self._device, self._recorder))
                 continue
             self._lanes.append(ThreadLane(index, group, self._settings, self._witness, self._recorder))
-            self._lanes[-1].choose(self.rule)
 
     def _new_group(self, name: str) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
@@ -678,7 +666,7 @@ class Lanes:
         return self._spread(lambda lane, part: lane.reduce_scatter([partition], label, divisor, part))
 
     def spread_all_gather(self, partition: Partition, label: str) -> Work:
-        """:meth:`Lane.all_gather` on all lanes, likewise."""
+        """:meth:`Lane.all_gather` on all lanes, likewise; of what is complete: lanes do not wait for each other."""
         return self._spread(lambda lane, part: lane.all_gather([partition], label, part=part))
 
     def spread_several(self, starts: Sequence[Callable[[], Algorithm]], label: str) -> Work:
@@ -704,12 +692,6 @@ class Lanes:
         if not 1 <= num_lanes <= len(self._lanes):
             raise ValueError(f"use(...) takes 1 to {len(self._lanes)} lanes, got {num_lanes}")
         self._in_use = num_lanes
-
-    def choose(self, rule: CollectiveRule) -> None:
-        """Move what is submitted from now on by this rule; the same on every rank."""
-        self.rule = rule
-        for lane in self._lanes:
-            lane.choose(rule)
 
     def close(self, farewell_s: float = 10.0) -> None:
         """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``.

@@ -47,7 +47,7 @@ class LinkProfile:
 
 
 def profile_link(lanes: Lanes) -> LinkProfile:
-    """Measure the link with a few messages around the ring, in well under a second; collective.
+    """Measure the link with a few messages from rank to rank, in well under a second; collective.
 
     Accelerators and single ranks are not measured.
     """

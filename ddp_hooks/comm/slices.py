@@ -1,4 +1,4 @@
-"""What a lane runs: collectives in slices, so that some travel while one is added."""
+"""Collectives in slices, as lanes run them: while one slice is added, others travel."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.choice import CollectiveRule
-from ddp_hooks.comm.collectives import Partition, ring_all_gather, ring_reduce_scatter
+from ddp_hooks.comm.collectives import Partition, direct_reduce_scatter, ring_all_gather
 from ddp_hooks.comm.exchange import Algorithm
-from ddp_hooks.comm.logarithmic import log_all_gather, log_reduce_scatter, scratch_numel
-from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
+from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter, two_level_scratch_numel
+
+WINDOW = 2  # slices under way per lane; with more, messages of several ranks pile up at one and wait for each other
+_SMALLER = 3  # messages of a reduce-scatter, of which P - 1 come at once, are so many times smaller than slice_bytes
+_MOST_RECEIVED = 4  # times slice_bytes is the memory of a lane and dtype at most, for any number of ranks
 
 
 class Slice(NamedTuple):
@@ -25,44 +27,37 @@ class Slice(NamedTuple):
 
 
 def reduce_scatter_slices(
-    partitions: Sequence[Partition], rank: int, slice_bytes: int, divisor: int = 1, rule: CollectiveRule | None = None
+    partitions: Sequence[Partition], rank: int, slice_bytes: int, divisor: int = 1, node_size: int = 1
 ) -> Iterator[Slice]:
-    """The slices of reduce-scatters over ``partitions``; see :func:`all_gather_slices`."""
-    rule = rule or CollectiveRule()
-    for partition in partitions:
-        collective, dtype = rule.collective_of(partition.flat.numel()), partition.flat.dtype
-        if collective == "log":
-            yield Slice(_log_scatter(partition, rank, divisor), scratch_numel(partition, rank), dtype)
-            continue
-        node_size = rule.node_size if collective == "two-level" else 1
-        for chunks in _sliced_chunks(partition, slice_bytes):
-            longest = max(sum(chunk.numel() for chunk in chunks[place::node_size]) for place in range(node_size))
-            if node_size == 1:
-                longest = max(chunk.numel() for chunk in chunks)
-            yield Slice(_scatter(chunks, rank, divisor, node_size), longest, dtype)
-
-
-def all_gather_slices(
-    partitions: Sequence[Partition], rank: int, slice_bytes: int, rule: CollectiveRule | None = None
-) -> Iterator[Slice]:
-    """The slices of all-gathers over ``partitions``.
+    """Cut reduce-scatters over ``partitions`` into slices, with messages of :func:`scatter_message_bytes`.
 
     Args:
         partitions: each moves by itself.
         rank: the rank that runs them.
-        slice_bytes: a range is cut so that its parts are no longer. What moves in ceil(log2 P) rounds is not cut, since
-            its messages are of several ranges that lie beside each other.
-        rule: which collective moves which partition; None: rings.
+        slice_bytes: see there.
+        divisor: number of ranks for means.
+        node_size: ranks per node; of more than one, sums are formed on two levels.
     """
-    rule = rule or CollectiveRule()
     for partition in partitions:
-        collective, dtype = rule.collective_of(partition.flat.numel()), partition.flat.dtype
-        if collective == "log":
-            yield Slice(_log_gather(partition, rank), 0, dtype)
-            continue
-        node_size = rule.node_size if collective == "two-level" else 1
+        world_size = len(partition.bounds) - 1
+        copies = world_size - 1 if node_size == 1 else (node_size - 1) * (world_size // node_size)
+        for chunks in _sliced_chunks(partition, scatter_message_bytes(slice_bytes, copies)):
+            numel = two_level_scratch_numel(chunks, rank, node_size)
+            yield Slice(_scatter(chunks, rank, divisor, node_size), numel, partition.flat.dtype)
+
+
+def all_gather_slices(
+    partitions: Sequence[Partition], rank: int, slice_bytes: int, node_size: int = 1
+) -> Iterator[Slice]:
+    """Cut all-gathers over ``partitions`` into slices whose messages are no longer; arguments as above."""
+    for partition in partitions:
         for chunks in _sliced_chunks(partition, slice_bytes):
-            yield Slice(_gather(chunks, rank, node_size), 0, dtype)
+            yield Slice(_gather(chunks, rank, node_size), 0, partition.flat.dtype)
+
+
+def scatter_message_bytes(slice_bytes: int, copies: int) -> int:
+    """Return the largest message of a reduce-scatter, >= 1; a slice receives ``copies`` of them at a time."""
+    return max(1, min(slice_bytes // _SMALLER, _MOST_RECEIVED * slice_bytes // WINDOW // max(1, copies)))
 
 
 # Generators are made when their turn comes: functions of these arguments, not of a loop's variables.
@@ -71,7 +66,7 @@ def all_gather_slices(
 def _scatter(chunks: Sequence[Tensor], rank: int, divisor: int, node_size: int) -> Callable[[Tensor], Algorithm]:
     if node_size > 1:
         return lambda scratch: two_level_reduce_scatter(chunks, rank, node_size, scratch, divisor)
-    return lambda scratch: ring_reduce_scatter(chunks, rank, scratch, divisor)
+    return lambda scratch: direct_reduce_scatter(chunks, rank, scratch, divisor)
 
 
 def _gather(chunks: Sequence[Tensor], rank: int, node_size: int) -> Callable[[Tensor], Algorithm]:
@@ -80,17 +75,10 @@ def _gather(chunks: Sequence[Tensor], rank: int, node_size: int) -> Callable[[Te
     return lambda scratch: ring_all_gather(chunks, rank)
 
 
-def _log_scatter(partition: Partition, rank: int, divisor: int) -> Callable[[Tensor], Algorithm]:
-    return lambda scratch: log_reduce_scatter(partition, rank, scratch, divisor)
-
-
-def _log_gather(partition: Partition, rank: int) -> Callable[[Tensor], Algorithm]:
-    return lambda scratch: log_all_gather(partition, rank)
-
-
-def _sliced_chunks(partition: Partition, slice_bytes: int) -> Iterator[list[Tensor]]:
+def _sliced_chunks(partition: Partition, range_bytes: int) -> Iterator[list[Tensor]]:
+    """The same number of slices on every rank, each with a part of at most ``range_bytes`` of every range."""
     ranges = partition.ranges
     longest = max(each.numel() for each in ranges)
-    num_slices = -(-longest * partition.flat.element_size() // slice_bytes)
+    num_slices = -(-longest // max(1, range_bytes // partition.flat.element_size()))
     for i in range(num_slices):
         yield [each[each.numel() * i // num_slices : each.numel() * (i + 1) // num_slices] for each in ranges]

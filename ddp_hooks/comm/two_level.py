@@ -1,10 +1,9 @@
 """Dense collectives on two levels: within nodes, whose links are fast, then between nodes.
 
-Ranks ``n * node_size`` to ``(n + 1) * node_size - 1`` share node n. A reduce-scatter is a ring within every node, by
-which each of its workers comes to hold the node's sum of what the workers at its place own, and a ring between the
-workers at the same place of all nodes; an all-gather goes the other way. Of n bytes a node of N sends (N - 1) / N n to
-others in N - 1 rounds; in one ring around all P workers (P - 1) / P n in P - 1 rounds. DeAR (sections III-A and VII-A)
-allows any all-reduce that splits in two.
+Ranks ``n * node_size`` to ``(n + 1) * node_size - 1`` share node n. A reduce-scatter first sums within every node, so
+that each of its workers holds the node's sum of all ranges that workers at its place own, and then between the workers
+at the same place of all nodes; an all-gather goes the other way. Of n bytes a node of N nodes sends (N - 1) / N n to
+others. DeAR (sections III-A and VII-A) allows any all-reduce that splits in two.
 """
 
 from __future__ import annotations
@@ -13,27 +12,26 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_hooks.comm.exchange import Algorithm, Recv, Send, round_of
+from ddp_hooks.comm.collectives import all_gather_among, reduce_scatter_among
+from ddp_hooks.comm.exchange import Algorithm
 
 
 def two_level_reduce_scatter(
     chunks: Sequence[Tensor], rank: int, node_size: int, scratch: Tensor, divisor: int = 1
 ) -> Algorithm:
-    """Sum ``chunks[rank]`` over all ranks, and divide the sum, in place.
+    """Sum ``chunks[rank]`` over all ranks, ``(g0 + g1) + (g2 + g3) + ...`` by node, and divide the sum, in place.
 
     Args:
-        chunks: one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank. The others than
-            ``chunks[rank]`` end as partial sums and mean nothing.
+        chunks: one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank. Those of other ranks at this
+            rank's place end as their node's sums, the rest stays. float16 and bfloat16 are rounded once per level.
         rank: the rank that runs this generator.
         node_size: workers per node, a divisor of their number.
-        scratch: as long as what the workers at one place of all nodes own; overwritten.
+        scratch: at least :func:`two_level_scratch_numel` elements; overwritten.
         divisor: number of ranks for a mean.
     """
     places = _Places(chunks, rank, node_size)
-    yield from _ring_reduce_scatter(places.within, places.place, places.node_members, scratch)
-    yield from _ring_reduce_scatter(places.between, places.node, places.place_members, scratch)
-    if divisor > 1 and chunks[rank].numel():
-        chunks[rank].div_(divisor)
+    yield from reduce_scatter_among(places.node_members, places.place, places.within, scratch)
+    yield from reduce_scatter_among(places.place_members, places.node, places.between, scratch, divisor)
 
 
 def two_level_all_gather(chunks: Sequence[Tensor], rank: int, node_size: int) -> Algorithm:
@@ -45,8 +43,14 @@ def two_level_all_gather(chunks: Sequence[Tensor], rank: int, node_size: int) ->
         node_size: workers per node, a divisor of their number.
     """
     places = _Places(chunks, rank, node_size)
-    yield from _ring_all_gather(places.between, places.node, places.place_members)
-    yield from _ring_all_gather(places.within, places.place, places.node_members)
+    yield from all_gather_among(places.place_members, places.node, places.between)
+    yield from all_gather_among(places.node_members, places.place, places.within)
+
+
+def two_level_scratch_numel(chunks: Sequence[Tensor], rank: int, node_size: int) -> int:
+    """Return the elements that :func:`two_level_reduce_scatter` receives at a time; also with nodes of one."""
+    within = (node_size - 1) * sum(chunk.numel() for chunk in chunks[rank % node_size :: node_size])
+    return max(within, (len(chunks) // node_size - 1) * chunks[rank].numel())
 
 
 class _Places:
@@ -60,33 +64,6 @@ class _Places:
         self.node_members = range(self.node * node_size, (self.node + 1) * node_size)
         self.place_members = range(self.place, world_size, node_size)
         self.within = [chunks[place::node_size] for place in range(node_size)]
-        """What the workers at each place own, in all nodes."""
+        """Ranges that the workers at each place own, in all nodes."""
         self.between = [[chunks[member]] for member in self.place_members]
-        """What the workers at this place own, by node."""
-
-
-def _ring_reduce_scatter(
-    parts: Sequence[Sequence[Tensor]], position: int, members: Sequence[int], scratch: Tensor
-) -> Algorithm:
-    """A ring over some ranks, of parts in several pieces each: ``parts[position]`` ends as their sum."""
-    size = len(members)
-    right, left = members[(position + 1) % size], members[(position - 1) % size]
-    for step in range(1, size):
-        outgoing = parts[(position - step) % size]
-        partials = parts[(position - step - 1) % size]
-        sizes = [partial.numel() for partial in partials]
-        arriving = scratch[: sum(sizes)].split(sizes)
-        yield round_of(*(Recv(left, part) for part in arriving), *(Send(right, part) for part in outgoing))
-        for partial, part in zip(partials, arriving, strict=True):
-            if partial.numel():
-                partial.add_(part)
-
-
-def _ring_all_gather(parts: Sequence[Sequence[Tensor]], position: int, members: Sequence[int]) -> Algorithm:
-    """A ring over some ranks: ``parts[position]`` of each is copied to the others."""
-    size = len(members)
-    right, left = members[(position + 1) % size], members[(position - 1) % size]
-    for step in range(size - 1):
-        outgoing = parts[(position - step) % size]
-        incoming = parts[(position - step - 1) % size]
-        yield round_of(*(Recv(left, part) for part in incoming), *(Send(right, part) for part in outgoing))
+        """Ranges that the workers at this place own, by node."""

@@ -41,7 +41,7 @@ def check_waits(timeout_s: object, stall_warning_s: object) -> None:
 
 
 def check_slice(slice_mb: object) -> None:
-    """Raise a ValueError if that is no largest message of rings, in MiB: those of less than 1 KiB take for ever."""
+    """Raise a ValueError if that is no size of a slice in MiB: those of less than 1 KiB take for ever."""
     if slice_mb is not None and not (positive(slice_mb) and at_least(slice_mb, 1 / 1024)):
         raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {slice_mb!r}")
 

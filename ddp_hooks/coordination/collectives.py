@@ -1,4 +1,4 @@
-"""The collectives that are coordinated, as generators, beside the rings of :mod:`ddp_hooks.comm`."""
+"""The collectives that are coordinated, as generators, beside those of :mod:`ddp_hooks.comm`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ddp_hooks.comm import (
 
 
 def broadcast(tensor: Tensor, rank: int, world_size: int, root: int) -> Algorithm:
-    """Copy the contiguous ``tensor`` from rank ``root`` to all others, in place: a scatter, then a ring all-gather.
+    """Copy the contiguous ``tensor`` from rank ``root`` to all others, in place: a scatter, then an all-gather.
 
     The root sends (P - 1) / P of it twice, however many ranks there are.
     """

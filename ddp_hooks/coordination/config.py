@@ -27,7 +27,8 @@ class CoordinatorConfig:
             for its turn by priority; what is fused is not larger then. The smaller, the sooner what is urgent gets
             through, and the more often ranks agree.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
-        slice_mb: largest message of rings in MiB, at least 1 KiB. None: chosen by the same measurement.
+        slice_mb: largest message in MiB, at least 1 KiB; those that are summed are
+            ``min(slice_mb / 3, 2 * slice_mb / (P - 1))``. None: chosen by the same measurement.
         trace: record spans for :meth:`Coordinator.timeline`.
         timeout_s: what was asked for on some ranks only fails on all of them after so long, and so does a wait for a
             message.

@@ -86,7 +86,7 @@ class Execution:
         return [torch.zeros(spec.shape, dtype=spec.torch_dtype, device=self._device) for spec in request.tensors]
 
     def _all_reduce(self, lane: Lane, tensors: Sequence[Tensor], divisor: int, label: str) -> None:
-        """Both halves of a ring, in place where one tensor lies in one piece, else in a copy."""
+        """Reduce-scatter and all-gather, in place where one tensor lies in one piece, else in a copy."""
         in_place = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = tensors[0].view(-1) if in_place else tensors[0].new_empty(sum(map(Tensor.numel, tensors)))
         parts = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]

@@ -6,18 +6,16 @@ reduce-scatters (:class:`~ddp_hooks.dear.backpipe.Schedule`), and in the order o
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import CollectiveRule, Partition, compat, see
+from ddp_hooks.comm import Partition, compat, see
 from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.moves import State
-from ddp_hooks.dear.order import SumOrder
 from ddp_hooks.dear.storage import flatten, unflatten
 from ddp_hooks.feed import take_back
 
@@ -33,7 +31,6 @@ class Arrangement:
         rule: which atoms travel together; may be replaced before :meth:`plan`.
         atom_bytes: size at which buckets and parameters are cut.
         cuts_tail: cut the last bucket finer, because its parts may travel before it is complete.
-        collectives: which of them moves what.
     """
 
     def __init__(
@@ -45,10 +42,8 @@ class Arrangement:
         rule: FusionRule,
         atom_bytes: int,
         cuts_tail: bool,
-        collectives: CollectiveRule,
     ) -> None:
         self.rule = rule
-        self.collectives = collectives
         self.schedule: Schedule | None = None  # None until the first step
         self.flats: list[Tensor] = []  # per atom, (numel,): the memory of its parameters
         self.gather_groups: list[tuple[int, ...]] = []  # of atoms, in the order of the forward
@@ -59,8 +54,6 @@ class Arrangement:
         self._world_size = world_size
         self._atom_bytes = atom_bytes
         self._cuts_tail = cuts_tail
-        self._earlier: SumOrder | None = None  # of the run that is being resumed
-        self._num_layouts = 0
         self._atoms_by_need: list[int] = []  # of the layout in force
         self._memory: list[Tensor] = []  # per parameter, where its values should be
 
@@ -69,45 +62,12 @@ class Arrangement:
         """The layout in force; None until the first step."""
         return self.schedule.layout if self.schedule is not None else None
 
-    def sum_order(self) -> SumOrder | None:
-        """The order in which gradients are added, for a checkpoint; None if there is none, or only one."""
-        if self._num_layouts < 2 and self._earlier is not None:
-            return self._earlier  # the buckets of a first backward are not yet those that last
-        if self.layout is None or self._world_size < 3:
-            return None
-        buckets = self.layout.buckets
-        return SumOrder(self._world_size, self._atom_bytes, self._cuts_tail, buckets, self.collectives)
-
-    def resume(self, order: SumOrder) -> None:
-        """Cut and move as the run did that is being resumed, and let the first backward add as it did."""
-        if self.layout is None and order.fits(len(self._shapes), self._world_size):
-            self._earlier = order
-            self._atom_bytes = order.atom_bytes
-            self.collectives = order.rule
-
-    def digest_of_earlier(self) -> int:
-        """A number that tells runs that may be resumed apart; 0: none is."""
-        if self._earlier is None:
-            return 0
-        return int.from_bytes(hashlib.sha256(repr(self._earlier).encode()).digest()[:7], "big")
-
-    def describe_earlier(self) -> str:
-        """The run that is being resumed, for messages."""
-        if self._earlier is None:
-            return "nothing"
-        return f"a run of {len(self._earlier.buckets)} buckets (digest {self.digest_of_earlier():x})"
-
-    def earlier_layout(self) -> Layout | None:
-        """That of the run that is being resumed, until this one has its own."""
-        return self._earlier.layout(self._shapes) if self._earlier is not None and self.layout is None else None
-
     def move_parameters(self, layout: Layout) -> None:
         """Make the parameters of every atom neighbours in memory."""
         self._memory = []  # so that what moves is not kept
         if self.layout is not None:
             unflatten(self.layout, self._parameters, self.flats)
         self.flats = flatten(layout, self._parameters)
-        self._num_layouts += 1
         self._memory = [parameter.detach() for parameter in self._parameters]
 
     def plan(self, layout: Layout, order_of_need: Callable[[], Sequence[int]]) -> list[tuple[int, ...]]:

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ddp_hooks.comm import Lanes, Partition, Work, see
 from ddp_hooks.dear.layout import Atom, Layout
-from ddp_hooks.dear.order import OrderedSums
 
 
 class Schedule:
@@ -36,7 +35,6 @@ class Reduction:
         reduce_dtype: form the sums in this type; None: in that of the gradients.
         ready: atoms, by their index in the layout in force, that may travel before their bucket is handed over, with
             their memory.
-        ordered: how to add up in the order of a run that is resumed; None: in that of the lanes' collectives.
         followed: called with every group of the schedule whose reduce-scatter was submitted: its atoms, their memory,
             in the type of the sums, and the work.
     """
@@ -50,7 +48,6 @@ class Reduction:
         label: Callable[[Sequence[Atom]], str],
         ready: Mapping[int, Tensor],
         reduce_dtype: torch.dtype | None,
-        ordered: OrderedSums | None = None,
         followed: Callable[[Sequence[int], Sequence[Partition], Work], None] | None = None,
     ) -> None:
         self.buckets: list[tuple[int, ...]] = []
@@ -66,7 +63,6 @@ class Reduction:
         self._label = label
         self._ready = ready
         self._reduce_dtype = reduce_dtype
-        self._ordered = ordered
         self._followed = followed
         self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
         self._launched = 0  # atoms that have been handed to a lane
@@ -126,10 +122,7 @@ class Reduction:
             atoms.append(atom)
             partitions.append(Partition(self._in_reduce_dtype(index, gradient), atom.bounds))
         label = self._label(atoms)
-        if self._ordered is not None:
-            work = self._ordered.reduce_scatter(atoms, partitions, label)
-        else:
-            work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
+        work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
         self.works.append((work, group))
         self._launched = group[-1] + 1
         if self._followed is not None and self._schedule is not None:

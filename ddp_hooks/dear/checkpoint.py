@@ -19,12 +19,13 @@ from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import Placement, State, is_elementwise
-from ddp_hooks.dear.order import SumOrder, take_order
 from ddp_hooks.dear.pieces import SETTINGS, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
 from ddp_hooks.dear.replicated import ReplicatedOptimizer
 from ddp_hooks.dear.sharded import ShardedOptimizer, cut_entry
 from ddp_hooks.dear.shards import MASTER_KEY
 from ddp_hooks.dear.spread import SpreadTensor
+
+ORDER_KEY = "ddp_hooks.order"
 
 
 class OptimizerCheckpoint:
@@ -62,9 +63,7 @@ class OptimizerCheckpoint:
         self._consolidated_on: int | None = None
         self._asked_for: dict[int, State] | None = None  # for the state_dict() that is under way
         self._loaded: tuple[Placement, dict[Interval, State]] | None = None  # by the load_state_dict() under way
-        order = take_order(optimizer.param_groups)
-        if order is not None:  # a state was loaded before there was anybody to take it out
-            arrangement.resume(order)
+        _forget_order(optimizer.param_groups)  # a state was loaded before there was anybody to take it out
 
     @property
     def _spread(self) -> ShardedOptimizer | None:
@@ -81,7 +80,7 @@ class OptimizerCheckpoint:
         if spread is None:
             return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
         states = spread.gather_states(self._arrangement.layout, ranks)
-        return self._with_order(_on_cpu(self._state_dict_of(self._shaped(states)))) if self._rank in ranks else None
+        return _on_cpu(self._state_dict_of(self._shaped(states))) if self._rank in ranks else None
 
     def consolidate(self, to: int) -> None:
         """Keep the full state on one rank, for ``optimizer.state_dict()`` to return; collective."""
@@ -135,13 +134,10 @@ class OptimizerCheckpoint:
         return {i: _where_plain_ddp_has_it(s, self._parameters[i], device) for i, s in gathered.items()}
 
     def after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Put the full state in the place of the shards', and say in which order sums were formed."""
+        """Put the full state in the place of the shards'."""
         asked_for, self._asked_for = self._asked_for, None
         found = asked_for if asked_for is not None else self._consolidated
-        if found is not None:
-            state_dict = self._state_dict_of(found)
-        # torch.distributed.checkpoint loads what an optimizer has at present, of which a checkpoint must have all.
-        return state_dict if compat.StateDictCall.current() is not None else self._with_order(state_dict)
+        return self._state_dict_of(found) if found is not None else state_dict
 
     def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Cut this rank's shards out of a full ``state_dict``, or take those that it is made of.
@@ -149,10 +145,12 @@ class OptimizerCheckpoint:
         Raises:
             ValueError: the state is not one of this model.
         """
-        order, state_dict = SumOrder.taken_from(state_dict)
+        state_dict = {**state_dict, "param_groups": [dict(group) for group in state_dict["param_groups"]]}
+        state_dict.pop(ORDER_KEY, None)
+        _forget_order(state_dict["param_groups"])
         spread = any(_spread_in(saved) for saved in state_dict["state"].values())
         if self._sharded.is_whole and not self._sharded.has_masters and not spread:  # torch looks at it
-            self._begin_anew(order)
+            self._begin_anew()
             return state_dict
         slots, groups = self._sharded.slots.groups, state_dict["param_groups"]
         expected, found = [len(slot) for slot in slots], [len(group["params"]) for group in groups]
@@ -171,19 +169,17 @@ class OptimizerCheckpoint:
         ours = {slot: saved for slot, saved in saved_of.items() if isinstance(slot, int) and saved is not None}
         for index, saved in ours.items():
             self._refuse_other_shapes(saved, index)
-        self._begin_anew(order)
+        self._begin_anew()
         if self._sharded.is_whole and not self._sharded.has_masters and not spread:
             return state_dict
         self._loaded = self._cut(ours)
         others = {i: saved_of[slot] for slot, i in pairs if isinstance(slot, Tensor) and saved_of[slot] is not None}
         return {**state_dict, "state": others}
 
-    def _begin_anew(self, order: SumOrder | None) -> None:
+    def _begin_anew(self) -> None:
         """Nothing that was saved or loaded before counts any more."""
         self.outdate()
         self._sharded.drop_early_states()
-        if order is not None:
-            self._arrangement.resume(order)
 
     def after_load(self, _: torch.optim.Optimizer) -> None:
         """Put shards and masters where they belong."""
@@ -241,8 +237,6 @@ class OptimizerCheckpoint:
         self._sharded.set_states(placement, assemble(pieces, intervals, self._names))
         for group, values in zip(self._optimizer.param_groups, loaded.param_groups, strict=True):
             group.update(values)
-        if loaded.order is not None:
-            self._arrangement.resume(SumOrder.unpacked(loaded.order))
 
     def _load(self, path: str | os.PathLike[str], prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
         import torch.distributed.checkpoint as dcp  # takes a while to import, and only this needs it
@@ -253,9 +247,7 @@ class OptimizerCheckpoint:
 
     def _settings(self) -> Settings:
         layouts = {n: (tuple(p.shape), tuple(p.stride())) for n, p in zip(self._names, self._parameters, strict=True)}
-        order = self._arrangement.sum_order()
-        groups = [_settings_of(group) for group in self._optimizer.param_groups]
-        return Settings(groups, layouts, order.packed() if order is not None else None)
+        return Settings([_settings_of(group) for group in self._optimizer.param_groups], layouts)
 
     # -- between the formats ------------------------------------------------------------------------------------------
 
@@ -278,10 +270,6 @@ class OptimizerCheckpoint:
                     whole[position] = state
                 position += 1
         return {"state": whole, "param_groups": groups}
-
-    def _with_order(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        order = self._arrangement.sum_order()
-        return state_dict if order is None else order.added_to(state_dict)
 
     def _shaped(self, states: Mapping[int, State]) -> dict[int, State]:
         """Whole states, with every entry in the shape of its parameter."""
@@ -324,6 +312,12 @@ class OptimizerCheckpoint:
                     f"{key} of {self._names[index]} is saved with shape {tuple(value.shape)}, but the parameter has "
                     f"{tuple(shape)}: load a state that was saved for this model"
                 )
+
+
+def _forget_order(groups: Sequence[dict[str, Any]]) -> None:
+    """Remove from groups what versions up to 0.1 saved there about the order of sums, which is always the same now."""
+    for group in groups:
+        group.pop(ORDER_KEY, None)
 
 
 def _is_plain_copy(state: State, slot: int | Tensor, parameters: Sequence[Tensor]) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -21,10 +22,11 @@ from ddp_hooks.tuning import BucketTuner
 
 Fusion: TypeAlias = Literal["size", "layers", "none"]
 Update: TypeAlias = Literal["sharded", "replicated", "auto"]
-CollectiveName: TypeAlias = Literal["ring", "log", "two-level", "auto"]
+Collective: TypeAlias = Literal["direct", "two-level", "auto"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 _LAYERS = 4  # of a group, with fusion="layers"
+_EARLIER_COLLECTIVES = ("ring", "log")  # of versions up to 0.1
 
 
 @dataclass(frozen=True)
@@ -49,20 +51,18 @@ class DearConfig:
             stays as it is.
         atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages
             or 8 MiB, but not more than an eighth of the model or 16 MiB, whichever is larger (a quarter of the model
-            where the processor limits and updates are replicated); with a tuner less, so that it has a choice. A run
-            that resumes a checkpoint on three or more ranks keeps the size that is saved there.
+            where the processor limits and updates are replicated); with a tuner less, so that it has a choice.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
-        collective: what moves on CPUs; NCCL has its own. ``"ring"``: one ring, P - 1 rounds. ``"log"``: ceil(log2 P)
-            rounds of as many bytes, in messages that are not cut, for links on which a message costs more than its
-            bytes. ``"two-level"``: rings within nodes and between them, where links within are faster. ``"auto"``: two
-            levels where several hosts hold as many neighbouring ranks each, and few rounds up to the size to which a
-            measurement of some seconds finds them faster. Sums are added in an order of their own with each; a run that
-            resumes a checkpoint on three or more ranks goes on with those that are saved there. With few rounds each of
-            a lane's four buffers is as large as half of what moves so, on two levels as an atom's slice of a place.
-        node_size: ranks per node, for ``"two-level"`` and ``"auto"``. None: as the names of hosts tell. One or two
-            ranks have the same rounds with every collective, so there any size is accepted.
-        slice_mb: largest message of rings in MiB, at least 1 KiB; a lane holds four buffers of this size. None: chosen
-            by the same measurement as ``lanes``.
+        collective: how ranks exchange on CPUs; NCCL has its own ways. ``"direct"``: every rank with every other; sums
+            are ``((g0 + g1) + g2) + ...`` in the order of ranks. ``"two-level"``: first within nodes, then between
+            them, where links within are faster; sums are formed within nodes first, ``(g0 + g1) + (g2 + g3)``.
+            ``"auto"``: two levels where several hosts hold as many neighbouring ranks each, else direct.
+        node_size: ranks per node, for ``"two-level"`` and ``"auto"``. None: as the names of hosts tell. For one or two
+            ranks both are the same, so there any size is accepted.
+        slice_mb: largest message of all-gathers in MiB, at least 1 KiB; those of reduce-scatters are
+            ``min(slice_mb / 3, 2 * slice_mb / (P - 1))``, so that a lane's buffers hold at most ``4 * slice_mb`` (with
+            two levels of N ranks per node, P - P / N in place of P - 1). None: chosen by the same measurement as
+            ``lanes``.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
             for loops that read parameters outside of any forward.
         early_gathers: with replicated updates on CPUs, the part of all bytes, from 0 to 1, whose gathers begin under
@@ -75,8 +75,9 @@ class DearConfig:
         assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the
             update of each parameter depends on that parameter, its gradient and its state alone, so that it may be
             updated by itself, just before it is read. Others wait for all gradients inside of ``step()``.
-        reduce_dtype: form the sums of gradients in this floating-point type, such as ``torch.bfloat16``: half the bytes
-            of the reduce-scatters, and its rounding. None: the type of the gradients.
+        reduce_dtype: round gradients to this floating-point type, such as ``torch.bfloat16``, before they travel, and
+            their means: half the bytes of the reduce-scatters. On CPUs they are added in float32 at least. None: the
+            type of the gradients.
         master_dtype: with sharded updates of a model in a smaller type, such as bfloat16: let every rank keep its
             shards in this type, update those, and round them to the parameters. None: parameters are updated.
         max_grad_norm: clip the gradients' 2-norm to this before every update, see :meth:`DearState.clip_grad_norm_`.
@@ -96,7 +97,7 @@ class DearConfig:
     tuner: BucketTuner | None = None
     atom_mb: float | None = None
     lanes: int | None = None
-    collective: CollectiveName = "ring"
+    collective: Collective = "direct"
     node_size: int | None = None
     slice_mb: float | None = None
     overlap_forward: bool = True
@@ -117,11 +118,18 @@ class DearConfig:
             raise ValueError(f"update must be one of {get_args(Update)}, got {self.update!r}")
         if self.fusion not in get_args(Fusion):
             raise ValueError(f"fusion must be one of {get_args(Fusion)}, got {self.fusion!r}")
-        if self.collective not in get_args(CollectiveName):
-            raise ValueError(f"collective must be one of {get_args(CollectiveName)}, got {self.collective!r}")
+        if self.collective in _EARLIER_COLLECTIVES:
+            warnings.warn(
+                f'collective="{self.collective}" is "direct" now, which sends as many bytes in one round; leave it out',
+                DeprecationWarning,
+                stacklevel=3,
+            )
+            object.__setattr__(self, "collective", "direct")  # so that it equals what other ranks say
+        elif self.collective not in get_args(Collective):
+            raise ValueError(f"collective must be one of {get_args(Collective)}, got {self.collective!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(
-                f"reduce_dtype must be None, torch.bfloat16, torch.float32 or torch.float64 (sums in float16 would "
+                f"reduce_dtype must be None, torch.bfloat16, torch.float32 or torch.float64 (float16 would "
                 f"overflow), got {self.reduce_dtype}"
             )
         if self.master_dtype not in (None, torch.float32, torch.float64):

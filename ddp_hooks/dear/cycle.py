@@ -32,7 +32,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import (
     LinkProfile,
-    Partition,
     Recorder,
     Traffic,
     Work,
@@ -51,7 +50,6 @@ from ddp_hooks.dear.early import EarlyGathers
 from ddp_hooks.dear.gradients import GradientKeeper
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule, Layout
-from ddp_hooks.dear.order import OrderedSums
 from ddp_hooks.dear.replicas import refuse_parted_replicas
 from ddp_hooks.dear.replicated import ReplicatedOptimizer
 from ddp_hooks.dear.sharded import ShardedOptimizer
@@ -114,7 +112,6 @@ class StepCycle:
             rule,
             atom_bytes,
             self._watches,
-            self._lanes.rule,
         )
         self._replicated = self._replicate(optimizer) if replicates else None
         self._sharded = self._replicated or ShardedOptimizer(
@@ -191,9 +188,6 @@ class StepCycle:
             refuse_unhooked_forward()
         self._finish_gathers()  # parameters that the forward did not touch may still be in flight
         arranged = self._arrangement
-        if arranged.layout is None and self._reduction is None:
-            self._agree_on_earlier_run()
-        earlier = arranged.earlier_layout() if not self._lanes.native else None
         self._reduction = Reduction(
             self._lanes,
             arranged.schedule,
@@ -202,26 +196,11 @@ class StepCycle:
             arranged.label,
             self._watch.ready,
             self.config.reduce_dtype,
-            OrderedSums(earlier, self._lanes) if earlier is not None else None,
-            self._early.reduced if self._early is not None and earlier is None else None,
+            self._early.reduced if self._early is not None else None,
         )
         if self._early is not None:
             self._early.backward_begins()
         self._in_backward = True
-
-    def _agree_on_earlier_run(self) -> None:
-        """Go on with the collectives of the run that is being resumed; where ranks loaded different ones, all raise."""
-        arranged, lanes = self._arrangement, self._lanes
-        digests = torch.zeros(lanes.world_size, dtype=torch.int64, device=self.device)
-        digests[lanes.rank] = arranged.digest_of_earlier()
-        bounds = tuple(range(lanes.world_size + 1))
-        lanes.all_gather([Partition(digests, bounds)], "what was loaded before the first backward").wait()
-        if len(set(digests.tolist())) > 1:
-            loaded = {"what was loaded": arranged.describe_earlier()}
-            agree(loaded, None, lanes.group, "the checkpoint to resume from", self.config)
-        if self._lanes.rule != arranged.collectives:
-            logger.info("collectives are those of the checkpoint: %s, not %s", arranged.collectives, self._lanes.rule)
-            self._lanes.choose(arranged.collectives)
 
     def _advance(self) -> None:
         if not self._in_backward:

@@ -40,7 +40,7 @@ _BESIDE_OTHERS = (
     _Rule("fusion_layers", lambda c: c.fusion != "layers", 'with fusion="{c.fusion}"'),
     _Rule(
         "node_size",
-        lambda c: c.collective in ("ring", "log"),
+        lambda c: c.collective not in ("two-level", "auto"),
         'with collective="{c.collective}", but with "two-level" or "auto"',
     ),
     _Rule("early_gathers", lambda c: c.update == "sharded", 'with update="sharded", but with "replicated"'),

@@ -61,12 +61,10 @@ class Settings:
     Args:
         param_groups: per group, its settings.
         layouts: shape and strides of every parameter. Pieces are in storage order, so strides matter.
-        order: in which gradients were added, see :class:`~ddp_hooks.dear.order.SumOrder`.
     """
 
     param_groups: list[dict[str, Any]]
     layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    order: dict[str, Any] | None = None
 
     def packed(self) -> Tensor:
         """As bytes."""
@@ -77,7 +75,8 @@ class Settings:
     @staticmethod
     def unpacked(content: Tensor) -> Settings:
         """The reverse of :meth:`packed`."""
-        return Settings(**torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True))
+        saved = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+        return Settings(saved["param_groups"], saved["layouts"])  # earlier versions have saved more
 
     def difference(self, present: Settings) -> str | None:
         """Why these settings of a checkpoint do not fit the ``present`` ones, or None if they do."""

@@ -1,4 +1,4 @@
-"""How many lanes, and how large messages, atoms and groups: what suits link and model, where settings do not say."""
+"""How many lanes and levels, how large slices, atoms and groups: what suits link and model if settings are silent."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import Lanes, LaneSettings, LinkProfile, Recorder, mebibytes, profile_link
-from ddp_hooks.dear.collective import choose_collectives
+from ddp_hooks.dear.collective import choose_node_size
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.planning.sizes import atom_and_fusion_bytes, tuned_atom_bytes
 
@@ -28,7 +28,7 @@ def open_lanes(
     lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
     try:
         link = _suit(lanes, settings, config)
-        lanes.choose(choose_collectives(config, lanes))
+        settings.node_size = choose_node_size(config, lanes)
     except ValueError:  # on every rank
         lanes.close()
         raise

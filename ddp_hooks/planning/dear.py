@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 from ddp_hooks.comm import mebibytes, suited_to
 from ddp_hooks.planning.events import Process, Signal, Slice
 from ddp_hooks.planning.groups import Launcher, ddp_buckets, fuse, part_of
-from ddp_hooks.planning.patterns import Phase, Schedule
+from ddp_hooks.planning.patterns import Phase
 from ddp_hooks.planning.simulation import Run
 from ddp_hooks.planning.sizes import TAIL_CUTS, atom_and_fusion_bytes, tuned_atom_bytes
 from ddp_hooks.tuning.config import BucketTuner
@@ -19,7 +19,7 @@ _HOOK_S = {"sharded": 23e-6, "replicated": 29e-6}  # as in ddp_hooks.planning.al
 
 @dataclass(frozen=True)
 class Dear:
-    """DeAR: reduce-scatters under the backward, all-gathers under the next forward.
+    """DeAR: reduce-scatters under the backward, all-gathers under the next forward, on one level.
 
     Args:
         update: ``"sharded"``: parameters are gathered, and a worker updates its share; ``"replicated"``: gradients are,
@@ -31,8 +31,7 @@ class Dear:
         tuner: the one that may choose another fusion size: it asks for smaller atoms.
         in_buffers: groups travel in one piece, as the paper's do; the hook moves their atoms one after another.
         lanes: streams of communication.
-        slice_mb: largest message, in MiB. What is None is chosen for the link, as by ``DearConfig``.
-        schedule: of its collectives.
+        slice_mb: as of ``DearConfig``. What is None is chosen for the link, as there.
         scatters, gathers: False: as if these took no time (Fig. 8).
     """
 
@@ -44,7 +43,6 @@ class Dear:
     in_buffers: bool = False
     lanes: int | None = None
     slice_mb: float | None = None
-    schedule: Schedule = "ring"
     scatters: bool = True
     gathers: bool = True
 
@@ -114,7 +112,7 @@ class Dear:
         return [
             piece
             for num_bytes in pieces
-            for piece in run.collective(phase, num_bytes, self.schedule, sizes.message_bytes)
+            for piece in run.collective(phase, num_bytes, sizes.message_bytes)
         ]
 
     def _sizes(self, run: Run) -> _Sizes:

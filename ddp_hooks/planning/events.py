@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ddp_hooks.comm import AlphaBeta, Span
+from ddp_hooks.comm.slices import WINDOW
 from ddp_hooks.planning.network import Network
 from ddp_hooks.planning.patterns import Hop, Pattern
 
@@ -164,7 +165,7 @@ class Host:
         """When these rounds of a slice are complete."""
         own_bytes = hop.between_bytes / self._node_size + hop.inside_bytes
         byte_s = self._byte_s if piece.byte_s is None else piece.byte_s
-        worked_s = self.processor.work(now_s, times * (self._message_s + byte_s * own_bytes))
+        worked_s = self.processor.work(now_s, times * (hop.messages * self._message_s + byte_s * own_bytes))
         between_s = self.between.send(now_s, hop.between_bytes, times, piece.slowdown)
         return max(worked_s, between_s, self.inside.send(now_s, hop.inside_bytes, times, piece.slowdown))
 
@@ -221,7 +222,7 @@ class SimulatedLane:
         engine: Engine,
         host: Host,
         name: str,
-        window: int = 4,
+        window: int = WINDOW,
         waiting: Waiting | None = None,
         most_events: int = 64,
     ) -> None:

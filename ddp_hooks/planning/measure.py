@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Recv, Send, Work
+from ddp_hooks.comm.slices import scatter_message_bytes
 from ddp_hooks.planning.events import Slice, clock_of
 from ddp_hooks.planning.network import Network
 from ddp_hooks.planning.patterns import all_reduce
@@ -236,17 +237,20 @@ def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
     small, large = 1 << 17, _REDUCED_BYTES  # messages decide, and bytes do
     gathering_s = {size: _collectives_cpu_s(lanes, lanes.all_gather, size) for size in (small, large)}
     scattering_s = _collectives_cpu_s(lanes, lanes.reduce_scatter, large)
-    count = {size: (workers - 1) * -(-size // workers // LaneSettings().slice_bytes) for size in (small, large)}
+    slice_bytes = LaneSettings().slice_bytes
+    count = {size: (workers - 1) * -(-size // workers // slice_bytes) for size in (small, large)}
     sent = {size: size * (workers - 1) / workers for size in (small, large)}
+    scatter_count = (workers - 1) * -(-large // workers // scatter_message_bytes(slice_bytes, workers - 1))
     # Two equations: so many messages and so many bytes take so many seconds.
     ratio = count[large] / count[small]
     byte_s = max(0.0, (gathering_s[large] - ratio * gathering_s[small]) / (sent[large] - ratio * sent[small]))
     message_s = max(0.0, gathering_s[small] - byte_s * sent[small]) / count[small]
+    adding_s = scattering_s - gathering_s[large] - (scatter_count - count[large]) * message_s
     all_reducing_s = cpu_seconds(lanes.group, _all_reduces(lanes, device), _REPEATS)
     return {
         "message_s": message_s,
         "byte_s": byte_s,
-        "scatter_byte_s": byte_s + max(0.0, scattering_s - gathering_s[large]) / sent[large],
+        "scatter_byte_s": byte_s + max(0.0, adding_s) / sent[large],
         "all_reduce_byte_s": max(0.0, all_reducing_s - 4 * (workers - 1) * message_s) / (4 * sent[large]),
     }
 

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ddp_hooks.comm import Span, see
+from ddp_hooks.comm.slices import WINDOW, scatter_message_bytes
 from ddp_hooks.planning import bounds
 from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, Waiting, turns
 from ddp_hooks.planning.network import Network
-from ddp_hooks.planning.patterns import Phase, Schedule, all_reduce, pattern_of
+from ddp_hooks.planning.patterns import Phase, Schedule, all_reduce, all_to_all, ring
 from ddp_hooks.planning.step import StepProfile
 
 _STEPS = 4  # simulated; what is under way at the end of the first ones shapes the later ones
@@ -150,7 +151,7 @@ class Run:
         """Whether all steps have ended."""
         return len(self.step_ends_s) >= self._steps
 
-    def lanes(self, count: int, window: int = 4, by_priority: bool = False) -> list[SimulatedLane]:
+    def lanes(self, count: int, window: int = WINDOW, by_priority: bool = False) -> list[SimulatedLane]:
         """Streams of communication; by priority all of them take from one queue."""
         waiting = Waiting() if by_priority else None
         made = [SimulatedLane(self.engine, self._host, f"lane {i}", window, waiting) for i in range(count)]
@@ -231,11 +232,14 @@ class Run:
         pattern = all_reduce(schedule, network.workers, network.node_size, num_bytes)
         return [Slice(pattern, slowdown=self.costs.all_reduce, byte_s=self.costs.all_reduce_byte_s)]
 
-    def collective(self, phase: Phase, num_bytes: float, schedule: Schedule, slice_bytes: float) -> list[Slice]:
-        """A half of it; a ring on CPUs in slices whose messages are no longer than ``slice_bytes``."""
-        network = self.network
-        whole = network.native or schedule == "log"
-        count = 1 if whole else max(1, -(-num_bytes // network.workers // slice_bytes))
-        pattern = pattern_of(phase, schedule, network.workers, network.node_size, num_bytes / count)
-        byte_s = self.costs.scatter_byte_s if phase == "reduce-scatter" else None
-        return [Slice(pattern, byte_s=byte_s)] * int(count)
+    def collective(self, phase: Phase, num_bytes: float, slice_bytes: float) -> list[Slice]:
+        """A half of it: a ring, of accelerators in one piece; on CPUs in slices, and reduce-scatters direct."""
+        workers, place = self.network.workers, (self.network.workers, self.network.node_size)
+        scatters = phase == "reduce-scatter"
+        byte_s = self.costs.scatter_byte_s if scatters else None
+        if self.network.native:
+            return [Slice(ring(*place, num_bytes), byte_s=byte_s)]
+        message_bytes = scatter_message_bytes(int(slice_bytes), workers - 1) if scatters else slice_bytes
+        count = max(1, -int(-num_bytes // workers // message_bytes))
+        pattern = (all_to_all if scatters else ring)(*place, num_bytes / count)
+        return [Slice(pattern, byte_s=byte_s)] * count

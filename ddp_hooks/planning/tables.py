@@ -132,7 +132,7 @@ class EmbRace:
             scattered: list[Signal] = []
 
             def launch(number: int, scattered: list[Signal] = scattered) -> None:
-                slices = run.collective("reduce-scatter", run.num_bytes(groups[number]), "ring", message_bytes)
+                slices = run.collective("reduce-scatter", run.num_bytes(groups[number]), message_bytes)
                 lane = lanes[number % self.lanes]
                 scattered.append(lane.submit(slices, f"reduce-scatter of group {number}"))
 
@@ -147,7 +147,7 @@ class EmbRace:
             arrived = dict.fromkeys(tables, looked_up)
             gathers: list[Signal] = []
             for number, group in enumerate(forward_groups):
-                slices = run.collective("all-gather", run.num_bytes(group), "ring", message_bytes)
+                slices = run.collective("all-gather", run.num_bytes(group), message_bytes)
                 name = f"all-gather of group {number}"
                 gathers.append(lanes[number % self.lanes].submit(slices, name, after=[looked_up]))
                 arrived.update(dict.fromkeys(group, gathers[-1]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
@@ -20,14 +19,15 @@ from ddp_hooks.comm import (
     aligned_bounds,
     bruck_all_gather,
     ring_all_gather,
-    ring_reduce_scatter,
     without_messages,
 )
+from ddp_hooks.comm.slices import reduce_scatter_slices
 from ddp_hooks.topk.algorithms import SparseSum
 from ddp_hooks.topk.groups import GradientGroup, Run
 from ddp_hooks.topk.scattered import Scattered
 from ddp_hooks.topk.sparse import SparseVector
 
+_SLICE_NBYTES = 4 << 20  # of dense parts: bounds the memory for what others send
 _GATHERED_NBYTES = 1 << 14  # of a rank: up to there, rounds cost more than bytes (0.2 to 0.4 ms, as 30 KB at 1 Gbit/s)
 
 
@@ -180,17 +180,16 @@ class SparseReduction(Reduction):
             flat = self._build_up(velocity, gradients.dense).clone() if self.finite else torch.zeros_like(velocity)
             scale = gradients.scale
         if flat.nbytes <= _GATHERED_NBYTES:
-            total, *others = yield from bruck_all_gather(flat, [flat.numel()] * world_size, range(world_size), rank)
-            flat = total.clone()
-            for other in others:  # in the same order everywhere, so that replicas agree
-                flat += other
-            flat /= world_size
+            everyone = yield from bruck_all_gather(flat, [flat.numel()] * world_size, range(world_size), rank)
+            total = everyone[0].to(torch.promote_types(flat.dtype, torch.float32), copy=True)
+            for other in everyone[1:]:  # in the order of ranks, as below
+                total += other
+            flat = (total / world_size).to(flat.dtype)
         else:
-            bounds = aligned_bounds(flat.numel(), world_size, flat.element_size())
-            chunks = [flat[start:end] for start, end in itertools.pairwise(bounds)]
-            scratch = flat.new_empty(max(chunk.numel() for chunk in chunks))
-            yield from ring_reduce_scatter(chunks, rank, scratch, world_size)
-            yield from ring_all_gather(chunks, rank)
+            partition = Partition(flat, aligned_bounds(flat.numel(), world_size, flat.element_size()))
+            for piece in reduce_scatter_slices([partition], rank, _SLICE_NBYTES, world_size):
+                yield from piece.start(flat.new_empty(piece.scratch_numel))
+            yield from ring_all_gather(partition.ranges, rank)
         for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
             part.copy_(mean if scale == 1.0 else mean * scale)
 
@@ -211,8 +210,7 @@ class SparseReduction(Reduction):
 class DenseReduction(Reduction):
     """Everything is summed, with what is still left from steps in which it was not.
 
-    In the order of the group's vector, wherever DDP's buckets have its parts: sums are formed in the same order then,
-    also after a resume. A group that lies in one piece is not copied.
+    In the order of the group's vector, wherever DDP's buckets have its parts. A group in one piece is not copied.
     """
 
     def __init__(self, group: GradientGroup, gradients: Gradients, momentum: float | None, lanes: Lanes) -> None:

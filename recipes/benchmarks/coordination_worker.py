@@ -22,8 +22,8 @@ from ddp_hooks.comm import (
     Work,
     agree,
     aligned_bounds,
+    direct_reduce_scatter,
     ring_all_gather,
-    ring_reduce_scatter,
     run_on_fabric,
 )
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig
@@ -146,11 +146,11 @@ class Verified:
 
 
 def _data_alone(partition: Partition) -> tuple[int, int]:
-    """Rounds and bytes that this rank takes for the two halves of a ring, as counted on the fabric."""
+    """Rounds and bytes that this rank takes for a reduce-scatter and an all-gather, as counted on the fabric."""
     ranks = range(dist.get_world_size())
     copies = [Partition(torch.zeros_like(partition.flat), partition.bounds).ranges for _ in ranks]
     scratch = [torch.empty_like(partition.flat) for _ in ranks]
-    scatter = run_on_fabric([ring_reduce_scatter(copies[rank], rank, scratch[rank]) for rank in ranks])
+    scatter = run_on_fabric([direct_reduce_scatter(copies[rank], rank, scratch[rank]) for rank in ranks])
     gather = run_on_fabric([ring_all_gather(copies[rank], rank) for rank in ranks])
     mine = (scatter[dist.get_rank()], gather[dist.get_rank()])
     return sum(each.rounds for each in mine), sum(each.sent_bytes for each in mine)

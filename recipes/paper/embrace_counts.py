@@ -13,7 +13,6 @@ from ddp_hooks.comm import (
     Send,
     pairwise_exchange,
     ring_all_gather,
-    ring_reduce_scatter,
     run_on_fabric,
 )
 
@@ -92,10 +91,11 @@ def _columns(workers: int, rank: int) -> Algorithm:
         yield from _exchange((len(rows), DIM // workers), workers, rank)
 
 
-def _ring(workers: int, rank: int) -> Algorithm:
+def _all_reduce(workers: int, rank: int) -> Algorithm:
+    """In a ring, as the paper has it, each of whose halves sends as many messages of as many bytes as an all-gather."""
     chunks = list(torch.zeros(NUM_ROWS * DIM).chunk(workers))
-    yield from ring_reduce_scatter(chunks, rank, torch.empty_like(chunks[0]))
-    yield from ring_all_gather(chunks, rank)
+    for _ in range(2):
+        yield from ring_all_gather(chunks, rank)
 
 
 def _asked(workers: int, rank: int) -> list[Tensor]:
@@ -121,7 +121,8 @@ def _gather(dim: int, dtype: torch.dtype) -> _Make:
     """Something of each row of all batches, to all."""
 
     def make(workers: int, rank: int) -> Algorithm:
-        yield from ring_all_gather([torch.zeros(NUM_ROWS // _STRIDE * dim, dtype=dtype) for _ in range(workers)], rank)
+        parts = [torch.zeros(NUM_ROWS // _STRIDE * dim, dtype=dtype) for _ in range(workers)]
+        yield from ring_all_gather(parts, rank)
 
     return make
 
@@ -133,7 +134,7 @@ def _nothing(workers: int, rank: int) -> Algorithm:
 _IDS = _gather(1, torch.int64)
 _APPROACHES: dict[str, tuple[_Make, _Make]] = {
     "AlltoAll": (_columns, _IDS),
-    "AllReduce": (_ring, _nothing),
+    "AllReduce": (_all_reduce, _nothing),
     "PS": (_pull_and_push, _ask),
     "AllGather": (_gather(DIM, torch.float32), _IDS),
 }

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, aligned_bounds
-from ddp_hooks.comm.collectives import pairwise_exchange, ring_all_gather, ring_reduce_scatter
+from ddp_hooks.comm.collectives import direct_reduce_scatter, pairwise_exchange, ring_all_gather
 from tests.support.devices import rank_device
 from tests.support.lanes import whole
 from tests.support.workers import WorkerPools
@@ -64,7 +64,7 @@ def exchanges(rank: int, world_size: int) -> None:
     chunks = list(values[rank].to(device).chunk(world_size))
 
     def scatter_and_gather() -> Algorithm:
-        yield from ring_reduce_scatter(chunks, rank, torch.empty(100, device=device))
+        yield from direct_reduce_scatter(chunks, rank, torch.empty(100 * (world_size - 1), device=device))
         yield from ring_all_gather(chunks, rank)
 
     outgoing = [torch.full((rank + peer,), float(10 * rank + peer), device=device) for peer in range(world_size)]

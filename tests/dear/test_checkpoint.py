@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
-from ddp_hooks.dear.order import ORDER_KEY
+from ddp_hooks.dear.checkpoint import ORDER_KEY
 from tests.support.dear import twins
 from tests.support.dear.loops import adagrad, adamw_two_groups, momentum_sgd
 from tests.support.dear.saving import differences, full_state, save_every_step, train_step, wrap
@@ -198,16 +198,18 @@ def resume_at_every_moment(rank: int, world_size: int) -> dict[str, bool]:
     state.close()
     by_plain_ddp = start(weights)[1]
     by_plain_ddp.load_state_dict(saved)
-    group = dict(saved["param_groups"][0])
-    earlier = {**saved, ORDER_KEY: group.pop(ORDER_KEY), "param_groups": [group]}  # as earlier versions wrote it
+    (group,) = saved["param_groups"]
+    earlier = {**saved, "param_groups": [{**group, ORDER_KEY: {"world_size": 3}}]}
+    oldest = {**saved, ORDER_KEY: {"world_size": 3}}
     same = {}
-    for moment, content in [("before", saved), ("after", saved), ("after, by earlier versions", earlier),
+    for moment, content in [("before", saved), ("after", saved), ("before, by earlier versions", earlier),
+                            ("after, by earlier versions", earlier), ("after, by the earliest", oldest),
                             ("after plain DDP loaded and saved it", by_plain_ddp.state_dict())]:  # fmt: skip
         ddp, optimizer = start(weights)
-        if moment == "before":
+        if moment.startswith("before"):
             optimizer.load_state_dict(content)
         state = attach(ddp, optimizer)
-        if moment != "before":
+        if moment.startswith("after"):
             optimizer.load_state_dict(content)
         assert ORDER_KEY not in optimizer.param_groups[0]
         same[moment] = train(ddp, optimizer, range(3, 7)) == unbroken

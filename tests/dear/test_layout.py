@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ddp_hooks.comm import CollectiveRule, in_order_of, is_dense
+from ddp_hooks.comm import in_order_of, is_dense
 from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.shards import held_in_shards
@@ -66,7 +66,7 @@ def test_gathers_go_in_the_order_of_need() -> None:
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
     names, parameters = zip(*model.named_parameters(), strict=True)
     rule = FusionRule("none", 0.0, 0)
-    arrangement = Arrangement(parameters, names, model, 2, rule, 64, False, CollectiveRule())
+    arrangement = Arrangement(parameters, names, model, 2, rule, 64, False)
     shapes = [ParameterShape(16, 4, index) for index in range(4)]
     bucket = (3, 2, 1, 0)
     layout = Layout((bucket,), tuple(cut_bucket(0, bucket, shapes, 2, 64)))

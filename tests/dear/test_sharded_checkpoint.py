@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import shutil
 from concurrent.futures import Future
@@ -18,7 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
 from ddp_hooks.dear.layout import Interval
-from ddp_hooks.dear.pieces import Even, Piece, assemble, find_misfit, named_pieces, overlapping_pieces
+from ddp_hooks.dear.pieces import Even, Piece, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
 from tests.support.dear.saving import train_step, wrap
 from tests.support.dear.twins import CONFIG
 from tests.support.messages import message_of
@@ -47,6 +48,14 @@ def test_pieces_of_any_cut_make_those_of_any_other(numel: int, before: int, afte
 class _Metadata:
     def __init__(self, value: torch.Tensor) -> None:
         self.size, self.properties = value.shape, value
+
+
+def test_settings_of_earlier_versions() -> None:
+    """They have saved in which order gradients were added, too."""
+    buffer = io.BytesIO()
+    torch.save({"param_groups": [{"lr": 0.5}], "layouts": {"a": ((2,), (1,))}, "order": {"world_size": 3}}, buffer)
+    content = torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
+    assert Settings.unpacked(content) == Settings([{"lr": 0.5}], {"a": ((2,), (1,))})
 
 
 def test_names_of_pieces() -> None:

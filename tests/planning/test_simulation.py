@@ -13,11 +13,8 @@ from hypothesis import strategies as st
 
 from ddp_hooks.comm import (
     AlphaBeta,
-    Partition,
-    log_all_gather,
-    log_reduce_scatter,
+    direct_reduce_scatter,
     ring_all_gather,
-    ring_reduce_scatter,
     run_on_fabric,
 )
 from ddp_hooks.planning import (
@@ -38,7 +35,7 @@ from ddp_hooks.planning import (
 )
 from ddp_hooks.planning.events import Processor, Slice, clock_of
 from ddp_hooks.planning.events import Wire as LinkWire
-from ddp_hooks.planning.patterns import Phase, Schedule, pattern_of, sent_bytes
+from ddp_hooks.planning.patterns import all_reduce, all_to_all, halving, ring, sent_bytes
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.wire import Wire
 
@@ -60,44 +57,37 @@ DENSE: tuple[Strategy, ...] = (
 # -- collectives -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", ["ring", "log"])
-@pytest.mark.parametrize("phase", ["reduce-scatter", "all-gather"])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4, 6, 8, 13])
-def test_the_clock_is_the_fabrics(phase: Phase, schedule: Schedule, world_size: int) -> None:
-    bounds = tuple(range(0, 8 * world_size + 1, 8))
-    partitions = [Partition(torch.ones(8 * world_size), bounds) for _ in range(world_size)]
-    scratch = [torch.empty(8 * world_size) for _ in range(world_size)]
-    if schedule == "log" and phase == "reduce-scatter":
-        algorithms = [log_reduce_scatter(partitions[r], r, scratch[r]) for r in range(world_size)]
-    elif schedule == "log":
-        algorithms = [log_all_gather(partitions[r], r) for r in range(world_size)]
-    elif phase == "reduce-scatter":
-        algorithms = [ring_reduce_scatter(list(partitions[r].flat.split(8)), r, scratch[r]) for r in range(world_size)]
-    else:
-        algorithms = [ring_all_gather(list(partitions[r].flat.split(8)), r) for r in range(world_size)]
-    traffic = run_on_fabric(algorithms, COST)
-    pattern = pattern_of(phase, schedule, world_size, 1, 32 * world_size)
-    assert sent_bytes(pattern) == traffic[0].sent_bytes
-    assert clock_of([Slice(pattern)], Network(world_size, COST)) == pytest.approx(max(t.clock_s for t in traffic))
+def test_the_clock_is_the_fabrics(world_size: int) -> None:
+    numel = 8 * world_size
+    chunks = [list(torch.ones(numel).split(8)) for _ in range(world_size)]
+    scatter = [direct_reduce_scatter(chunks[rank], rank, torch.empty(numel)) for rank in range(world_size)]
+    gather = [ring_all_gather(chunks[rank], rank) for rank in range(world_size)]
+    for algorithms, make in ((scatter, all_to_all), (gather, ring)):
+        traffic, pattern = run_on_fabric(algorithms, COST), make(world_size, 1, 4 * numel)
+        assert sent_bytes(pattern) == traffic[0].sent_bytes
+        expected_s = max(each.clock_s for each in traffic)
+        assert clock_of([Slice(pattern)], Network(world_size, COST)) == pytest.approx(expected_s)
 
 
-def test_two_levels_by_hand() -> None:
+def test_backends_rounds_by_hand() -> None:
     """Three nodes of two: within them half of 600 bytes each way, between them from each worker a sixth, twice."""
-    pattern = pattern_of("reduce-scatter", "two-level", 6, 2, 600)
-    assert pattern == ((1, 0, 300), (2, 200, 0))
+    first, second, *back = all_reduce("two-level", 6, 2, 600)
+    assert (first, second) == ((1, 0, 300, 1), (2, 200, 0, 1)) and back == [second, first]
     network = Network(6, AlphaBeta(1.0, 0.1), 2, AlphaBeta(0.25, 0.01))
-    assert clock_of([Slice(pattern)], network) == pytest.approx(0.25 + 3.0 + 2 * (1.0 + 20.0))
+    assert clock_of([Slice((first, second))], network) == pytest.approx(0.25 + 3.0 + 2 * (1.0 + 20.0))
+    assert [hop.between_bytes for hop in halving(5, 500)] == [100, 200, 100]
+    assert ring(4, 1, 400) == ((3, 100, 0, 1),) and ring(4, 4, 400) == ((3, 0, 100, 1),) and ring(1, 1, 400) == ()
 
 
 def test_a_node_sends_a_little_less_than_in_one_ring() -> None:
-    for schedule in ("ring", "two-level"):
-        pattern = pattern_of("all-gather", schedule, 12, 4, 1200)
-        assert sent_bytes(pattern) == pytest.approx({"ring": 1100, "two-level": 800}[schedule])
+    assert sent_bytes(all_reduce("ring", 12, 4, 1200)) == pytest.approx(2 * 1100)
+    assert sent_bytes(all_reduce("two-level", 12, 4, 1200)) == pytest.approx(2 * 800)
 
 
 def test_lanes_share_the_link_and_hide_latency() -> None:
     network = Network(5, COST)
-    pattern = pattern_of("all-gather", "ring", 5, 1, 500)
+    pattern = ring(5, 1, 500)
     alone = clock_of([Slice(pattern)], network)
     assert alone == pytest.approx(4 * (0.5 + 1.0))
     both = clock_of([Slice(pattern)], network, lanes=2)
@@ -107,9 +97,9 @@ def test_lanes_share_the_link_and_hide_latency() -> None:
 
 
 def test_as_many_workers_as_a_paper_has() -> None:
-    pattern = pattern_of("reduce-scatter", "ring", 27_600, 1, 27_600e3)
-    assert pattern == ((27_599, 1000, 0),)
-    assert len(pattern_of("reduce-scatter", "log", 27_600, 1, 27_600e3)) == 15
+    pattern = ring(27_600, 1, 27_600e3)
+    assert pattern == ((27_599, 1000, 0, 1),)
+    assert len(halving(27_600, 27_600e3)) == 15
     clock = clock_of([Slice(pattern)], Network(27_600, AlphaBeta(1e-6, 1e-9)))
     assert clock == pytest.approx(27_599 * 2e-6)
 
@@ -140,15 +130,15 @@ def one_tensor(num_bytes: int = 100) -> StepProfile:
 
 def test_one_tensor_by_hand() -> None:
     network = Network(4, AlphaBeta(0.25, 0.01))
-    half_s = 3 * (0.25 + 0.25)
+    half_s, direct_s = 3 * (0.25 + 0.25), 0.25 + 3 * 0.25
     assert simulate(Ddp(), one_tensor(), network).step_s == pytest.approx(1 + 2 + 2 * half_s + 0.5)
     assert simulate(MgWfbp(), one_tensor(), network).step_s == pytest.approx(1 + 2 + 2 * half_s + 0.5)
     sharded = simulate(Dear(), one_tensor(), network)
-    assert sharded.step_s == pytest.approx(1 + 2 + 2 * half_s + 0.5 / 4)
-    assert simulate(Dear("replicated"), one_tensor(), network).step_s == pytest.approx(1 + 2 + 2 * half_s + 0.5)
+    assert sharded.step_s == pytest.approx(1 + 2 + direct_s + half_s + 0.5 / 4)
+    assert simulate(Dear("replicated"), one_tensor(), network).step_s == pytest.approx(1 + 2 + direct_s + half_s + 0.5)
     assert sharded.sent_bytes == pytest.approx(150)
     assert sharded.exposed_s == pytest.approx(sharded.step_s - 3)
-    assert simulate(Dear(gathers=False), one_tensor(), network).step_s == pytest.approx(1 + 2 + half_s + 0.5 / 4)
+    assert simulate(Dear(gathers=False), one_tensor(), network).step_s == pytest.approx(1 + 2 + direct_s + 0.5 / 4)
     assert simulate(Dear(scatters=False), one_tensor(), network).step_s == pytest.approx(1 + 2 + half_s + 0.5 / 4)
 
 

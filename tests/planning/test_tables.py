@@ -7,7 +7,7 @@ import itertools
 import pytest
 import torch
 
-from ddp_hooks.comm import Algorithm, AlphaBeta, Send, pairwise_exchange, ring_all_gather
+from ddp_hooks.comm import Algorithm, AlphaBeta, Send, pairwise_exchange
 from ddp_hooks.planning import EmbRace, Network, SparseDdp, StepProfile, TableTraffic, profile_of_layers, simulate
 from ddp_hooks.planning.patterns import Hop, all_to_all, gathered
 from ddp_hooks.planning.tables import Scheduling
@@ -84,12 +84,10 @@ def test_exchanges_on_two_levels_send_what_is_counted(workers: int, node_size: i
     shares = [torch.ones(10, dtype=torch.uint8)] * workers
     exchanges = [pairwise_exchange(shares, [torch.empty_like(share) for share in shares], r) for r in range(workers)]
     between, inside = by_level(exchanges, node_size)
-    assert all_to_all(workers, node_size, 10 * workers) == (Hop(1, between, inside),)
+    assert all_to_all(workers, node_size, 10 * workers) == (Hop(1, between, inside, workers - 1),)
     assert between == 10 * node_size * (workers - node_size)
-    rings = [ring_all_gather([torch.empty(10, dtype=torch.uint8) for _ in range(workers)], r) for r in range(workers)]
-    between, inside = by_level(rings, node_size)
-    (hop,) = gathered(workers, node_size, 10)
-    assert (hop.times * hop.between_bytes, hop.times * hop.inside_bytes) == (between, inside)
+    in_a_ring = Hop(workers - 1, 10 * (node_size < workers), 10 * (node_size > 1))
+    assert gathered(workers, node_size, 10) == (in_a_ring,)
 
 
 def test_a_nodes_workers_share_its_link() -> None:

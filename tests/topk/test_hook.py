@@ -87,22 +87,22 @@ def test_settings(workers: WorkerPools, changes: dict[str, Any]) -> None:
 
 
 def dense_parts(rank: int, world_size: int, gathered_nbytes: int) -> tuple[Any, int]:
-    """And how often they were summed in a ring."""
+    """And how often they were summed in two halves."""
     with (
         mock.patch.object(reduction, "_GATHERED_NBYTES", gathered_nbytes),
-        mock.patch.object(reduction, "ring_reduce_scatter", wraps=reduction.ring_reduce_scatter) as ring,
+        mock.patch.object(reduction, "reduce_scatter_slices", wraps=reduction.reduce_scatter_slices) as halves,
     ):
         outcome = conserve(rank, world_size, replace(CONFIG, dense_below_numel=200), plain, 5)
-    return outcome, ring.call_count
+    return outcome, halves.call_count
 
 
-@pytest.mark.quick("gathered-2", "ring-3")
+@pytest.mark.quick("gathered-2", "halves-3")
 @pytest.mark.parametrize("world_size", [2, 3])
-@pytest.mark.parametrize("gathered_nbytes", [0, 1 << 14], ids=["ring", "gathered"])
+@pytest.mark.parametrize("gathered_nbytes", [0, 1 << 14], ids=["halves", "gathered"])
 def test_dense_parts(workers: WorkerPools, world_size: int, gathered_nbytes: int) -> None:
-    outcomes, rings = zip(*workers(world_size).run(dense_parts, gathered_nbytes), strict=True)
+    outcomes, counts = zip(*workers(world_size).run(dense_parts, gathered_nbytes), strict=True)
     check(outcomes)
-    assert all((number > 0) == (gathered_nbytes == 0) for number in rings)
+    assert all((number > 0) == (gathered_nbytes == 0) for number in counts)
 
 
 @pytest.mark.parametrize("options", [

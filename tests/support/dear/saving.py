@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
-from ddp_hooks.dear.order import ORDER_KEY
 from tests.support.dear import twins
 from tests.support.dear.loops import adamw_two_groups
 from tests.support.dear.twins import CONFIG, Trainee, WholeNumbers, whole_batches
@@ -26,14 +25,10 @@ def save_every_step(twin: Trainee, step: int) -> None:
 
 
 def differences(ours: Any, theirs: Any, path: str = "state") -> list[str]:
-    """Where two nests of dicts, lists, tensors and plain values differ, in any bit or in kind.
-
-    But for the order of sums: from three ranks on a state has it beside what plain DDP has, and others ignore it.
-    """
+    """Where two nests of dicts, lists, tensors and plain values differ, in any bit or in kind."""
     if type(ours) is not type(theirs):
         return [f"{path}: {type(ours).__name__} and {type(theirs).__name__}"]
     if isinstance(ours, dict):
-        ours, theirs = ({k: v for k, v in side.items() if k != ORDER_KEY} for side in (ours, theirs))
         if list(ours) != list(theirs):
             return [f"{path}: keys {list(ours)} and {list(theirs)}"]
         return [text for key in ours for text in differences(ours[key], theirs[key], f"{path}.{key}")]

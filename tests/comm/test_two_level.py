@@ -1,0 +1,62 @@
+"""Collectives on two levels, on the in-process fabric, against sums of nodes' sums."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ddp_hooks.comm import Partition, run_on_fabric, two_level_all_gather, two_level_reduce_scatter
+from ddp_hooks.comm.two_level import two_level_scratch_numel
+
+Sizes = list[int]
+sizes_of_ranges = st.integers(1, 33).flatmap(lambda p: st.lists(st.integers(0, 9), min_size=p, max_size=p))
+nodes = sizes_of_ranges.flatmap(
+    lambda sizes: st.tuples(st.just(sizes), st.sampled_from([d for d in range(1, 34) if len(sizes) % d == 0]))
+)
+
+
+@given(nodes, st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_nodes_are_summed_first(layout: tuple[Sizes, int], divisor: int) -> None:
+    sizes, node_size = layout
+    world_size, num_nodes, bounds = len(sizes), len(sizes) // node_size, (0, *itertools.accumulate(sizes))
+    generator = torch.Generator().manual_seed(sum(sizes))
+    partitions = [Partition(torch.randn(bounds[-1], generator=generator), bounds) for _ in sizes]
+
+    expected = torch.zeros(bounds[-1])
+    for first in range(0, world_size, node_size):
+        of_node = partitions[first].flat.clone()
+        for neighbour in partitions[first + 1 : first + node_size]:
+            of_node += neighbour.flat
+        expected = of_node if first == 0 else expected + of_node
+    expected /= divisor
+
+    algorithms = []
+    for rank, partition in enumerate(partitions):
+        scratch = torch.empty(two_level_scratch_numel(partition.ranges, rank, node_size))
+        algorithms.append(two_level_reduce_scatter(partition.ranges, rank, node_size, scratch, divisor))
+    scattered = run_on_fabric(algorithms)
+    for rank, partition in enumerate(partitions):
+        assert torch.equal(partition.ranges[rank], torch.split(expected, sizes)[rank])
+        assert scattered[rank].rounds == (node_size > 1) + (num_nodes > 1)
+        assert scattered[rank].sent_bytes <= 4 * sum(sizes), "nothing is sent twice"
+        for other in set(range(world_size)) - {rank}:
+            partition.ranges[other].fill_(float("nan"))
+
+    gathered = run_on_fabric(
+        [two_level_all_gather(partition.ranges, rank, node_size) for rank, partition in enumerate(partitions)]
+    )
+    for rank, partition in enumerate(partitions):
+        assert torch.equal(partition.flat, expected)
+        assert gathered[rank].rounds == node_size - 1 + num_nodes - 1
+        assert gathered[rank].received_bytes == 4 * (sum(sizes) - sizes[rank]), "nothing comes twice"
+
+
+def test_nodes_must_be_equal() -> None:
+    partition = Partition(torch.zeros(6), tuple(range(7)))
+    with pytest.raises(ValueError, match="node_size must divide 6 ranks, got 4"):
+        next(two_level_all_gather(partition.ranges, 0, 4))
