@@ -106,7 +106,7 @@ _COMM = (
         "ddp_hooks/comm/slices.py",
         "slice_bytes // WINDOW // max(1, copies)",
         "slice_bytes // WINDOW",
-        ("tests/comm/test_lanes.py",),
+        ("tests/comm/test_collectives.py",),
     ),
     Fault(
         "comm: gradients and parameters have the same tags",
