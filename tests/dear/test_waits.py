@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
@@ -56,6 +58,9 @@ def test_one_rank_alone_is_told_so(workers: WorkerPools) -> None:
     for messages, _ in results:
         for key, call in {"made": "the set-up of DearState", "saved": "consolidate()"}.items():
             assert messages[key].startswith("LaneTimeout: ") and f"rank 0 waits in {call}; {question}" in messages[key]
-        # Rank 1 waits for parameters that rank 0 does not send; each learns of the other's wait.
-        assert "clip_grad_norm_()" in messages["clipped"] and "all-gather" in messages["clipped"], messages
-    assert any(f"waited 0 s: rank 0 waits in consolidate(); {question}" in line for line in results[0][1])
+    # Rank 1 waits for parameters that rank 0 does not send; each learns of the other's wait, or that the other gave up.
+    first, second = (messages["clipped"] for messages, _ in results)
+    assert "clip_grad_norm_()" in first and "all-gather" in first, first
+    assert ("clip_grad_norm_()" in second or "seen by rank 0" in second) and "all-gather" in second, second
+    warning = re.compile(rf"waited [01] s: rank 0 waits in consolidate\(\); {re.escape(question)}")
+    assert any(warning.search(line) for line in results[0][1])
