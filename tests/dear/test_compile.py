@@ -112,6 +112,7 @@ def graphs_from_before(rank: int, world_size: int) -> float:
     return gap
 
 
+@pytest.mark.slow
 def test_hooks_that_come_later(workers: WorkerPools) -> None:
     assert max(workers(2).run(graphs_from_before)) < 1e-5
 

@@ -208,6 +208,7 @@ def failing_once(twin: Trainee, step: int) -> None:
         twin.ddp.module.load_state_dict(before)
 
 
+@pytest.mark.quick("sharded-new", "sharded-failing", "deferred-shared", "at-once-*[!d]")
 @pytest.mark.parametrize(("kind", "loop"), [
     ("new", twins.plain), ("shared", twins.plain), ("left", twins.plain), ("new", failing_once),
 ], ids=["new", "shared", "left", "failing"])  # fmt: skip
