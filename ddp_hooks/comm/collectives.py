@@ -2,7 +2,7 @@
 
 A reduce-scatter sends every range straight to its owner, who adds in the order of ranks, so that a sum depends neither
 on where memory is cut into ranges nor on who owns them. It takes one round, and as many bytes as the ring of DeAR,
-section III-A (Eq. 3), which takes P - 1. An all-gather goes around that ring (Eq. 4): a direct one takes 3 to 7 %
+section III-A (Eq. 3), which takes P - 1. An all-gather goes around that ring (Eq. 4): a direct one takes 3 to 12 %
 longer, since some links wait for others where all send to all.
 """
 

@@ -2,7 +2,7 @@
 
 Ranks ``n * node_size`` to ``(n + 1) * node_size - 1`` share node n. A reduce-scatter first sums within every node, so
 that each of its workers holds the node's sum of all ranges that workers at its place own, and then between the workers
-at the same place of all nodes; an all-gather goes the other way. Of n bytes a node of N nodes sends (N - 1) / N n to
+at the same place of all nodes; an all-gather goes the other way. Of n bytes each of N nodes sends (N - 1) / N n to
 others. DeAR (sections III-A and VII-A) allows any all-reduce that splits in two.
 """
 

@@ -77,7 +77,7 @@ def gathered(workers: int, node_size: int, num_bytes: float) -> Pattern:
 def all_to_all(workers: int, node_size: int, num_bytes: float) -> Pattern:
     """The round in which every worker cuts ``num_bytes`` into equal shares, keeps one, and sends each other one its.
 
-    Also a direct reduce-scatter, or all-gather, of ``num_bytes``.
+    Also a direct reduce-scatter of ``num_bytes``.
     """
     if workers == 1:
         return ()
