@@ -27,6 +27,7 @@ logger = logging.getLogger("ddp_hooks")
 _SHOWN = 8  # ranks that a message names
 _LETTER_BYTES = 768
 _LETTERS_S = 1.0  # how long letters are waited for when the store is gone
+_OWN_TIME_OUT_S = 5.0  # how long a rank that others lost waits for its own lane to say that it gave up
 _LINGER_S = 5.0  # the process that serves the store stays so long for others to read of a failure
 _witnesses: weakref.WeakSet[Witness] = weakref.WeakSet()
 _noted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # default groups with a note of this rank
@@ -174,6 +175,8 @@ class Witness:
         self._letters = Letters(group) if group is not None else None
         self._notes = WaitNotes(store, rank)
         self._knows = False  # of a failure
+        self._is_blamed = False  # another rank lost the connection to this one
+        self._gave_up: LaneTimeout | None = None  # the first message of this rank that timed out
         _witnesses.add(self)
 
     @property
@@ -205,11 +208,33 @@ class Witness:
         text = str(error).splitlines()[0]
         if "timed out" in text.lower() or "timeout" in text.lower():
             hint = self.report_wait(description)
-            return LaneTimeout(
+            timeout = LaneTimeout(
                 f"{description} timed out waiting for rank {peer}. {hint} ({text}){see('a-wait-timed-out')}"
             )
+            self._gave_up = self._gave_up or timeout
+            return timeout
         culprit = self.blame(peer)
-        return LaneError(f"{description} failed ({text}): {culprit}{see('a-rank-died', quoted=culprit)}")
+        return self._own_time_out() or LaneError(
+            f"{description} failed ({text}): {culprit}{see('a-rank-died', quoted=culprit)}"
+        )
+
+    def failure_during(self, description: str) -> LaneError | None:
+        """What ends a wait in ``description``, ready to be raised: a rank failed, or this one gave up; None if nothing.
+
+        For ranks whose own connections still stand. A message that times out closes its connection, so others may
+        report this rank before its lane has said what it waited for: the lane is waited for, a few seconds.
+        """
+        failure = self.first_failure()
+        if failure is None:
+            return None
+        return self._own_time_out() or LaneError(f"{description}: {failure}{see('a-rank-died', quoted=failure)}")
+
+    def _own_time_out(self) -> LaneTimeout | None:
+        """The time-out of this rank that others took for its end; None if there was none."""
+        deadline_s = time.monotonic() + (_OWN_TIME_OUT_S if self._is_blamed else 0.0)
+        while self._gave_up is None and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        return None if self._gave_up is None else LaneTimeout(str(self._gave_up))
 
     def confess(self, reason: str) -> None:
         """Report that this rank ends by itself because of ``reason``."""
@@ -320,9 +345,10 @@ class Witness:
             logger.debug("could not say that a failure was noticed: %s", error)
 
     def _sentence(self, note: str, mine: str | None = None) -> str:
-        _, culprit, *reason = note.split(":", 2)
+        witness, culprit, *reason = note.split(":", 2)
         own = self._rank if note == mine else None
         if not reason:
+            self._is_blamed = int(culprit) == self._rank != int(witness)
             try:
                 end = end_of(self._store, int(culprit))
                 if end is not None:

@@ -63,15 +63,19 @@ class ThreadWork:
     def wait_as_a_lane(self) -> None:
         """As :meth:`wait`, for a lane that has work to follow this: its owner warns, and gives up, for both."""
         while not self._finished.wait(_POLL_S):
-            failure = self._witness.first_failure()
-            if failure is not None:
-                raise LaneError(f"{self._describe()} cannot end: {failure}{see('a-rank-died', quoted=failure)}")
+            self._raise_failure()
         self._raise_error()
 
     def error_within(self, seconds: float) -> LaneError | None:
         """The error that ended the collective, or None if it succeeds or has not ended after ``seconds``."""
         self._finished.wait(seconds)
         return self._error
+
+    def _raise_failure(self) -> None:
+        """Raise if a rank has failed; where this rank's own connections stand it hears of it here."""
+        failure = self._witness.failure_during(f"{self._describe()} cannot end")
+        if failure is not None:
+            raise failure
 
     def _raise_error(self) -> None:
         if self._error is not None:
@@ -84,9 +88,7 @@ class ThreadWork:
         give_up_s = self._timeout_s * 1.25 + _POLL_S
         while not self._finished.wait(_POLL_S):
             waited_s = time.monotonic() - start_s
-            failure = self._witness.first_failure()  # a rank whose own connections stand hears of it here
-            if failure is not None:
-                raise LaneError(f"{self._describe()} cannot end: {failure}{see('a-rank-died', quoted=failure)}")
+            self._raise_failure()
             if waited_s >= self._stall_warning_s and not warned:
                 warned = True
                 hint = self._witness.report_wait(self._describe())

@@ -97,11 +97,10 @@ class Agreement:
             decided = self._decided = self._decided or threading.Event()
         start_s, warned = time.monotonic(), False
         while not decided.wait(_POLL_S):
-            failure = self._witness.first_failure()
+            failure = self._witness.failure_during(f"{self.name} cannot be done")
             if failure is not None and not self._is_decided:
-                error = LaneError(f"{self.name} cannot be done: {failure}{see('a-rank-died', quoted=failure)}")
-                self._fail(error)  # the control thread may hear of it much later
-                raise error
+                self._fail(failure)  # the control thread may hear of it much later
+                raise failure
             waited_s = time.monotonic() - start_s
             if waited_s >= self._stall_warning_s and not warned and not self._describe().endswith("idle"):
                 warned = True

@@ -12,7 +12,7 @@ from ddp_hooks import DearConfig, DearState, LaneError, dear_hook
 from tests.support.messages import logged, message_of
 from tests.support.workers import WorkerPools
 
-CONFIG = DearConfig(timeout_s=2, stall_warning_s=0.4, lanes=1, slice_mb=1)
+CONFIG = DearConfig(timeout_s=2.5, stall_warning_s=0.4, lanes=1, slice_mb=1)
 
 
 def alone(rank: int, world_size: int) -> tuple[dict[str, str], list[str]]:
@@ -58,9 +58,8 @@ def test_one_rank_alone_is_told_so(workers: WorkerPools) -> None:
     for messages, _ in results:
         for key, call in {"made": "the set-up of DearState", "saved": "consolidate()"}.items():
             assert messages[key].startswith("LaneTimeout: ") and f"rank 0 waits in {call}; {question}" in messages[key]
-    # Rank 1 waits for parameters that rank 0 does not send; each learns of the other's wait, or that the other gave up.
-    first, second = (messages["clipped"] for messages, _ in results)
-    assert "clip_grad_norm_()" in first and "all-gather" in first, first
-    assert ("clip_grad_norm_()" in second or "seen by rank 0" in second) and "all-gather" in second, second
+        # Rank 1 waits for parameters that rank 0 does not send; each learns of the other's wait.
+        assert "clip_grad_norm_()" in messages["clipped"] and "all-gather" in messages["clipped"], messages
+    assert any(messages["clipped"].startswith("LaneTimeout: ") for messages, _ in results), "nobody else has failed"
     warning = re.compile(rf"waited [01] s: rank 0 waits in consolidate\(\); {re.escape(question)}")
     assert any(warning.search(line) for line in results[0][1])

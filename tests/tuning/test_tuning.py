@@ -232,16 +232,20 @@ def slow_to_decide(rank: int, world_size: int) -> tuple[list[int], int, list[flo
     run = Run(rank, world_size, DEAR)
     polls: list[int] = []
     hear = run.tuning._hear
+    eight_steps_have_passed = threading.Event()
 
     def count() -> None:
         polls.append(run.step)
         hear()
+        if run.tuning.phase is tuning_module.Phase.DECIDING and run.tuning._next_poll == 16:
+            eight_steps_have_passed.set()
 
     run.tuning._hear = count  # type: ignore[method-assign]
     decide = tuning_module._Adviser._decide
 
     def decide_later(self: Any, trials: Any) -> Any:
-        time.sleep(0.5)
+        assert eight_steps_have_passed.wait(60)
+        eight_steps_have_passed.clear()
         return decide(self, trials)
 
     with mock.patch.object(tuning_module._Adviser, "_decide", decide_later):
@@ -256,7 +260,7 @@ def test_training_goes_on_while_the_first_rank_thinks(workers: WorkerPools) -> N
     (polls, steps, sizes), (others, *_) = workers(2).run(slow_to_decide)
     assert polls == others, "all ranks ask in the same steps"
     measured = len(sizes) * (TUNER.steps_per_trial + TUNER.dropped_steps)
-    assert steps > measured + 3 * len(sizes), "nobody waited for the thread"
+    assert steps > measured + 15 * len(sizes), "training has gone on for sixteen steps at least"
     assert len(polls) < steps / 3, "a thread that needs long is asked seldom"
 
 
