@@ -119,13 +119,8 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (DearConfig, {"fusion": "size", "fusion_layers": 4}, {"fusion": "layers"}),
     (DearConfig, {"fusion": "none", "fusion_layers": 4}, {"fusion": "layers"}),
     (DearConfig, {"collective": "direct", "node_size": 2}, {"collective": "two-level"}),
-    (DearConfig, {"update": "sharded", "early_gathers": 0.5}, {"update": "replicated"}),
-    (DearConfig, {"update": "sharded", "early_gathers": 0.0}, {"update": "auto"}),
     (DearConfig, {"update": "sharded", "assume_parameterwise": True}, {"update": "replicated"}),
     (DearConfig, {"update": "replicated", "master_dtype": torch.float32}, {"update": "auto"}),
-    (DearConfig, {"update": "replicated", "max_grad_norm": 1.0, "early_gathers": 0.5}, {"max_grad_norm": None}),
-    (DearConfig, {"update": "replicated", "on_nonfinite": "skip", "early_gathers": 0.5}, {"on_nonfinite": None}),
-    (DearConfig, {"update": "auto", "reduce_dtype": torch.bfloat16, "early_gathers": 0.5}, {"reduce_dtype": None}),
     (TopKConfig, {"algorithm": "dense", "density": 0.01}, {"algorithm": "spardl"}),
     (TopKConfig, {"algorithm": "dense", "warmup_steps": 10}, {"algorithm": "auto"}),
     (TopKConfig, {"algorithm": "dense", "collection": "local"}, {"algorithm": "topka"}),
@@ -157,13 +152,10 @@ def test_settings_without_effect(config: Any, settings: dict[str, Any], remedy: 
     assert getattr(config(**settings | remedy), name) == settings[name]
 
 
-SHARDED = Setup("sharded", "AdamW", True, "cpu", frozenset([torch.float32]))
+SHARDED = Setup("sharded", "AdamW", "cpu", frozenset([torch.float32]))
 REPLICATED = SHARDED._replace(update="replicated", optimizer="Muon")
 # A setting, where it has no effect, where it has one, and what a message says of the former.
 IN_SETUP: list[tuple[dict[str, Any], Setup, Setup, str]] = [
-    ({"early_gathers": 0.5}, SHARDED, REPLICATED, 'update="auto" and AdamW, whose updates are sharded'),
-    ({"early_gathers": 0.5}, REPLICATED._replace(defers=False), REPLICATED, "vouch for Muon"),
-    ({"early_gathers": 0.5}, REPLICATED._replace(device="cuda"), REPLICATED, "on cuda"),
     ({"master_dtype": torch.float32}, REPLICATED, SHARDED, "Muon, whose updates are replicated"),
     ({"master_dtype": torch.float32}, SHARDED._replace(dtypes=frozenset([torch.float64])), SHARDED, "larger types"),
     ({"collective": "two-level"}, SHARDED._replace(device="cuda"), SHARDED, "on cuda"),

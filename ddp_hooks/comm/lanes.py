@@ -95,14 +95,12 @@ class Lane(Protocol):
         partitions: Sequence[Partition],
         label: str,
         after: Collection[Work] = (),
-        only_if: Callable[[], bool] | None = None,
     ) -> Work:
         """Copy rank r's range of every partition from rank r to all ranks, in place.
 
         Args:
             partitions, label: what travels, and its name for messages.
             after: work of these lanes, submitted before, that this one is to follow.
-            only_if: asked when that is complete, with the same answer on every rank: whether to do anything at all.
         """
 
     def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
@@ -180,14 +178,11 @@ class ThreadLane:
         partitions: Sequence[Partition],
         label: str,
         after: Collection[Work] = (),
-        only_if: Callable[[], bool] | None = None,
         part: tuple[int, int] = (0, 1),
     ) -> Work:
         """All-gathers, slice by slice, of a part as above; see :class:`Lane`."""
         all_slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._settings.node_size)
-        slices: Iterator[Slice] = itertools.islice(all_slices, part[0], None, part[1])
-        if only_if is not None:
-            slices = _slices_if(only_if, slices)
+        slices = itertools.islice(all_slices, part[0], None, part[1])
         content = content_of(partitions) if self._settings.verify else ""
         return self._submit("all-gather", slices, label, after, content)
 
@@ -415,14 +410,11 @@ class StreamLane:
         partitions: Sequence[Partition],
         label: str,
         after: Collection[Work] = (),
-        only_if: Callable[[], bool] | None = None,
     ) -> Work:
         """Native all-gathers, and one broadcast of what does not divide evenly; see :class:`Lane`."""
         with _StreamOrder(self._stream) as order:  # parameters were written on the current stream
             for work in after:
                 work.wait()
-            if only_if is not None and not only_if():
-                partitions = []
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
                 if own.numel() and self._world_size > 1:
@@ -495,11 +487,6 @@ class StreamLane:
         self.traffic.sent_bytes += nbytes * others // self._world_size
         self.traffic.received_bytes += nbytes * others // self._world_size
         self.traffic.rounds += others
-
-
-def _slices_if(condition: Callable[[], bool], slices: Iterable[Slice]) -> Iterator[Slice]:
-    if condition():  # evaluated by the lane, when the slices' turn comes
-        yield from slices
 
 
 def _split_back(joined: Tensor, parts: Sequence[Tensor]) -> None:
@@ -656,10 +643,9 @@ class Lanes:
         partitions: Sequence[Partition],
         label: str,
         after: Collection[Work] = (),
-        only_if: Callable[[], bool] | None = None,
     ) -> Work:
         """:meth:`Lane.all_gather` on the next lane."""
-        return self.next_lane().all_gather(partitions, label, after, only_if)
+        return self.next_lane().all_gather(partitions, label, after)
 
     def spread_reduce_scatter(self, partition: Partition, label: str, divisor: int = 1) -> Work:
         """:meth:`Lane.reduce_scatter` on all lanes, each of which moves some slices: for one that is waited for."""

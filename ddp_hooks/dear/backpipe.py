@@ -35,8 +35,6 @@ class Reduction:
         reduce_dtype: form the sums in this type; None: in that of the gradients.
         ready: atoms, by their index in the layout in force, that may travel before their bucket is handed over, with
             their memory.
-        followed: called with every group of the schedule whose reduce-scatter was submitted: its atoms, their memory,
-            in the type of the sums, and the work.
     """
 
     def __init__(
@@ -48,7 +46,6 @@ class Reduction:
         label: Callable[[Sequence[Atom]], str],
         ready: Mapping[int, Tensor],
         reduce_dtype: torch.dtype | None,
-        followed: Callable[[Sequence[int], Sequence[Partition], Work], None] | None = None,
     ) -> None:
         self.buckets: list[tuple[int, ...]] = []
         self.num_parameters = 0  # in the buckets so far
@@ -63,7 +60,6 @@ class Reduction:
         self._label = label
         self._ready = ready
         self._reduce_dtype = reduce_dtype
-        self._followed = followed
         self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
         self._launched = 0  # atoms that have been handed to a lane
         self._next_group = 0
@@ -125,8 +121,6 @@ class Reduction:
         work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
         self.works.append((work, group))
         self._launched = group[-1] + 1
-        if self._followed is not None and self._schedule is not None:
-            self._followed(group, partitions, work)
 
     def _in_reduce_dtype(self, index: int, gradient: Tensor) -> Tensor:
         if self._reduce_dtype is None or self._reduce_dtype == gradient.dtype:

@@ -201,7 +201,6 @@ def _setup(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, confi
     return Setup(
         update="replicated" if updates_whole_parameters(optimizer, config) else "sharded",
         optimizer=type(optimizer).__name__,
-        defers=updates_parameters(optimizer, config),
         device=next(iter(parameters)).device.type,
         dtypes=frozenset(parameter.dtype for parameter in parameters),
     )

@@ -10,7 +10,6 @@ import torch
 
 from ddp_hooks.comm import (
     above,
-    at_least,
     check_booleans,
     check_slice,
     check_waits,
@@ -65,11 +64,6 @@ class DearConfig:
             ``lanes``.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
             for loops that read parameters outside of any forward.
-        early_gathers: with replicated updates on CPUs, the part of all bytes, from 0 to 1, whose gathers begin under
-            the backward: what the forward needs last. Worth while as far as the link is idle there, and lost where
-            gradients are changed between backward and step. None: measured in the first steps; 0 if ``lanes`` and
-            ``slice_mb`` are given, and so the link is not measured, where it is so fast that the processor limits, and
-            with ``reduce_dtype``, ``max_grad_norm`` or ``on_nonfinite``.
         assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
             on that element's parameter, gradient and state alone.
         assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the
@@ -101,7 +95,6 @@ class DearConfig:
     node_size: int | None = None
     slice_mb: float | None = None
     overlap_forward: bool = True
-    early_gathers: float | None = None
     assume_elementwise: bool = False
     assume_parameterwise: bool = False
     reduce_dtype: torch.dtype | None = None
@@ -147,8 +140,6 @@ class DearConfig:
         check_booleans(self)
         if self.tuner is not None and not isinstance(self.tuner, BucketTuner):
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
-        if self.early_gathers is not None and not (at_least(self.early_gathers, 0) and self.early_gathers <= 1):
-            raise ValueError(f"early_gathers must be None or from 0 to 1, got {self.early_gathers!r}")
         if self.tuner is not None and self.fusion != "size":
             raise ValueError(f'tuner searches for fusion_mb, so it needs fusion="size", got {self.fusion!r}')
         without_effect = find_setting_without_effect(self)

@@ -10,8 +10,7 @@ In the order of DESIGN.md's "public hooks and nothing else":
 5. It has stepped; the gathers of the updated parameters start (:meth:`StepCycle._after_step`).
 6. Parameters wait by themselves, mostly in the next forward (:class:`~ddp_hooks.feed.pipe.FeedPipe`).
 
-With replicated updates the gathers of step 5 are those of gradients, some of which begin in step 1
-(:class:`~ddp_hooks.dear.early.EarlyGathers`), and the optimizer's code runs in step 6
+With replicated updates the gathers of step 5 are those of gradients, and the optimizer's code runs in step 6
 (:class:`~ddp_hooks.dear.replicated.ReplicatedOptimizer`).
 """
 
@@ -31,7 +30,6 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import (
-    LinkProfile,
     Recorder,
     Traffic,
     Work,
@@ -46,7 +44,6 @@ from ddp_hooks.dear.arrival import GradientArrival
 from ddp_hooks.dear.backpipe import Reduction
 from ddp_hooks.dear.checkpoint import OptimizerCheckpoint
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.dear.early import EarlyGathers
 from ddp_hooks.dear.gradients import GradientKeeper
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule, Layout
@@ -135,9 +132,8 @@ class StepCycle:
         self._latest_forward: LatestForward = "none"
         self._inspects = config.max_grad_norm is not None or config.on_nonfinite is not None
         # Optimizers that look at one gradient after the other, and are seen to; or at none before the next forward.
-        early = type(optimizer) in ELEMENTWISE if self._replicated is None else self._replicated.deferred
-        self._begins_early = early and self.device.type == "cpu" and not self._inspects
-        self._early = self._early_gathers(link) if self._replicated is not None else None
+        patient = type(optimizer) in ELEMENTWISE if self._replicated is None else self._replicated.deferred
+        self._steps_early = patient and self.device.type == "cpu" and not self._inspects
         self.tuning = begin_tuning(
             config,
             self._arrangement,
@@ -149,7 +145,6 @@ class StepCycle:
             self._regroup,
         )
         """The search for a fusion size that ``config.tuner`` asks for; None without."""
-        self._left_alone = False  # whether the gradients of the step under way lie as they were reduced
         self._makes_state = False  # whether the step under way only makes the optimizer's state
         self._gathers: list[Work] = []  # of gradients, inside of the step under way
         self._withheld = False  # whether the step under way has no gradients, because some were not finite
@@ -196,10 +191,7 @@ class StepCycle:
             arranged.label,
             self._watch.ready,
             self.config.reduce_dtype,
-            self._early.reduced if self._early is not None else None,
         )
-        if self._early is not None:
-            self._early.backward_begins()
         self._in_backward = True
 
     def _advance(self) -> None:
@@ -217,8 +209,6 @@ class StepCycle:
         reduction = self._reduction
         assert reduction is not None
         reduction.flush()
-        if self._early is not None:
-            self._early.backward_ends()
         self._watch.remember(reduction.gradients)
         reduction.used = self._keeper.guard_model()
         self._keeper.keep_as_base()
@@ -262,8 +252,8 @@ class StepCycle:
         if self._withheld:
             self._keeper.clear()
         elif self._replicated is not None and self._arrangement.layout is not None:
-            self._left_alone = self._arrival.is_under_way
-            self._replicated.open_step(self._left_alone or (from_last_backward and self._arrival.in_place))
+            in_place = self._arrival.is_under_way or (from_last_backward and self._arrival.in_place)
+            self._replicated.open_step(in_place)
             if not self._replicated.deferred:
                 self._gather_gradients(self._replicated)
 
@@ -287,7 +277,7 @@ class StepCycle:
         if self._replicated is not None:
             self._replicated.use_memory(reduction.gradients)
         self._reduction = None
-        if not (self._begins_early and stepping):
+        if not (self._steps_early and stepping):
             self._arrival.settle()
         elif self._replicated is None:
             self._arrival.defer()
@@ -344,8 +334,6 @@ class StepCycle:
 
     def _plan_groups(self, layout: Layout) -> None:
         self._pipe.plan(self._arrangement.plan(layout, self._common_order_of_need))
-        if self._early is not None:
-            self._early.plan()
         if self._watches:
             self._watch.watch(layout)
 
@@ -433,9 +421,6 @@ class StepCycle:
             self._gathers.pop(0)
 
     def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
-        if self._early is not None:
-            self._pipe.launched(self._early.launch(memory, self._left_alone))
-            return
         arranged = self._arrangement
         after = [self._arrival.under_way(group) for group in arranged.gather_groups]
         gathers = zip(arranged.gathers(memory), arranged.gather_labels, after, strict=True)
@@ -445,8 +430,6 @@ class StepCycle:
         self._pipe.finish()
         self._await_gathers()
         self._arrival.settle()  # what gathers have followed
-        if self._early is not None:
-            self._early.conclude()
 
     def _latest_stats(self) -> DearStats:
         norm = self._inspector.grad_norm
@@ -507,8 +490,6 @@ class StepCycle:
         self._pipe.end_forward()
         if self._replicated is not None:
             self._finish_gathers()  # into the memory that the coming backward will write
-            if self._early is not None:
-                self._early.wait()  # likewise, if no step has followed the last one
         if torch.is_grad_enabled():
             self._watch.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None
@@ -530,15 +511,6 @@ class StepCycle:
         return ReplicatedOptimizer(
             optimizer, self._parameters, self._names, self._lanes, deferred, lambda: self._pipe.finish()
         )
-
-    def _early_gathers(self, link: LinkProfile | None) -> EarlyGathers | None:
-        """How gathers begin before step(); None where they cannot, or would always be for nothing."""
-        config = self.config
-        if not self._begins_early or self._lanes.world_size == 1 or config.reduce_dtype is not None:
-            return None
-        # Where the link outruns the processor, the time in which it is idle is not the processor's.
-        goodput_bytes_s = link.goodput_bytes_s if link is not None and not link.outruns_processor else None
-        return EarlyGathers(self._lanes, self._arrangement, self._arrival, config.early_gathers, goodput_bytes_s)
 
     def _zero_grad(self, set_to_none: bool) -> None:
         if self._arrangement.layout is not None:  # until then the optimizer holds the parameters themselves

@@ -21,7 +21,6 @@ class Setup(NamedTuple):
 
     update: Literal["sharded", "replicated"]  # as it is done, also with update="auto"
     optimizer: str
-    defers: bool  # each parameter is updated by itself
     device: str
     dtypes: frozenset[torch.dtype]  # of parameters
 
@@ -43,31 +42,10 @@ _BESIDE_OTHERS = (
         lambda c: c.collective not in ("two-level", "auto"),
         'with collective="{c.collective}", but with "two-level" or "auto"',
     ),
-    _Rule("early_gathers", lambda c: c.update == "sharded", 'with update="sharded", but with "replicated"'),
     _Rule("assume_parameterwise", lambda c: c.update == "sharded", 'with update="sharded", but with "replicated"'),
     _Rule("master_dtype", lambda c: c.update == "replicated", 'with update="replicated", but with "sharded"'),
-    *(
-        _Rule(
-            "early_gathers",
-            lambda c, name=name: c.early_gathers and getattr(c, name) is not None,
-            f"with {name}, which changes gradients after the backward",
-        )
-        for name in ("reduce_dtype", "max_grad_norm", "on_nonfinite")
-    ),
 )
 _IN_SETUP = (
-    _Rule(
-        "early_gathers",
-        lambda _, s: s.update == "sharded",
-        'with update="auto" and {s.optimizer}, whose updates are sharded',
-        'leave it out, or use update="replicated"',
-    ),
-    _Rule(
-        "early_gathers",
-        lambda c, s: c.early_gathers and not s.defers,
-        "with {s.optimizer}, whose step waits for all gradients",
-        "leave it out, or vouch for {s.optimizer} with assume_parameterwise=True",
-    ),
     _Rule(
         "master_dtype",
         lambda _, s: s.update == "replicated",
@@ -81,7 +59,6 @@ _IN_SETUP = (
     ),
     _Rule("collective", lambda c, s: s.device != "cpu" and c.collective != "auto", "on {s.device}, but on CPUs"),
     _Rule("node_size", lambda _, s: s.device != "cpu", "on {s.device}, but on CPUs"),
-    _Rule("early_gathers", lambda c, s: s.device != "cpu" and c.early_gathers, "on {s.device}, but on CPUs"),
 )
 
 

@@ -310,8 +310,6 @@ class DearState(StepCycle):
             if self._reduction is not None and not self._in_backward:
                 self._reduction.wait()
             self._finish_gathers()
-            if self._early is not None:
-                self._early.wait()
         finally:
             self._reduction = None
             if self._replicated is not None:

@@ -169,31 +169,6 @@ def test_a_gather_follows_other_work(workers: WorkerPools, world_size: int, fail
         assert ("on purpose" in message) if fails else (right and message == "nothing was raised")
 
 
-def gather_on_condition(rank: int, world_size: int, native: bool) -> None:
-    """A gather that is to happen only if another brought something."""
-    lanes = lanes_of(2)
-    lane: Any = StreamLane(0, dist.group.WORLD, CPU, Recorder()) if native else lanes  # type: ignore[arg-type]
-    for wanted in (False, True):
-        asked = torch.zeros(world_size, dtype=torch.uint8)
-        asked[rank] = wanted and rank == world_size - 1
-        question = lane.all_gather([Partition(asked, tuple(range(world_size + 1)))], "the question")
-        ranks = torch.full((100 * world_size,), -1)
-        ranks[100 * rank : 100 * (rank + 1)] = rank
-        bounds = tuple(range(0, 100 * world_size + 1, 100))
-        answer = lambda asked=asked: bool(asked.any())  # noqa: E731
-        lane.all_gather([Partition(ranks, bounds)], "the answer", after=[question], only_if=answer).wait()
-        others = [peer for peer in range(world_size) if peer != rank]
-        expected = [peer if wanted else -1 for peer in others]
-        assert [int(ranks[100 * peer]) for peer in others] == expected
-    lanes.close()
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-@pytest.mark.parametrize("native", [False, True])
-def test_a_gather_may_depend_on_another(workers: WorkerPools, world_size: int, native: bool) -> None:
-    workers(world_size).run(gather_on_condition, native)
-
-
 def spans(rank: int, world_size: int) -> list[Any]:
     lanes = lanes_of(2)
     partition = Partition(whole(500, rank), aligned_bounds(500, world_size, 4))

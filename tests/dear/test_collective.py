@@ -41,11 +41,6 @@ def test_steps_are_those_of_plain_ddp(workers: WorkerPools, world_size: int, upd
         assert outcome.num_atoms > outcome.num_buckets > 1
 
 
-def test_gathers_that_begin_early(workers: WorkerPools) -> None:
-    early = replace(NODES, update="replicated", early_gathers=0.6)
-    assert all(outcome.bitwise for outcome in workers(4).run(compare, early, twins.plain))
-
-
 def node_and_rounds(rank: int, world_size: int, config: DearConfig, hosts: str) -> tuple[int, int, int]:
     """Ranks per node, rounds of a step, and atoms; by the names of hosts."""
     torch.manual_seed(0)

@@ -85,7 +85,7 @@ def test_compiled_models(workers: WorkerPools, world_size: int, case: str) -> No
 def test_updates_that_happen_between_graphs(workers: WorkerPools, case: str) -> None:
     """Replicated updates change parameters in the middle of a forward."""
     model, loop = CASES[case]
-    config = replace(CONFIG, update="replicated", early_gathers=0.6)
+    config = replace(CONFIG, update="replicated")
     run = partial(compare, ddp_options={"bucket_cap_mb": 1}, config=config)
     for outcome in workers(2).run(run, model, partial(rows, 12), MODELS["encoder"][2], loop, 10):
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome

@@ -96,8 +96,6 @@ def agrees(
 ) -> None:
     model, batches, optimizer = MODELS["encoder"]
     config = replace(CONFIG, check_replicas=len(script) % 2 == 0, update=update)
-    if update == "replicated":
-        config = replace(config, early_gathers=0.5)
     run = partial(compare, config=config)
     for outcome in workers(world_size).run(run, model, batches, optimizer, partial(play, script), len(script)):
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome

@@ -85,8 +85,6 @@ def construct(rank: int, world_size: int, case: str) -> str:
         config = {"lanes": 2}
     if case == "learning rates" and rank == world_size - 1:
         optimizer.param_groups[0]["lr"] = 0.25
-    if case == "early gathers":
-        optimizer, config = Unknown(ddp.parameters(), lr=0.1), DearConfig(update="replicated", early_gathers=0.5)
     if case == "settings" and rank == 0:
         config = DearConfig(lanes=7)
     if case == "one rank only" and rank == 1:
@@ -127,7 +125,6 @@ CONSTRUCTION = {
     "learning rates": "optimizer group 0",
     "settings": "DearConfig",
     "strides": "strides (1, ",
-    "early gathers": "early_gathers=0.5 has no effect with Unknown, whose step waits",
     "one rank only": "on ranks [1]",
     "second state": "already has a DearState",
     "shared optimizer": "give every model an optimizer",

@@ -38,8 +38,7 @@ from tests.support.messages import message_of
 from tests.support.models import MODELS, TOLERANCE, adamw, choices, conditional, sequences, settings
 from tests.support.workers import WorkerPools
 
-REPLICATED = replace(CONFIG, update="replicated", early_gathers=0.6)
-LATE = replace(REPLICATED, early_gathers=0.0)
+REPLICATED = replace(CONFIG, update="replicated")
 
 
 @pytest.mark.quick("*-2", "adamw_two_groups-3")
@@ -52,21 +51,15 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable
         assert outcome.order_known == (world_size > 1), "one rank has nothing to wait for"
 
 
-@pytest.mark.quick(*(f"{loop}-early" for loop in (
+@pytest.mark.quick(*(f"{loop}-plain" for loop in (
     "accumulate_then_discard", "change_fusion", "closure", "evaluate_before_step", "idle_forwards", "never_zero_grad",
     "replaced_gradients", "save_and_load", "skipped_by_model", "skipped_step", "two_backwards_then_discard_first",
     "zero_grad_after_forward", "zero_grad_before_step",
 )))  # fmt: skip
-@pytest.mark.parametrize(
-    ("config", "find_unused"),
-    [(REPLICATED, False), (REPLICATED, True), (LATE, False)],
-    ids=["early", "early, find-unused", "late"],
-)
+@pytest.mark.parametrize("find_unused", [False, True], ids=["plain", "find-unused"])
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
-def test_loops(
-    workers: WorkerPools, loop: Callable[[Trainee, int], None], config: DearConfig, find_unused: bool
-) -> None:
-    run = partial(compare, config=config, ddp_options={"find_unused_parameters": find_unused})
+def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], find_unused: bool) -> None:
+    run = partial(compare, config=REPLICATED, ddp_options={"find_unused_parameters": find_unused})
     for outcome in workers(2).run(run, WholeNumbers, whole_batches, adamw_two_groups, loop, 9):
         assert outcome.bitwise, outcome
 
@@ -96,21 +89,20 @@ def while_a_thread_reads(twin: Trainee, step: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_another_thread_may_read(workers: WorkerPools, world_size: int) -> None:
-    run = partial(compare, config=LATE)
+    run = partial(compare, config=REPLICATED)
     for outcome in workers(world_size).run(run, WholeNumbers, whole_batches, adamw_two_groups, while_a_thread_reads, 5):
         assert outcome.bitwise, outcome
 
 
-@pytest.mark.quick("bfloat16-sums", "inspected", "all-early", "late")
+@pytest.mark.quick("bfloat16-sums", "inspected", "three-lanes")
 @pytest.mark.parametrize("config", [
     replace(REPLICATED, overlap_forward=False),
     replace(REPLICATED, check_replicas=True),
-    replace(REPLICATED, early_gathers=None, reduce_dtype=torch.bfloat16),
-    replace(REPLICATED, early_gathers=None, max_grad_norm=1e9, on_nonfinite="raise"),
-    replace(REPLICATED, early_gathers=1.0, lanes=3),
-    LATE,
+    replace(REPLICATED, reduce_dtype=torch.bfloat16),
+    replace(REPLICATED, max_grad_norm=1e9, on_nonfinite="raise"),
+    replace(REPLICATED, lanes=3),
     DearConfig(update="replicated"),
-], ids=["no-overlap", "checked", "bfloat16-sums", "inspected", "all-early", "late", "defaults"])  # fmt: skip
+], ids=["no-overlap", "checked", "bfloat16-sums", "inspected", "three-lanes", "defaults"])  # fmt: skip
 def test_settings_change_nothing(workers: WorkerPools, config: DearConfig) -> None:
     for outcome in workers(3).run(compare, WholeNumbers, whole_batches, adamw_two_groups, twins.plain, 6, config):
         assert outcome.bitwise, outcome
@@ -213,7 +205,7 @@ def failing_once(twin: Trainee, step: int) -> None:
     ("new", twins.plain), ("shared", twins.plain), ("left", twins.plain), ("new", failing_once),
 ], ids=["new", "shared", "left", "failing"])  # fmt: skip
 @pytest.mark.parametrize("config", [
-    replace(CONFIG, assume_elementwise=True), replace(LATE, assume_parameterwise=True), LATE,
+    replace(CONFIG, assume_elementwise=True), replace(REPLICATED, assume_parameterwise=True), REPLICATED,
 ], ids=["sharded", "deferred", "at-once"])  # fmt: skip
 def test_an_optimizer_may_assign_data(
     workers: WorkerPools, config: DearConfig, kind: str, loop: Callable[[Trainee, int], None]
@@ -257,7 +249,7 @@ def test_steps_that_are_counted_in_groups(workers: WorkerPools) -> None:
 )
 def test_models(workers: WorkerPools, name: str, loop: Any) -> None:
     model, batches, optimizer = MODELS[name]
-    config = replace(settings(name).keywords["config"], update="replicated", early_gathers=0.5)
+    config = replace(settings(name).keywords["config"], update="replicated")
     run = partial(settings(name), config=config)
     for outcome in workers(2).run(run, model, batches, optimizer, loop, 8):
         assert outcome.parameter_gap < TOLERANCE and outcome.loss_gap < TOLERANCE, outcome
@@ -422,94 +414,8 @@ def test_gathers_wait_for_gradients_and_step_does_not(
 # -- gathers that begin in the backward -------------------------------------------------------------------------------
 
 
-def leave_alone(state: DearState, ddp: DistributedDataParallel, step: int, rank: int) -> None:
-    """As most loops do."""
-
-
-def clip_now_and_then(state: DearState, ddp: DistributedDataParallel, step: int, rank: int) -> None:
-    if step % 3 == 2:
-        state.clip_grad_norm_(1e-3)
-
-
-def drop_one_on_one_rank(state: DearState, ddp: DistributedDataParallel, step: int, rank: int) -> None:
-    """What no loop should do: but then ranks must neither hang nor part."""
-    if rank == 0 and step % 3 == 2:
-        ddp.module.layers[2].weight.grad = None
-
-
-def look_on_one_rank(state: DearState, ddp: DistributedDataParallel, step: int, rank: int) -> None:
-    """A forward for which somebody has forgotten no_grad."""
-    if rank == 0 and step % 3 == 2:
-        ddp(torch.ones(2, 24))
-
-
-def train_early_and_late(
-    rank: int, world_size: int, between: Callable[..., None], early: Any, num_steps: int
-) -> tuple[bool, list[int], list[int]]:
-    """Whether early gathers change no bit; per step, how many there are; from step to step, bytes more than without."""
-    outcomes = []
-    for early_gathers in (early, 0.0):
-        ddp, optimizer, state = wrapped(early_gathers=early_gathers)
-        begun, sent = [], []
-        for step in range(num_steps):
-            optimizer.zero_grad()
-            generator = torch.Generator().manual_seed(10 * rank + step)
-            ddp(torch.randn(2, 24, generator=generator)).backward()
-            begun.append(len(state._early._works))  # type: ignore[union-attr]
-            between(state, ddp, step, rank)
-            optimizer.step()
-            state.synchronize()
-            sent.append(state._lanes.traffic.sent_bytes)
-        outcomes.append((begun, sent, [p.detach().clone() for p in ddp.parameters()]))
-        state.close()
-    (begun, sent, ours), (none, fewer, theirs) = outcomes
-    assert not any(none)
-    more = [(b - a) - (d - c) for a, b, c, d in zip(sent, sent[1:], fewer, fewer[1:], strict=False)]
-    return all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), begun, more
-
-
-@pytest.mark.quick("2")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_early_gathers_cost_a_byte(workers: WorkerPools, world_size: int) -> None:
-    for equal, begun, more in workers(world_size).run(train_early_and_late, leave_alone, 0.5, 6):
-        assert equal
-        assert begun[:2] == [0, 0] and min(begun[2:]) >= 2, "layouts are known after two steps, as DDP rebuilds buckets"
-        assert set(more[1:]) == {world_size - 1}, "nothing but the verdict travels in addition"
-
-
-@pytest.mark.quick("look_on_one_rank")
-@pytest.mark.parametrize(
-    "between", [clip_now_and_then, drop_one_on_one_rank, look_on_one_rank], ids=lambda f: f.__name__
-)
-def test_changed_gradients_are_gathered_again(workers: WorkerPools, between: Any) -> None:
-    """Three times in eight steps; then nothing begins early any more."""
-    for equal, begun, more in workers(3).run(train_early_and_late, between, 0.5, 16):
-        assert equal
-        repeated = [step + 1 for step, extra in enumerate(more) if extra > 100]
-        assert repeated == [2, 5, 8]
-        assert begun[8] >= 2 and not any(begun[9:])
-
-
-def never_step(rank: int, world_size: int) -> list[int]:
-    ddp, optimizer, state = wrapped(early_gathers=0.5)
-    begun = []
-    for step in range(8):
-        optimizer.zero_grad()
-        ddp(torch.ones(2, 24)).backward()
-        begun.append(len(state._early._works))  # type: ignore[union-attr]
-        if step < 3:
-            optimizer.step()
-    state.close()
-    return begun
-
-
-def test_backwards_without_a_step_end_it_too(workers: WorkerPools) -> None:
-    for begun in workers(2).run(never_step):
-        assert min(begun[2:5]) >= 2 and not any(begun[5:]), begun
-
-
 def clip_inside(rank: int, world_size: int) -> str:
-    ddp, optimizer, state = wrapped(early_gathers=0.5)
+    ddp, optimizer, state = wrapped()
     around_step(optimizer, lambda *_: state.clip_grad_norm_(1.0), lambda *_: None)  # after the state's own
     ddp(torch.ones(2, 24)).backward()
     message = message_of(optimizer.step)
@@ -520,32 +426,6 @@ def clip_inside(rank: int, world_size: int) -> str:
 def test_clipping_inside_of_the_step_is_refused(workers: WorkerPools) -> None:
     for message in workers(2).run(clip_inside):
         assert "inside of optimizer.step()" in message
-
-
-def test_idle_time_decides(workers: WorkerPools) -> None:
-    """With a small model the backward is all idle: the largest share, and on every rank the same."""
-    outcomes = workers(3).run(measure_and_begin, 100e6)
-    assert len({tuple(begun) for begun in outcomes}) == 1
-    assert not any(outcomes[0][:6]) and outcomes[0][-1] >= 1, outcomes
-
-
-@pytest.mark.slow
-def test_where_the_processor_limits_nothing_begins_early(workers: WorkerPools) -> None:
-    assert not any(any(begun) for begun in workers(2).run(measure_and_begin, 1e9))
-
-
-def measure_and_begin(rank: int, world_size: int, goodput_bytes_s: float) -> list[int]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 1 << 20))
-        ddp, optimizer, state = wrapped(lanes=None, early_gathers=None)
-    begun = []
-    for _ in range(12):
-        optimizer.zero_grad()
-        ddp(torch.ones(2, 24)).backward()
-        begun.append(len(state._early._works))  # type: ignore[union-attr]
-        optimizer.step()
-    state.close()
-    return begun
 
 
 @pytest.mark.parametrize("goodput_bytes_s", [100e6, 1e9])
@@ -598,8 +478,7 @@ def halve_or_step_half_as_far(rank: int, world_size: int, deferred: bool) -> flo
         torch.manual_seed(0)
         ddp = DistributedDataParallel(Matrices(), gradient_as_bucket_view=True)
         optimizer = kind(ddp.parameters(), lr=lr)
-        config = REPLICATED if deferred else replace(REPLICATED, early_gathers=None)
-        state = DearState(ddp, optimizer, replace(config, assume_parameterwise=deferred))
+        state = DearState(ddp, optimizer, replace(REPLICATED, assume_parameterwise=deferred))
         ddp.register_comm_hook(state, dear_hook)
         for step in range(6):
             optimizer.zero_grad()
@@ -763,5 +642,3 @@ def test_update_must_be_one_of_three() -> None:
         DearConfig(update="both")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="lanes must be None, or a whole number >= 1, got 'two'"):
         DearConfig(lanes="two")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="early_gathers must be None or from 0 to 1, got 'half'"):
-        DearConfig(early_gathers="half")  # type: ignore[arg-type]

@@ -19,7 +19,7 @@ from tests.support.integrations.launched import as_torchrun_does, assert_close, 
 from tests.support.integrations.lightning_modules import DEAR, TOPK, loader, loss_of, module, network, trainer
 from tests.support.workers import WorkerPools
 
-REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01, early_gathers=0.0)
+REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01)
 EVERYTHING = TopKConfig(density=1.0, lanes=2)
 HOOKS = {"plain": None, "dear": DEAR, "replicated": REPLICATED, "topk": TOPK, "everything": EVERYTHING}
 

@@ -28,7 +28,7 @@ from tests.support.integrations.launched import (
 from tests.support.integrations.trainers import DEAR, TOPK, finish, make, values
 from tests.support.workers import WorkerPools
 
-REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01, early_gathers=0.0)
+REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01)
 EXACT = {"dear": DEAR, "replicated": REPLICATED}
 
 

@@ -353,20 +353,6 @@ _DEAR = (
         ("tests/dear/test_clipping.py",),
         "scaler or scaling",
     ),
-    Fault(
-        "dear: early gathers are kept where gradients changed",
-        "ddp_hooks/dear/early.py",
-        "self._lanes, not left_alone, torch.uint8",
-        "self._lanes, left_alone, torch.uint8",
-        ("tests/dear/test_replicated.py",),
-    ),
-    Fault(
-        "dear: early gathers begin before what they gather",
-        "ddp_hooks/dear/early.py",
-        "after = {work for _, work in parts}",
-        "after = set[Work]()",
-        ("tests/dear/test_replicated.py",),
-    ),
 )
 
 _FEED = (

@@ -128,7 +128,6 @@ def beside_ddp(rank: int, world_size: int, config: DearConfig | TopKConfig) -> t
 EXACT: dict[str, DearConfig | TopKConfig] = {
     "sharded": DEAR,
     "replicated": replace(DEAR, update="replicated"),
-    "replicated, early": replace(DEAR, update="replicated", early_gathers=0.3),
     "lanes, too": replace(DEAR, tuner=replace(TUNER, max_lanes=3, max_trials=6)),
     "no overlap": replace(DEAR, overlap_forward=False),
     "at random": replace(DEAR, tuner=replace(TUNER, search="random")),
