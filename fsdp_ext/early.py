@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import LaneError, Lanes, Partition, Work, see
-from ddp_hooks.comm.compat import inside_another_backward
+from ddp_hooks.comm.torch_compat import inside_another_backward
 from fsdp_ext import compat
 from fsdp_ext.memory import Pool
 from fsdp_ext.transport import equal_bounds

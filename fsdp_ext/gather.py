@@ -12,7 +12,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_api import AllGather
 
 from ddp_hooks.comm import Algorithm, Partition, Work, see
-from ddp_hooks.comm.compat import in_backward
+from ddp_hooks.comm.torch_compat import in_backward
 from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of

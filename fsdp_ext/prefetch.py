@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm.compat import in_backward, inside_another_backward, queue_engine_callback
+from ddp_hooks.comm.torch_compat import in_backward, inside_another_backward, queue_engine_callback
 from fsdp_ext import compat
 
 _FEW = 2

@@ -15,7 +15,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import Algorithm, Partition, Work, aligned_bounds, without_messages
-from ddp_hooks.comm import compat as comm_compat
+from ddp_hooks.comm import torch_compat as comm_compat
 from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of

@@ -3,25 +3,26 @@
 from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
 from ddp_hooks.comm.advice import see, wrong_state
 from ddp_hooks.comm.agreement import agree, compare
-from ddp_hooks.comm.bruck import bruck_all_gather, num_rounds
-from ddp_hooks.comm.collectives import (
+from ddp_hooks.comm.algorithms.bruck import bruck_all_gather, num_rounds
+from ddp_hooks.comm.algorithms.collectives import (
     Partition,
     aligned_bounds,
     direct_reduce_scatter,
     pairwise_exchange,
     ring_all_gather,
 )
-from ddp_hooks.comm.ending import Undo, at_exit
-from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send, round_of, without_messages
-from ddp_hooks.comm.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
+from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round, Send, round_of, without_messages
+from ddp_hooks.comm.algorithms.two_level import two_level_all_gather, two_level_reduce_scatter
+from ddp_hooks.comm.executors.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
+from ddp_hooks.comm.executors.lanes import Lanes, LaneSettings, special_tag
+from ddp_hooks.comm.executors.work import ThreadWork, Work
+from ddp_hooks.comm.exit_handler import RemovableHandle, at_exit
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
-from ddp_hooks.comm.lanes import Lanes, LaneSettings, special_tag
 from ddp_hooks.comm.meeting import Patience, broadcast_object, calling, gather_objects, report_error
 from ddp_hooks.comm.metadata import read_metadata
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
-from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter
-from ddp_hooks.comm.values import (
+from ddp_hooks.comm.validation import (
     above,
     at_least,
     check_booleans,
@@ -32,7 +33,6 @@ from ddp_hooks.comm.values import (
     refuse_unused,
     whole,
 )
-from ddp_hooks.comm.work import ThreadWork, Work
 
 __all__ = [
     "Algorithm",
@@ -48,13 +48,13 @@ __all__ = [
     "RankTraffic",
     "Recorder",
     "Recv",
+    "RemovableHandle",
     "Round",
     "Send",
     "Span",
     "Stall",
     "ThreadWork",
     "Traffic",
-    "Undo",
     "Work",
     "above",
     "agree",

@@ -17,7 +17,7 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.meeting import gather_objects
 
 VERIFY = "DDP_HOOKS_VERIFY"
-"""Of the environment: see :mod:`ddp_hooks.comm.verifying`."""
+"""Of the environment: see :mod:`ddp_hooks.comm.collective_check`."""
 _num_agreements = 0
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
-from ddp_hooks.comm.bruck import Step, num_rounds
+from ddp_hooks.comm.algorithms.bruck import Step, num_rounds
 
 
 @lru_cache(maxsize=1024)

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import torch_compat
 from ddp_hooks.comm.accounting import Traffic
-from ddp_hooks.comm.bruck import num_rounds
-from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
-from ddp_hooks.comm.failure import LaneError, Witness
+from ddp_hooks.comm.algorithms.bruck import num_rounds
+from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round, Send
+from ddp_hooks.comm.failure import FailureStore, LaneError
 from ddp_hooks.comm.mesh import connect_all
 
 logger = logging.getLogger("ddp_hooks")
@@ -41,7 +41,7 @@ class ControlChannel:
         witness: who knows of ranks that failed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, witness: Witness) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, witness: FailureStore) -> None:
         self.traffic = Traffic()
         self.num_sent = 0  # messages
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -51,7 +51,7 @@ class ControlChannel:
         self._doing: _Doing | None = None
         self._views: dict[int, tuple[Tensor, memoryview]] = {}  # by the tensor's id, which is its own while it is here
         key = f"{witness.prefix}/control"
-        self._peers = connect_all(compat.default_store(), key, self.rank, self.world_size, timeout_s, witness)
+        self._peers = connect_all(torch_compat.default_store(), key, self.rank, self.world_size, timeout_s, witness)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)

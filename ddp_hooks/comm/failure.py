@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import copy
 import logging
 import sys
 import time
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import torch_compat
 from ddp_hooks.comm.advice import see
 
 logger = logging.getLogger("ddp_hooks")
@@ -29,7 +30,7 @@ _LETTER_BYTES = 768
 _LETTERS_S = 1.0  # how long letters are waited for when the store is gone
 _OWN_TIME_OUT_S = 5.0  # how long a rank that others lost waits for its own lane to say that it gave up
 _LINGER_S = 5.0  # the process that serves the store stays so long for others to read of a failure
-_witnesses: weakref.WeakSet[Witness] = weakref.WeakSet()
+_witnesses: weakref.WeakSet[FailureStore] = weakref.WeakSet()
 _noted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # default groups with a note of this rank
 _expected: dict[str, tuple[Any, int]] = {}  # key of a count of readers -> its store, and how many there are to be
 
@@ -47,7 +48,7 @@ def is_lost_connection(error: BaseException | None) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, LaneError):
         return False
     signs = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe")
-    return isinstance(error, compat.NETWORK_ERRORS) or any(sign in str(error).lower() for sign in signs)
+    return isinstance(error, torch_compat.NETWORK_ERRORS) or any(sign in str(error).lower() for sign in signs)
 
 
 def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages: bool = False) -> str:
@@ -136,7 +137,7 @@ class Letters:
         self._peers = [peer for peer in range(dist.get_world_size(group)) if peer != dist.get_rank(group)]
         self._boxes = [torch.zeros(_LETTER_BYTES, dtype=torch.uint8) for _ in self._peers]
         pairs = zip(self._boxes, self._peers, strict=True)
-        self._handles: list[Any] = [group.recv([box], peer, compat.LETTER_TAG) for box, peer in pairs]
+        self._handles: list[Any] = [group.recv([box], peer, torch_compat.LETTER_TAG) for box, peer in pairs]
 
     def send(self, text: str) -> None:
         """Send ``text`` to all ranks that are there; once."""
@@ -144,7 +145,7 @@ class Letters:
         letter = torch.frombuffer(data, dtype=torch.uint8)
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):  # the connection is broken
-                self._handles.append(self._group.send([letter], peer, compat.LETTER_TAG))
+                self._handles.append(self._group.send([letter], peer, torch_compat.LETTER_TAG))
 
     def first(self) -> str | None:
         """Return a text that has come, if one has."""
@@ -154,7 +155,7 @@ class Letters:
         return None
 
 
-class Witness:
+class FailureStore:
     """Writes and reads the first failure in the store under ``prefix``, and who waits for what; ranks are global.
 
     Args:
@@ -184,7 +185,7 @@ class Witness:
         """Of keys in the store, of this group alone."""
         return self._prefix
 
-    def blame(self, suspect: int) -> str:
+    def report_peer(self, suspect: int) -> str:
         """Report that the connection to ``suspect`` broke; returns a sentence on who failed first, as far as known."""
         mine = f"{self._rank}:{suspect}"
         note = self._letter() or mine
@@ -213,7 +214,7 @@ class Witness:
             )
             self._gave_up = self._gave_up or timeout
             return timeout
-        culprit = self.blame(peer)
+        culprit = self.report_peer(peer)
         return self._own_time_out() or LaneError(
             f"{description} failed ({text}): {culprit}{see('a-rank-died', quoted=culprit)}"
         )
@@ -234,9 +235,9 @@ class Witness:
         deadline_s = time.monotonic() + (_OWN_TIME_OUT_S if self._is_blamed else 0.0)
         while self._gave_up is None and time.monotonic() < deadline_s:
             time.sleep(0.02)
-        return None if self._gave_up is None else LaneTimeout(str(self._gave_up))
+        return copy.copy(self._gave_up)  # each thread raises one of its own
 
-    def confess(self, reason: str) -> None:
+    def report_self(self, reason: str) -> None:
         """Report that this rank ends by itself because of ``reason``."""
         note = self._letter() or f"{self._rank}:{self._rank}:{reason}"
         try:
@@ -258,11 +259,11 @@ class Witness:
         self._tell(note)
         return self._sentence(note)
 
-    def find_failure(self) -> str | None:
+    def check_peers(self) -> str | None:
         """As :meth:`first_failure`, and looks at this rank's own connections, too: for waits without messages."""
         failure = self.first_failure()
         lost = lost_ranks(self._group, self._ranks) if failure is None and self._group is not None else []
-        return self.blame(lost[0]) if lost else failure
+        return self.report_peer(lost[0]) if lost else failure
 
     def _without_store(self, error: Exception) -> str:
         """Return a sentence on who failed first where the store is gone: by letters, or by connections that broke."""
@@ -312,7 +313,7 @@ class Witness:
         """Whether this process has heard of a failure."""
         return self._knows
 
-    def wait_for_farewells(self, deadline_s: float) -> bool:
+    def exit_barrier(self, deadline_s: float) -> bool:
         """Wait until every rank has come here, or one has failed, or the store is gone; whether all have come.
 
         Args:
@@ -380,7 +381,7 @@ def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float
     """Return the ranks whose connection to this one is broken, waiting ``patience_s`` for the first; gloo only."""
     deadline_s, own = time.monotonic() + patience_s, dist.get_rank(group)
     while True:
-        lost = [r for i, r in enumerate(ranks) if i != own and compat.connection_is_broken(group, i)]
+        lost = [r for i, r in enumerate(ranks) if i != own and torch_compat.connection_is_broken(group, i)]
         if lost or time.monotonic() >= deadline_s:
             return lost
         time.sleep(0.05)
@@ -405,7 +406,7 @@ def failure_seen_by_lanes(ranks: Iterable[int]) -> str | None:
 def tell_lanes(lost: int) -> None:
     """Let the lanes of this process know that rank ``lost`` died, before this rank ends, too."""
     for witness in [each for each in _witnesses if lost in each.ranks]:
-        witness.blame(lost)
+        witness.report_peer(lost)
 
 
 def end_of(store: Any, rank: int) -> str | None:
@@ -422,7 +423,7 @@ def expect_readers(store: Any, key: str, num_readers: int) -> None:
         key: of the count of ranks that have read.
         num_readers: with this one.
     """
-    if compat.serves(store):
+    if torch_compat.serves(store):
         _expected[key] = store, num_readers
 
 
@@ -433,7 +434,7 @@ def last_words() -> None:
     try:
         if error is not None and dist.is_initialized():
             end = shortened(f"{type(error).__name__}: {error}")
-            compat.default_store().set(f"ddp_hooks/end/{dist.get_rank()}", end)
+            torch_compat.default_store().set(f"ddp_hooks/end/{dist.get_rank()}", end)
         deadline_s = time.monotonic() + _LINGER_S
         while _expected and time.monotonic() < deadline_s:
             for key, (store, num_readers) in list(_expected.items()):

@@ -18,7 +18,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from ddp_hooks.comm.advice import see
-from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
+from ddp_hooks.comm.failure import FailureStore, LaneError, LaneTimeout
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -32,7 +32,7 @@ _WELCOME = b"\x01"
 
 
 def connect_all(
-    store: Any, key: str, rank: int, world_size: int, timeout_s: float, witness: Witness | None = None
+    store: Any, key: str, rank: int, world_size: int, timeout_s: float, witness: FailureStore | None = None
 ) -> dict[int, socket.socket]:
     """A connected socket for every other rank; collective.
 
@@ -123,7 +123,7 @@ def _listener(backlog: int) -> Iterator[socket.socket]:
         yield made
 
 
-def _place_of(store: Any, key: str, peer: int, deadline_s: float, witness: Witness | None) -> dict[str, Any]:
+def _place_of(store: Any, key: str, peer: int, deadline_s: float, witness: FailureStore | None) -> dict[str, Any]:
     try:
         look_s = time.monotonic() + _LOOK_S
         while not store.check([key]):
@@ -142,9 +142,9 @@ def _place_of(store: Any, key: str, peer: int, deadline_s: float, witness: Witne
     return found
 
 
-def _refuse_failure(witness: Witness | None) -> None:
+def _refuse_failure(witness: FailureStore | None) -> None:
     """Raise if it is known that a rank died."""
-    failure = None if witness is None else witness.find_failure()
+    failure = None if witness is None else witness.check_peers()
     if failure is not None:
         raise LaneError(f"ranks cannot connect: {failure}{see('a-rank-died', quoted=failure)}")
 
@@ -179,7 +179,7 @@ def _accept(
     expected: Sequence[int],
     peers: dict[int, socket.socket],
     deadline_s: float,
-    witness: Witness | None,
+    witness: FailureStore | None,
 ) -> None:
     missing = set(expected)
     while missing:

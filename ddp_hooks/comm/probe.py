@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.exchange import Algorithm, Recv, Send
+from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send
 
 if TYPE_CHECKING:
-    from ddp_hooks.comm.lanes import Lanes
+    from ddp_hooks.comm.executors.lanes import Lanes
 
 _MIB = 1 << 20
 _PROBE_BYTES = 2 * _MIB

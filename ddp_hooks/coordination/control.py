@@ -83,7 +83,7 @@ class ControlThread:
             while True:
                 situation = self._await_reason()
                 if situation is None:
-                    channel.witness.confess(str(self._desk.error))
+                    channel.witness.report_self(str(self._desk.error))
                     channel.let_go()
                     return
                 outcome = self._agree(situation)
@@ -93,10 +93,10 @@ class ControlThread:
         except LaneError as error:
             self._desk.fail(error)
             if isinstance(error, LaneTimeout):  # of a death there is a note already
-                channel.witness.confess(str(error))
+                channel.witness.report_self(str(error))
             channel.let_go()  # others may wait for this rank, and not for the one that failed
         except Exception as error:  # anything else is ours; it must reach the callers, and the other ranks, too
-            channel.witness.confess(f"{type(error).__name__}: {error}")
+            channel.witness.report_self(f"{type(error).__name__}: {error}")
             what = f"{type(error).__name__}: {error}"
             failure = LaneError(f"{channel.describe()} failed: {what}{see('please-report', quoted=error)}")
             failure.__cause__ = error

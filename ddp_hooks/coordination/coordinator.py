@@ -97,7 +97,7 @@ class Coordinator:
         try:
             self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness)
         except LaneError as error:
-            self._lanes.witness.confess(str(error))
+            self._lanes.witness.report_self(str(error))
             self._lanes.abandon(error)
             raise
         self._desk = Desk(self.config, self.groups, self._channel.wake, worth_bytes)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, Lanes, Partition, Work, aligned_bounds, without_messages
-from ddp_hooks.comm.lanes import Lane
+from ddp_hooks.comm.executors.lanes import Lane
 from ddp_hooks.coordination.collectives import all_gather_rows, all_to_all_rows, broadcast
 from ddp_hooks.coordination.handle import Agreement
 from ddp_hooks.coordination.release import Message

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager
 from torch import Tensor
 
 from ddp_hooks.comm import LaneError, LaneTimeout, ThreadWork, Work, see
-from ddp_hooks.comm.failure import Witness
+from ddp_hooks.comm.failure import FailureStore
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -36,7 +36,7 @@ class Agreement:
     def __init__(
         self,
         name: str,
-        witness: Witness,
+        witness: FailureStore,
         describe: Callable[[], str],
         fail: Callable[[LaneError], None],
         being_waited_for: Callable[[], AbstractContextManager[None]],

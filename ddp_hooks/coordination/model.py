@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import agree, mebibytes, positive, see, whole
-from ddp_hooks.comm import compat as comm_compat
+from ddp_hooks.comm import torch_compat as comm_compat
 from ddp_hooks.coordination import groups as grouping
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.coordinator import Coordinator

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Partition, compat, see
+from ddp_hooks.comm import Partition, see, torch_compat
 from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.moves import State
@@ -139,7 +139,7 @@ class Arrangement:
             parameter.data = memory
 
     def _in_other_memory(self) -> list[int]:
-        with compat.without_overrides():
+        with torch_compat.without_overrides():
             return [i for i, own in enumerate(self._memory) if self._parameters[i].data_ptr() != own.data_ptr()]
 
 

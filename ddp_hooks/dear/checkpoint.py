@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, calling, compat, read_metadata, see, shaped_like
+from ddp_hooks.comm import agree, calling, read_metadata, see, shaped_like, torch_compat
 from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout import Interval
@@ -99,7 +99,7 @@ class OptimizerCheckpoint:
 
     def before_state_dict(self, _: torch.optim.Optimizer) -> None:
         """Raise unless the full state is here, or torch.distributed.checkpoint asks, which does so on all ranks."""
-        spread, call, holder = self._spread, compat.StateDictCall.current(), self._consolidated_on
+        spread, call, holder = self._spread, torch_compat.StateDictCall.current(), self._consolidated_on
         if call is not None and call.loads:  # on all ranks, also where the whole state is
             holder = None
         if spread is None or holder == self._rank:
@@ -123,7 +123,7 @@ class OptimizerCheckpoint:
                 f"{see('optimizer-state-is-sharded')}"
             )
 
-    def _ask_all_ranks(self, spread: ShardedOptimizer, call: compat.StateDictCall) -> dict[int, State]:
+    def _ask_all_ranks(self, spread: ShardedOptimizer, call: torch_compat.StateDictCall) -> dict[int, State]:
         if not call.gathers:
             return spread.spread_states()
         ranks: Sequence[int] = range(dist.get_world_size(self._group))

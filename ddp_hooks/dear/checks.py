@@ -7,7 +7,7 @@ import weakref
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import torch_compat
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.effects import Setup, find_setting_without_effect
 from ddp_hooks.dear.registry import state_of
@@ -93,7 +93,7 @@ def fingerprint(
             if key not in ("params", "param_names")
         }
         entries[f"optimizer group {index}"] = f"{len(group['params'])} parameters, {settings}"
-    for name, p in compat.managed_parameters(ddp).items():
+    for name, p in torch_compat.managed_parameters(ddp).items():
         entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
     return entries
 
@@ -105,9 +105,9 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
             "gradient_as_bucket_view=False DDP copies the buckets back meanwhile: pass "
             "DistributedDataParallel(..., gradient_as_bucket_view=True)"
         )
-    if compat.uses_mixed_precision(ddp):
+    if torch_compat.uses_mixed_precision(ddp):
         return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
-    if compat.comm_hook_registered(ddp):
+    if torch_compat.comm_hook_registered(ddp):
         return (
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
@@ -119,9 +119,9 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
         )
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
-    if compat.delays_all_reduce(ddp):
+    if torch_compat.delays_all_reduce(ddp):
         return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
-    sparse = compat.first_managed_sparse_parameter(ddp)
+    sparse = torch_compat.first_managed_sparse_parameter(ddp)
     if sparse is not None:
         return (
             f"{sparse} has sparse gradients, which DeAR cannot scatter: construct it with sparse=False, split it "
@@ -148,11 +148,11 @@ def _problem_of_optimizer(
             f"{kind.__name__} is not known to update every element by itself, and would step on shards of "
             f'parameters: use DearConfig(update="replicated"), which lets it see whole ones, or one of {known}{vouch}'
         )
-    changed = compat.problem_of_reduced_set(ddp, "DearState")
+    changed = torch_compat.problem_of_reduced_set(ddp, "DearState")
     if changed is not None:
         return changed
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in compat.managed_parameters(ddp).items():
+    for name, parameter in torch_compat.managed_parameters(ddp).items():
         if id(parameter) not in held:
             return (
                 f"{name} is reduced by DDP but not in the optimizer: add it, freeze it with requires_grad_(False) "
@@ -162,7 +162,7 @@ def _problem_of_optimizer(
 
 
 def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
-    parameters = compat.managed_parameters(ddp)
+    parameters = torch_compat.managed_parameters(ddp)
     if not parameters:
         return "the model has no parameters to train"
     names, tensors = list(parameters), list(parameters.values())
@@ -172,13 +172,13 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
                 f"{name} is {tensor.dtype}, and gradients are reduced as real numbers: hold it as "
                 f"nn.Parameter(torch.view_as_real(...)), and use torch.view_as_complex(...) of it in the forward"
             )
-        if compat.optimizes_in_backward(tensor):
+        if torch_compat.optimizes_in_backward(tensor):
             return f"{name} is updated inside backward by its own optimizer: use a plain optimizer.step()"
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         return f"the parameters must be on one device, found {sorted(map(str, devices))}"
     device = next(iter(devices))
-    backend = compat.backend_of(ddp.process_group, device)
+    backend = torch_compat.backend_of(ddp.process_group, device)
     if device.type != "cpu" and backend != "nccl":
         return f"parameters on {device.type} need the nccl backend, found {backend}"
     for name, tensor in parameters.items():
@@ -197,7 +197,7 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
 
 
 def _setup(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig) -> Setup:
-    parameters = compat.managed_parameters(ddp).values()
+    parameters = torch_compat.managed_parameters(ddp).values()
     return Setup(
         update="replicated" if updates_whole_parameters(optimizer, config) else "sharded",
         optimizer=type(optimizer).__name__,

@@ -34,9 +34,9 @@ from ddp_hooks.comm import (
     Traffic,
     Work,
     agree,
-    compat,
     mebibytes,
     see,
+    torch_compat,
 )
 from ddp_hooks.dear import checks
 from ddp_hooks.dear.arrangement import Arrangement
@@ -86,7 +86,7 @@ class StepCycle:
         self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
         self._root = ddp.module
         self._optimizer = optimizer
-        managed = compat.managed_parameters(ddp)
+        managed = torch_compat.managed_parameters(ddp)
         self._names = list(managed)
         self._parameters = list(managed.values())
         self.device = self._parameters[0].device
@@ -100,7 +100,7 @@ class StepCycle:
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
         on_cpus = self.device.type == "cpu" and self._lanes.world_size > 1
-        self._watches = on_cpus and compat.places_gradients_one_by_one(ddp)
+        self._watches = on_cpus and torch_compat.places_gradients_one_by_one(ddp)
         self._arrangement = Arrangement(
             self._parameters,
             self._names,
@@ -172,7 +172,7 @@ class StepCycle:
         if self._reduction.num_parameters == len(self._parameters):
             # Only now, as DDP does: earlier buckets may come inside of a recomputation's own backward. DDP queues its
             # end-of-backward callback after ours; a callback queued from a callback runs after both.
-            compat.queue_engine_callback(lambda: compat.queue_engine_callback(self._end_backward))
+            torch_compat.queue_engine_callback(lambda: torch_compat.queue_engine_callback(self._end_backward))
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         future.set_result(buffer)
@@ -216,26 +216,26 @@ class StepCycle:
     # -- 3. the optimizer is about to step --------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if compat.is_inner_step(optimizer) or (self._replicated is not None and self._replicated.updating):
+        if torch_compat.is_inner_step(optimizer) or (self._replicated is not None and self._replicated.updating):
             return None
-        if compat.makes_state(kwargs):
+        if torch_compat.makes_state(kwargs):
             self._makes_state = True
             self._pipe.finish()
             self._sharded.enter_blank()
             return None
-        if compat.inside_compiled_region():
+        if torch_compat.inside_compiled_region():
             raise RuntimeError(
                 "optimizer.step() was called from compiled code, which cannot wait for gradients: compile the model "
                 f"alone, and call optimizer.step() outside{see('how-step-is-called')}"
             )
-        replaced = compat.with_closure(args, kwargs, self._attaching)
+        replaced = torch_compat.with_closure(args, kwargs, self._attaching)
         if replaced is None:
             self._prepare_step()
         return replaced
 
     def _attaching(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure; gradients are attached when it has made them."""
-        return compat.evaluated_once(closure, self._prepare_step, "DeAR supports")
+        return torch_compat.evaluated_once(closure, self._prepare_step, "DeAR supports")
 
     def _prepare_step(self) -> None:
         """Every shard gets its gradient, clipped or withheld as the settings ask."""
@@ -352,7 +352,7 @@ class StepCycle:
     # -- 5. the optimizer has stepped -------------------------------------------------------------------------------
 
     def _after_step(self, *_: Any) -> None:
-        if compat.is_inner_step(self._optimizer) or (self._replicated is not None and self._replicated.updating):
+        if torch_compat.is_inner_step(self._optimizer) or (self._replicated is not None and self._replicated.updating):
             return
         self._sharded.leave()
         if self._makes_state:
@@ -366,7 +366,7 @@ class StepCycle:
         if self._replicated is None:
             self._arrival.settle()
         self._checkpoint.outdate()
-        compat.increment_versions(self._parameters)
+        torch_compat.increment_versions(self._parameters)
         if isinstance(self._sharded, ShardedOptimizer):
             self._sharded.take_back_memory()
             self._sharded.write_masters()
@@ -395,7 +395,7 @@ class StepCycle:
         self._sharded.leave()
         if self._makes_state:
             self._makes_state = False
-            compat.undo_making_state(self._optimizer)
+            torch_compat.undo_making_state(self._optimizer)
         elif isinstance(self._sharded, ShardedOptimizer):
             self._sharded.take_back_memory()
         elif self._replicated is not None:
@@ -480,7 +480,7 @@ class StepCycle:
 
     def _before_model(self, *_: Any) -> None:
         if torch.is_grad_enabled() and not self._in_forward:
-            ddp = compat.ddp_in_forward()
+            ddp = torch_compat.ddp_in_forward()
             if ddp is not None and ddp.module is self._root:
                 refuse_unhooked_forward()
         self._keeper.guard_kept(self._ddp.require_backward_grad_sync)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.dear.shards import ShardSet, held_in_shards
 from ddp_hooks.feed import GradientGuard
 
@@ -59,7 +59,7 @@ class GradientKeeper:
 
     def marks(self) -> list[Tensor | None]:
         """Return what stands for gradients at the parameters, and says what the user has done to them."""
-        with compat.without_overrides():  # nobody waits for parameters in flight
+        with torch_compat.without_overrides():  # nobody waits for parameters in flight
             return [parameter.grad for parameter in self._parameters]
 
     def unless_discarded(self, index: int, gradient: Tensor | None, marks: Sequence[Tensor | None]) -> Tensor | None:
@@ -153,7 +153,7 @@ class GradientKeeper:
                 self._unwatch()
                 self._keep_or_discard(kept, synchronised)
                 if not synchronised and self._carried:
-                    compat.queue_engine_callback(self._carry_on)
+                    torch_compat.queue_engine_callback(self._carry_on)
 
         # Any parameter may be the first; a gradient must not be added to a guard.
         self._watch = [p.register_hook(backward_begins) for p in self._parameters if p.requires_grad]
@@ -167,7 +167,7 @@ class GradientKeeper:
 
     def clear(self) -> None:
         """Remove the model's guards."""
-        with compat.without_overrides():
+        with torch_compat.without_overrides():
             for parameter in self._parameters:
                 if isinstance(parameter.grad, GradientGuard):
                     parameter.grad = None
@@ -180,7 +180,7 @@ class GradientKeeper:
     def zero_grad(self, set_to_none: bool) -> None:
         """The model's side of ``optimizer.zero_grad()``, which finds nothing to drop then."""
         if set_to_none:
-            with compat.without_overrides():
+            with torch_compat.without_overrides():
                 for parameter in self._parameters:
                     parameter.grad = None
             return

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 
 
 def refuse_state_dict(*_: Any) -> None:
@@ -19,7 +19,7 @@ def refuse_state_dict(*_: Any) -> None:
 
 def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A step hook for an optimizer whose shards are no longer reduced; raises."""
-    compat.undo_making_state(optimizer)
+    torch_compat.undo_making_state(optimizer)
     raise RuntimeError(
         "DearState was closed, and this optimizer still holds shards: make a new optimizer over the model's parameters"
         f"{see('the-state-was-closed')}"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, compat, in_order_of, see
+from ddp_hooks.comm import Lanes, in_order_of, see, torch_compat
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, agree_on_entries, is_elementwise, move_states
 from ddp_hooks.dear.outside import SmallEntries, StateOutside
@@ -130,7 +130,7 @@ class ShardedOptimizer(ShardSet):
         """
         held = {interval: state for interval, state in self._held().items() if state}
         own = {i: state for i, state in held.items() if i.parameter == index}
-        if not own and held and compat.unflattens_state():  # asks for the names of entries only: a neighbour's
+        if not own and held and torch_compat.unflattens_state():  # asks for the names of entries only: a neighbour's
             return {**next(iter(held.values()))}
         if not own:
             raise RuntimeError(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import Placement
 
@@ -92,7 +92,7 @@ class SpreadTensor(Tensor):
         parts = {interval: change(part) for interval, part in self.parts.items()}
         return SpreadTensor(self, dtype, device, parts, self.placement, self.label)
 
-    __torch_function__ = compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
+    __torch_function__ = torch_compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

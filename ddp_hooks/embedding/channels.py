@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Stall, Work, gather_objects, special_tag
-from ddp_hooks.comm.small import SmallExchange
+from ddp_hooks.comm.executors.small import SmallExchange
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
 

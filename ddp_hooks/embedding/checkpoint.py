@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, agree, calling, compat, read_metadata, see
+from ddp_hooks.comm import Algorithm, agree, calling, read_metadata, see, torch_compat
 from ddp_hooks.embedding.channels import Channels
 from ddp_hooks.embedding.columns import gather_columns
 from ddp_hooks.embedding.table import Table
@@ -70,7 +70,7 @@ class TableCheckpoint:
         if self._passing:
             return
         self.meet_before_gather()
-        if self._world_size > 1 and self._saved is None and not compat.inside_state_dict_api():
+        if self._world_size > 1 and self._saved is None and not torch_compat.inside_state_dict_api():
             raise RuntimeError(
                 "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
                 "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
@@ -83,7 +83,7 @@ class TableCheckpoint:
 
         It gathers in a group of torch's, whose waits name nobody, and last half an hour by default.
         """
-        call = compat.StateDictCall.current()
+        call = torch_compat.StateDictCall.current()
         if call is not None and call.gathers:
             with calling(f"{call.name}()"):
                 self._channels.meet()
@@ -92,7 +92,7 @@ class TableCheckpoint:
         """A hook of the optimizer."""
         if self._passing:
             return None
-        if self._world_size > 1 and compat.inside_state_dict_api():
+        if self._world_size > 1 and torch_compat.inside_state_dict_api():
             tables = self._in_order()
             state = {
                 position: {key: self._spread(tables[position], value) for key, value in values.items()}

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._pytree import tree_leaves
 
-from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, compat, see
+from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see, torch_compat
 from ddp_hooks.embedding.channels import Channels, CoordinatedChannels, Exchanger
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.expected import ExpectedGradients
@@ -130,7 +130,7 @@ class TableFlow:
             return
         self._refuse_closed()
         self._freezing.refuse_doubt()
-        self._meet(compat.ddp_in_forward())
+        self._meet(torch_compat.ddp_in_forward())
         self._synchronises = self._is_to_synchronise()
         self._forget_zeroed()
         self._step.end_interrupted()
@@ -167,7 +167,7 @@ class TableFlow:
         return ahead.batch.by_rank is not None
 
     def _is_to_synchronise(self) -> bool:
-        ddp = compat.ddp_in_forward()
+        ddp = torch_compat.ddp_in_forward()
         return not self._no_sync and (ddp is None or ddp.require_backward_grad_sync)
 
     def _tell(self, batch: BatchRows, purpose: Purpose) -> Prepared:
@@ -203,7 +203,7 @@ class TableFlow:
         lookup, positions = found
         is_trained = self._all[index].weight.requires_grad
         trains = is_trained and (self._in_forward or torch.is_grad_enabled())
-        if trains and not compat.in_backward():  # else a forward is repeated there, whose call has been counted
+        if trains and not torch_compat.in_backward():  # else a forward is repeated there, whose call has been counted
             self._expected.count_call(index)
             self._tally.num_ids += len(values)
         self._expected.note_first_call(index)
@@ -224,7 +224,7 @@ class TableFlow:
         return torch.nn.functional.embedding(ids, self._whole[index], self._all[index].padding_idx)
 
     def _find(self, index: int, values: Ids) -> tuple[Lookup, Tensor] | None:
-        if compat.in_backward():
+        if torch_compat.in_backward():
             return self._find_again(index, values)
         prefetched = self._prefetched if self._in_forward else None
         if prefetched is not None and prefetched.lookups is not None and index in prefetched.lookups:
@@ -309,7 +309,7 @@ class TableFlow:
 
     def _notice_result(self, *_: Any) -> None:
         """A gradient has come to what the model returned: of a backward, or of ``autograd.grad()`` alone."""
-        if not self._in_backward and compat.backward_reaches_leaves():
+        if not self._in_backward and torch_compat.backward_reaches_leaves():
             self._notice_backward()
 
     def _notice_backward(self) -> None:
@@ -320,7 +320,7 @@ class TableFlow:
         self._is_spoilt = self._is_spoilt or self._was_applied
         self._in_backward = True
         self._expected.queue(self._synchronises)
-        compat.queue_engine_callback(self._end_backward)
+        torch_compat.queue_engine_callback(self._end_backward)
 
     def receive_gradient(self, lookup: Lookup, positions: Tensor, gradient: Tensor, is_first: bool) -> None:
         """A call's backward has come, for the first time or, through a graph that was kept, again."""
@@ -347,7 +347,7 @@ class TableFlow:
         self._expected.end_backward()
         # When DDP has made its buckets the gradients, and hooks have put their guards there. What is there before is
         # not reduced, so ranks would see different things.
-        compat.queue_after_hooks(self._witness.watch)
+        torch_compat.queue_after_hooks(self._witness.watch)
         if self._ahead is not None:
             self._channels.wait(self._ahead.told, self._tally.gradients)
             self._fault = self._fault or self._ahead.batch.fault

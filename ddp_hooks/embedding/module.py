@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import torch_compat
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.embedding.vectors import Lookup
 
@@ -123,7 +123,7 @@ class _HiddenParameters(dict[str, Any]):
 
     def items(self) -> Any:
         """As a dictionary's."""
-        if self._weight is not None and compat.inside_state_dict_api():
+        if self._weight is not None and torch_compat.inside_state_dict_api():
             self._tables.look_for_own_optimizer()
             return {"weight": self._weight}.items()
         return super().items()

@@ -32,9 +32,9 @@ from ddp_hooks.comm import (
     at_exit,
     bruck_all_gather,
     check_waits,
-    compat,
     pairwise_exchange,
     see,
+    torch_compat,
 )
 from ddp_hooks.embedding.gradients import RowSum
 from ddp_hooks.embedding.packing import as_rows, packed, packed_length, parts_of
@@ -78,7 +78,7 @@ class EmbeddingState:
         group = getattr(ddp, "process_group", None) or dist.group.WORLD
         assert group is not None, "torch.distributed is not initialised"
         problem = _find_problem(ddp, timeout_s, stall_warning_s)
-        names = compat.sparse_parameters(ddp) if problem is None else {}
+        names = torch_compat.sparse_parameters(ddp) if problem is None else {}
         entries = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in names.items()}
         settings = LaneSettings(timeout_s=timeout_s, stall_warning_s=stall_warning_s)
         agree(entries, problem, group, "the set-up of EmbeddingState", settings)
@@ -91,10 +91,10 @@ class EmbeddingState:
         self._dense: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
         self._buckets: list[_Bucket] = []
         self._closed = False
-        compat.leave_to_another(ddp, set(names))
+        torch_compat.leave_to_another(ddp, set(names))
         self._handle = at_exit(self.close, self._lanes.abandon, self._is_stuck)
         self._ddp = weakref.ref(ddp)
-        trained = compat.managed_parameters(ddp) | names
+        trained = torch_compat.managed_parameters(ddp) | names
         self._local: LocalGradients | None = None
         if self._lanes.world_size > 1:
             self._local = LocalGradients(ddp, list(trained.values()), list(trained), "EmbeddingState", "embedding_hook")
@@ -136,7 +136,7 @@ class EmbeddingState:
         result: list[Tensor] = []
         work = self._lanes.run(self._mean(buffer, result), f"sparse gradient of {name}")
         if not self._buckets:  # DDP's own callback, which waits for the future, will be queued after this one
-            compat.queue_engine_callback(self._end_backward)
+            torch_compat.queue_engine_callback(self._end_backward)
         self._buckets.append(_Bucket(buffer, future, work, result))
         return future
 
@@ -151,7 +151,7 @@ class EmbeddingState:
         self._lanes.close()
         ddp = self._ddp()
         if ddp is not None:
-            compat.leave_to_another(ddp, set())
+            torch_compat.leave_to_another(ddp, set())
 
     def _end_backward(self) -> None:
         buckets, self._buckets = self._buckets, []
@@ -274,15 +274,15 @@ def _unpack(message: Tensor, count: int, like: RowSum) -> RowSum:
 def _find_problem(ddp: Any, timeout_s: object, stall_warning_s: object) -> str | None:
     if not isinstance(ddp, DistributedDataParallel):
         return f"EmbeddingState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
-    if compat.comm_hook_registered(ddp):
+    if torch_compat.comm_hook_registered(ddp):
         return (
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
-    changed = compat.problem_of_reduced_set(ddp, "EmbeddingState")
+    changed = torch_compat.problem_of_reduced_set(ddp, "EmbeddingState")
     if changed is not None:
         return changed
-    if not compat.sparse_parameters(ddp):
+    if not torch_compat.sparse_parameters(ddp):
         return (
             "the model has no sparse table: construct embeddings with nn.Embedding(..., sparse=True), or split them "
             "with shard_embeddings(), which needs no hook"

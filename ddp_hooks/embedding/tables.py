@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddp_hooks.comm import Work, at_exit, calling, compat, see, whole
+from ddp_hooks.comm import Work, at_exit, calling, see, torch_compat, whole
 from ddp_hooks.embedding.channels import Exchanger
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.columns import scatter_columns
@@ -350,12 +350,12 @@ class EmbeddingTables(TableFlow):
         """
         if self._whole is not None:
             return self._whole[index]
-        if self._kept is not None and not compat.inside_state_dict_api():  # which all ranks call
+        if self._kept is not None and not torch_compat.inside_state_dict_api():  # which all ranks call
             return self._kept[index]
         if self._channels.world_size == 1:
             self.flush()
             return self._all[index].weight.detach()
-        if not self._closed and (_is_sharded_by_fsdp2(self._root) or compat.inside_state_dict_api()):
+        if not self._closed and (_is_sharded_by_fsdp2(self._root) or torch_compat.inside_state_dict_api()):
             self.flush()
             return self._checkpoint.as_dtensor(self._all[index])
         rank = self._channels.ranks[self._channels.rank]
@@ -379,7 +379,7 @@ class EmbeddingTables(TableFlow):
 
     def look_for_own_optimizer(self) -> None:
         """Warn, once, if ``get_state_dict()`` or ``set_state_dict()`` is given optimizers without the tables' one."""
-        call, optimizers = compat.optimizers_beside_model()
+        call, optimizers = torch_compat.optimizers_beside_model()
         has_state = not isinstance(self.optimizer, torch.optim.SGD)  # as momentum is refused
         if not optimizers or self.optimizer in optimizers or self._was_left_out or not has_state:
             return
@@ -451,10 +451,10 @@ class EmbeddingTables(TableFlow):
     def _before_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._updates.running:
             return
-        if compat.makes_state(kwargs):
+        if torch_compat.makes_state(kwargs):
             self._updates.begin_making_state()
             return
-        if compat.with_closure(args, kwargs, lambda closure: closure) is not None:
+        if torch_compat.with_closure(args, kwargs, lambda closure: closure) is not None:
             raise RuntimeError(
                 "tables.optimizer.step() takes no closure: run backward before it, or let the tables follow() the "
                 f"optimizer whose step() has the closure{see('how-step-is-called')}"
@@ -463,31 +463,31 @@ class EmbeddingTables(TableFlow):
         self._begin_step()
 
     def _after_own_step(self, *_: Any) -> None:
-        if compat.inside_making_state():
+        if torch_compat.inside_making_state():
             self._updates.end_making_state()
         elif not (self._updates.running or self._steps_with_another):
             self._end_step()
 
     def _gradients_zeroed(self, _: bool) -> None:
-        if not compat.inside_making_state():  # which finds no gradients in the weights, and forgets its own
+        if not torch_compat.inside_making_state():  # which finds no gradients in the weights, and forgets its own
             self._drop_gradients()
 
     def _before_their_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        if compat.is_inner_step(optimizer) or compat.makes_state(kwargs):
+        if torch_compat.is_inner_step(optimizer) or torch_compat.makes_state(kwargs):
             return None
-        replaced = compat.with_closure(args, kwargs, self._stepping_after)
+        replaced = torch_compat.with_closure(args, kwargs, self._stepping_after)
         if replaced is None:
             self._step_with_another()
         return None if isinstance(optimizer, torch.optim.LBFGS) else replaced
 
     def _stepping_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """The user's closure, in which backward is; then the tables step, before any hook zeroes gradients."""
-        return compat.evaluated_once(closure, self._step_with_another, "sharded tables support")
+        return torch_compat.evaluated_once(closure, self._step_with_another, "sharded tables support")
 
     def _after_their_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if compat.is_inner_step(optimizer) or compat.makes_state(kwargs):
+        if torch_compat.is_inner_step(optimizer) or torch_compat.makes_state(kwargs):
             return
         if isinstance(optimizer, torch.optim.LBFGS):  # whose last evaluation counts
             self._step_with_another()
@@ -503,7 +503,7 @@ class EmbeddingTables(TableFlow):
 
     def _refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise if torch's scaler is about to let ``optimizer`` step, which should have been the tables' step, too."""
-        if self._step.is_unscaled or not (self._step.has_gradients and compat.inside_grad_scaler()):
+        if self._step.is_unscaled or not (self._step.has_gradients and torch_compat.inside_grad_scaler()):
             return
         if optimizer is self._followed or self.misses_step_of(optimizer):
             raise RuntimeError(

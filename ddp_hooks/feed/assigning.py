@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.feed.inert import InertOnCopy
 
 
@@ -22,7 +22,7 @@ def refuse_assigned_parameters(root: nn.Module, parameters: Collection[nn.Parame
     return [
         module.register_load_state_dict_pre_hook(refuse)
         for module in root.modules()
-        if not compat.is_scripted(module)  # it takes no hooks, and keeps its parameters
+        if not torch_compat.is_scripted(module)  # it takes no hooks, and keeps its parameters
         and any(id(parameter) in reduced for parameter in module.parameters(recurse=False))
     ]
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 
-from ddp_hooks.comm import Undo
+from ddp_hooks.comm import RemovableHandle
 
 
-def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None]) -> Undo:
+def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None]) -> RemovableHandle:
     """Call ``restore()`` before an exception leaves ``optimizer.step()``: post-hooks do not run then."""
     # torch's own schedulers wrap step() on the instance in the same way, and unwrap a bound method.
     original = optimizer.step
@@ -40,4 +40,4 @@ def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None
         else:
             del optimizer.step
 
-    return Undo(undo)
+    return RemovableHandle(undo)

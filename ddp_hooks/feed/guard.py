@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 
 # What may be asked of a gradient without touching its values.
 METADATA: frozenset[Any] = frozenset(
@@ -67,7 +67,7 @@ class GradientGuard(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in METADATA or compat.compiler_looks():
+        if func in METADATA or torch_compat.compiler_looks():
             return super().__torch_function__(func, types, args, kwargs or {})
         guards = list(_guards_in(args)) + list(_guards_in((kwargs or {}).values()))
         if func in _ZEROING:
@@ -79,7 +79,7 @@ class GradientGuard(Tensor):
             return args[0] if args else None
         if func in _CONVERSIONS and guards and args[0] is guards[0]:
             return guards[0]._converted(func, args[1:], kwargs or {})
-        if func in compat.DATA_MAY_BE_SET:
+        if func in torch_compat.DATA_MAY_BE_SET:
             return False  # module.to() then sets .grad in the place of .grad.data
         what = getattr(func, "__name__", str(func))
         if not guards:
@@ -95,13 +95,13 @@ class GradientGuard(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # Only what does not ask __torch_function__ comes here: autograd, which adds to a gradient.
-        if compat.in_backward():
+        if torch_compat.in_backward():
             owner = next((guard.owner for guard in _guards_in(args)), "a parameter")
             raise RuntimeError(
                 f"a backward adds to the gradient of {owner}, which an earlier one has reduced: {ONE_BACKWARD}"
                 f"{see('late-gradients')}"
             )
-        if compat.ddp_prepares_forward():  # with its hooks, guards would have made room
+        if torch_compat.ddp_prepares_forward():  # with its hooks, guards would have made room
             refuse_unhooked_forward()
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 

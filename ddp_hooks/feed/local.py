@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.feed.causes import LatestForward, why_not_reduced
 from ddp_hooks.feed.guard import GradientGuard
 from ddp_hooks.feed.inert import InertOnCopy
@@ -78,7 +78,7 @@ class LocalGradients:
 
             return evaluate
 
-        replaced = compat.with_closure(args, kwargs, checking)
+        replaced = torch_compat.with_closure(args, kwargs, checking)
         if replaced is None:
             self._refuse(optimizer)
         return replaced

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import torch_compat
 
 # Whose update of an element looks at no other one.
 ELEMENTWISE = tuple(
@@ -22,7 +22,7 @@ PARAMETERWISE = ELEMENTWISE + tuple(
 
 def find_problem_of_hooks(optimizer: torch.optim.Optimizer) -> str | None:
     """Why hooks of an optimizer would never be called, with a remedy; None if they are."""
-    if compat.calls_hooks(optimizer):
+    if torch_compat.calls_hooks(optimizer):
         return None
     kind = type(optimizer).__name__
     return (

@@ -15,7 +15,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import torch_compat
 
 
 class _Pair(NamedTuple):
@@ -60,7 +60,7 @@ def _arrange(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     pairs = _around.get(optimizer)
     if pairs is None:
         return
-    before, after = compat.step_hooks(optimizer)
+    before, after = torch_compat.step_hooks(optimizer)
     pairs[:] = [pair for pair in pairs if pair.before in before or pair.after in after]  # others were removed
     first = [pair.before for pair in pairs if pair.shows]
     last = [pair.before for pair in pairs if not pair.shows]

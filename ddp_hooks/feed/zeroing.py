@@ -8,10 +8,10 @@ from contextlib import nullcontext
 
 import torch
 
-from ddp_hooks.comm import Undo, compat
+from ddp_hooks.comm import RemovableHandle, torch_compat
 
 
-def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Callable[[bool], None]) -> Undo:
+def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Callable[[bool], None]) -> RemovableHandle:
     """Call ``also(set_to_none)`` before every ``owner.zero_grad(set_to_none)``."""
     # torch's own schedulers wrap step() on the instance in the same way.
     original = owner.zero_grad
@@ -20,7 +20,7 @@ def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Calla
     def zero_grad(set_to_none: bool = True) -> None:
         also(set_to_none)
         # Removing gradients touches no value: no parameter in flight, and no guard, has to be asked one by one.
-        with compat.without_overrides() if set_to_none else nullcontext():
+        with torch_compat.without_overrides() if set_to_none else nullcontext():
             original(set_to_none=set_to_none)
 
     zero_grad.__wrapped__ = original  # type: ignore[attr-defined]
@@ -36,4 +36,4 @@ def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Calla
         else:
             del owner.zero_grad
 
-    return Undo(undo)
+    return RemovableHandle(undo)

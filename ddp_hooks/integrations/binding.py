@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.dear import DearConfig, DearState, dear_hook
 from ddp_hooks.embedding import EmbeddingTables
 from ddp_hooks.feed.companions import companions_in
@@ -88,7 +88,7 @@ class Binding:
         if self.tables is not None and self.dear is None:
             self.tables.follow(optimizer)
         self._final: _Final | None = None
-        self._parameters = {id(parameter) for parameter in compat.managed_parameters(ddp).values()}
+        self._parameters = {id(parameter) for parameter in torch_compat.managed_parameters(ddp).values()}
 
     @property
     def rank(self) -> int:

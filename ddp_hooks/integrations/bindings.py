@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.dear import clip_grad_norm_
 from ddp_hooks.integrations.binding import Binding, tables_of
 from ddp_hooks.integrations.settings import Dense
@@ -56,7 +56,7 @@ class Bindings:
         self, ddp: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
     ) -> torch.optim.Optimizer | None:
         """The one that holds all parameters of a model; with hooks that leave optimizers alone the first with some."""
-        wanted = {id(parameter) for parameter in compat.managed_parameters(ddp).values()}
+        wanted = {id(parameter) for parameter in torch_compat.managed_parameters(ddp).values()}
         alone = isinstance(self._dense, TopKConfig) and self._dense.pipeline == "backward"
         takes_any = alone and tables_of(ddp.module) is None
         for optimizer in optimizers:

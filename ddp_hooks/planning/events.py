@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeAlias
 
 from ddp_hooks.comm import AlphaBeta, Span
-from ddp_hooks.comm.slices import WINDOW
+from ddp_hooks.comm.executors.slices import WINDOW
 from ddp_hooks.planning.network import Network
 from ddp_hooks.planning.patterns import Hop, Pattern
 

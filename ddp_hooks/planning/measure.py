@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Recv, Send, Work
-from ddp_hooks.comm.slices import scatter_message_bytes
+from ddp_hooks.comm.executors.slices import scatter_message_bytes
 from ddp_hooks.planning.events import Slice, clock_of
 from ddp_hooks.planning.network import Network
 from ddp_hooks.planning.patterns import all_reduce

@@ -20,7 +20,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import torch_compat
 from ddp_hooks.planning.step import StepProfile, TensorUse
 
 _TOO_LONG = 1.2  # parts of a step that make up more than this of it overlap, and were taken apart wrongly
@@ -67,7 +67,7 @@ def refuse(model: nn.Module) -> None:
                 f"DistributedDataParallel is inside of the model, as {inner[0] or 'its root'}: give that module itself"
             )
         return
-    if compat.comm_hook_registered(model):
+    if torch_compat.comm_hook_registered(model):
         raise ValueError(
             "this model has a communication hook, and steps are profiled without communication: plan with plain "
             "DistributedDataParallel, before register_comm_hook()"

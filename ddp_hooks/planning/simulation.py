@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ddp_hooks.comm import Span, see
-from ddp_hooks.comm.slices import WINDOW, scatter_message_bytes
+from ddp_hooks.comm.executors.slices import WINDOW, scatter_message_bytes
 from ddp_hooks.planning import bounds
 from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, Waiting, turns
 from ddp_hooks.planning.network import Network

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ddp_hooks.comm import mebibytes
+from ddp_hooks.comm.algorithms.bruck import all_gather_steps
 from ddp_hooks.comm.bags import reduce_scatter_steps
-from ddp_hooks.comm.bruck import all_gather_steps
 from ddp_hooks.planning.events import Process, Signal, Slice
 from ddp_hooks.planning.groups import Launcher, fuse
 from ddp_hooks.planning.patterns import Hop, Pattern

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import compat, see
+from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.feed import PARAMETERWISE
 from ddp_hooks.feed.optimizers import find_problem_of_hooks
 from ddp_hooks.topk.config import TopKConfig
@@ -56,14 +56,14 @@ def find_problem_of_pipeline(
         return problem
     if not ddp.gradient_as_bucket_view:
         return 'pipeline="forward" needs DistributedDataParallel(..., gradient_as_bucket_view=True)'
-    addresses = [p.data_ptr() for p in compat.managed_parameters(ddp).values() if p.numel()]
+    addresses = [p.data_ptr() for p in torch_compat.managed_parameters(ddp).values() if p.numel()]
     if len(set(addresses)) < len(addresses):
         return (
             'with pipeline="forward" every module waits for its own parameters, and some of these share their memory '
             "without being the same: tie weights by assigning the parameter itself"
         )
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, parameter in compat.managed_parameters(ddp).items() if id(parameter) not in held]
+    missing = [name for name, parameter in torch_compat.managed_parameters(ddp).items() if id(parameter) not in held]
     if missing:
         return (
             f'pipeline="forward" needs one optimizer of all parameters, and this one does not have '
@@ -98,24 +98,24 @@ def fingerprint(ddp: DistributedDataParallel, config: TopKConfig, scales: bool) 
         "find_unused_parameters": ddp.find_unused_parameters,
         "static_graph": ddp.static_graph,
     }
-    for name, p in compat.managed_parameters(ddp).items():
+    for name, p in torch_compat.managed_parameters(ddp).items():
         entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
     return entries
 
 
 def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
-    if compat.uses_mixed_precision(ddp):
+    if torch_compat.uses_mixed_precision(ddp):
         return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
-    if compat.comm_hook_registered(ddp):
+    if torch_compat.comm_hook_registered(ddp):
         return (
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
-    if compat.delays_all_reduce(ddp):
+    if torch_compat.delays_all_reduce(ddp):
         return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
-    sparse = compat.first_managed_sparse_parameter(ddp)
+    sparse = torch_compat.first_managed_sparse_parameter(ddp)
     if sparse is not None:
         return (
             f"{sparse} has sparse gradients, of which only the rows that are used exist: construct it with "
@@ -125,10 +125,10 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
 
 
 def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
-    parameters = compat.managed_parameters(ddp)
+    parameters = torch_compat.managed_parameters(ddp)
     if not parameters:
         return "the model has no parameters to train"
-    changed = compat.problem_of_reduced_set(ddp, "TopKState")
+    changed = torch_compat.problem_of_reduced_set(ddp, "TopKState")
     if changed is not None:
         return changed
     for name, parameter in parameters.items():
@@ -141,7 +141,7 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
     if len(devices) > 1:
         return f"the parameters must be on one device, found {sorted(map(str, devices))}"
     device = next(iter(devices))
-    backend = compat.backend_of(ddp.process_group, device)
+    backend = torch_compat.backend_of(ddp.process_group, device)
     if device.type != "cpu" and backend != "nccl":
         return f"parameters on {device.type} need the nccl backend, found {backend}"
     return None
@@ -174,7 +174,7 @@ def _problem_of_teams(config: TopKConfig, world_size: int) -> str | None:
 
 
 def _problem_of_trials(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
-    device = next(iter(compat.managed_parameters(ddp).values())).device
+    device = next(iter(torch_compat.managed_parameters(ddp).values())).device
     possible = candidates(config, world_size)
     if device.type == "cpu" or len(possible) == 1:
         return None

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Recorder, Work, compat, see
+from ddp_hooks.comm import Recorder, Work, see, torch_compat
 from ddp_hooks.feed import (
     DeferredUpdates,
     FeedPipe,
@@ -167,14 +167,14 @@ class ForwardPipeline:
     # -- the optimizer's step ---------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._updates.running or compat.is_inner_step(optimizer):
+        if self._updates.running or torch_compat.is_inner_step(optimizer):
             return None
-        if compat.inside_compiled_region():
+        if torch_compat.inside_compiled_region():
             raise RuntimeError(
                 "optimizer.step() was called from compiled code, which cannot leave updates to the next forward: "
                 f"compile the model alone, and call optimizer.step() outside{see('how-step-is-called')}"
             )
-        replaced = compat.with_closure(args, kwargs, self._settling)
+        replaced = torch_compat.with_closure(args, kwargs, self._settling)
         if replaced is None:
             self._open_step()
         return replaced
@@ -202,11 +202,11 @@ class ForwardPipeline:
         self._marks.take(self._wanted)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._updates.running or compat.is_inner_step(optimizer) or self._held is None:
+        if self._updates.running or torch_compat.is_inner_step(optimizer) or self._held is None:
             return
         self._flying, self._held = self._held, None
         self._marks.put_back()
-        compat.increment_versions(self._parameters)
+        torch_compat.increment_versions(self._parameters)
         self._pipe.launched(self._flying.reduced.works)
 
     # -- arrival ----------------------------------------------------------------------------------------------------

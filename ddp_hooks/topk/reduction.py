@@ -21,7 +21,7 @@ from ddp_hooks.comm import (
     ring_all_gather,
     without_messages,
 )
-from ddp_hooks.comm.slices import reduce_scatter_slices
+from ddp_hooks.comm.executors.slices import reduce_scatter_slices
 from ddp_hooks.topk.algorithms import SparseSum
 from ddp_hooks.topk.groups import GradientGroup, Run
 from ddp_hooks.topk.scattered import Scattered

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, compat, see
+from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, see, torch_compat
 from ddp_hooks.feed import companions
 from ddp_hooks.feed.causes import why_not_ended
 from ddp_hooks.feed.local import LocalGradients
@@ -81,7 +81,7 @@ class TopKState:
         entries = checks.fingerprint(ddp, config, scaler is not None) if problem is None else {}
         agree(entries, problem, group, "the set-up of TopKState", config)
 
-        managed = compat.managed_parameters(ddp)
+        managed = torch_compat.managed_parameters(ddp)
         self._names = list(managed)
         self._parameters = list(managed.values())
         self._numels = [parameter.numel() for parameter in self._parameters]
@@ -258,12 +258,12 @@ class TopKState:
         if self._pipeline is not None:
             future.set_result(buffer)  # whose values come later
             if self._backward.is_complete:  # after DDP's own end of the backward
-                compat.queue_engine_callback(lambda: compat.queue_engine_callback(self._leave_to_forward))
+                torch_compat.queue_engine_callback(lambda: torch_compat.queue_engine_callback(self._leave_to_forward))
         elif self._backward.is_complete:
             if self._ddp.static_graph and self._stats.step == 0:
                 self._end_exchange()  # this is DDP's end-of-backward callback, which is about to wait for the futures
             else:  # it will be queued after ours
-                compat.queue_engine_callback(self._end_exchange)
+                torch_compat.queue_engine_callback(self._end_exchange)
         return future
 
     def _begin_backward(self) -> Backward:
@@ -311,7 +311,7 @@ class TopKState:
         for future, buffer in zip(backward.futures, backward.buffers, strict=True):
             future.set_result(buffer)
         # After DDP's own, also if that is not queued yet.
-        compat.queue_engine_callback(lambda: compat.queue_engine_callback(self._end_backward))
+        torch_compat.queue_engine_callback(lambda: torch_compat.queue_engine_callback(self._end_backward))
 
     def _bring_home(self, backward: Backward) -> None:
         """Wait for everything; what is not used stays here."""

@@ -25,7 +25,7 @@ from ddp_hooks.comm import (
     ring_all_gather,
     run_on_fabric,
 )
-from ddp_hooks.comm.slices import WINDOW, all_gather_slices, reduce_scatter_slices
+from ddp_hooks.comm.executors.slices import WINDOW, all_gather_slices, reduce_scatter_slices
 
 
 def divisors_of(number: int) -> list[int]:

@@ -20,9 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, LaneError, LaneTimeout, Recv, Send, compat, mesh
+from ddp_hooks.comm import Algorithm, LaneError, LaneTimeout, Recv, Send, mesh, torch_compat
 from ddp_hooks.comm.control import ControlChannel
-from ddp_hooks.comm.failure import Witness
+from ddp_hooks.comm.failure import FailureStore
 from tests.support.workers import WorkerPools
 
 # -- connections ------------------------------------------------------------------------------------------------------
@@ -94,7 +94,7 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_who_gave_up_is_named() -> None:
-    witness: Any = SimpleNamespace(find_failure=lambda: "rank 1 ended first, with no way to rank 0")
+    witness: Any = SimpleNamespace(check_peers=lambda: "rank 1 ended first, with no way to rank 0")
     start_s = time.monotonic()
     with pytest.raises(LaneError, match="ranks cannot connect: rank 1 ended first, with no way to rank 0"):
         mesh.connect_all(dist.HashStore(), "key", 0, 2, 60.0, witness)
@@ -120,7 +120,7 @@ def channel(timeout_s: float = 20.0) -> ControlChannel:
     group = dist.new_group(list(range(dist.get_world_size())))
     assert isinstance(group, dist.ProcessGroup)
     ranks = dist.get_process_group_ranks(group)
-    witness = Witness(compat.default_store(), f"test {group.group_name}", dist.get_rank(), ranks)
+    witness = FailureStore(torch_compat.default_store(), f"test {group.group_name}", dist.get_rank(), ranks)
     return ControlChannel(group, timeout_s, witness)
 
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, aligned_bounds
-from ddp_hooks.comm.collectives import direct_reduce_scatter, pairwise_exchange, ring_all_gather
+from ddp_hooks.comm.algorithms.collectives import direct_reduce_scatter, pairwise_exchange, ring_all_gather
 from tests.support.devices import rank_device
 from tests.support.lanes import whole
 from tests.support.workers import WorkerPools

@@ -18,8 +18,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hooks.comm import LaneError, Lanes, LaneSettings, Recorder, at_exit, compat, failure, gather_objects
-from ddp_hooks.comm.lanes import StreamLane
+from ddp_hooks.comm import LaneError, Lanes, LaneSettings, Recorder, at_exit, failure, gather_objects, torch_compat
+from ddp_hooks.comm.executors.lanes import StreamLane
 from tests.support.workers import server_context
 
 
@@ -122,9 +122,9 @@ def ask_late(rank: int, port: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     while (1 - rank // 2) not in failure.lost_ranks(world, range(3)):  # rank 0 waits for 1's end, rank 2 for 0's
         time.sleep(0.02)
-    print(witness.blame(1) if rank == 0 else witness.first_failure())
+    print(witness.report_peer(1) if rank == 0 else witness.first_failure())
     if rank == 2:
-        print(witness.blame(0))
+        print(witness.report_peer(0))
         os._exit(0)  # the store is gone
 
 
@@ -166,8 +166,8 @@ def test_close_on_nccl_waits_for_no_dead_peer(
     expected: tuple[str, bool],
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(compat, "destroy_group", lambda _: done.append("destroyed"))
-    monkeypatch.setattr(compat, "abort_group", lambda _: done.append("aborted"))
+    monkeypatch.setattr(torch_compat, "destroy_group", lambda _: done.append("destroyed"))
+    monkeypatch.setattr(torch_compat, "abort_group", lambda _: done.append("aborted"))
     monkeypatch.setattr(dist, "get_rank", lambda _: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
     lane = StreamLane(0, SimpleNamespace(), torch.device("cpu"), Recorder())  # type: ignore[arg-type]
@@ -186,7 +186,7 @@ def test_close_on_nccl_waits_for_no_dead_peer(
             report_wait=lambda call: f"rank 0 waits in {call}",
             end_wait=lambda: None,
             close=lambda: None,
-            wait_for_farewells=lambda _: all_come,
+            exit_barrier=lambda _: all_come,
         ),
     )
     lanes.close()
@@ -197,8 +197,8 @@ def test_the_end_waits_only_where_the_store_goes_with_the_process(monkeypatch: p
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert compat.serves(dist.PrefixStore("default_pg", served)) and not compat.serves(dist.HashStore())
+    assert torch_compat.serves(dist.PrefixStore("default_pg", served)) and not torch_compat.serves(dist.HashStore())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert not compat.serves(served)
+    assert not torch_compat.serves(served)
     failure.expect_readers(served, "key", 3)
     assert not failure._expected

@@ -19,9 +19,9 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import LaneError, Lanes, LaneSettings, LaneTimeout, Partition, Recorder, aligned_bounds
-from ddp_hooks.comm.exchange import Algorithm
-from ddp_hooks.comm.lanes import StreamLane
-from ddp_hooks.comm.slices import WINDOW
+from ddp_hooks.comm.algorithms.exchange import Algorithm
+from ddp_hooks.comm.executors.lanes import StreamLane
+from ddp_hooks.comm.executors.slices import WINDOW
 from tests.support.lanes import whole
 from tests.support.messages import message_of
 from tests.support.workers import WorkerFailed, WorkerPools

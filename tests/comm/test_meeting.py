@@ -17,13 +17,13 @@ from ddp_hooks.comm import (
     Patience,
     broadcast_object,
     calling,
-    compat,
     failure,
     gather_objects,
     meeting,
     report_error,
+    torch_compat,
 )
-from ddp_hooks.comm.ending import while_all_live
+from ddp_hooks.comm.exit_handler import while_all_live
 from ddp_hooks.comm.failure import describe_waits
 from tests.support.messages import logged, message_of
 from tests.support.workers import WorkerPools
@@ -52,8 +52,8 @@ def test_lanes_do_not_speak_of_calls() -> None:
 def test_a_rank_that_has_waited_for_long_may_live() -> None:
     store = dist.HashStore()
     store.set(failure._wait_key(0), "lane 0: all-gather of a")
-    witness = failure.Witness(store, "test", 1, [0, 1])
-    assert witness.blame(0) == "rank 0 gave up its wait in lane 0: all-gather of a, or died"
+    witness = failure.FailureStore(store, "test", 1, [0, 1])
+    assert witness.report_peer(0) == "rank 0 gave up its wait in lane 0: all-gather of a, or died"
     witness.close()
 
 
@@ -66,9 +66,9 @@ def test_the_failure_that_others_told_of_came_first() -> None:
             sent.append(text)
 
     sent: list[str] = []
-    witness = failure.Witness(dist.HashStore(), "test", 1, [0, 1, 2, 3])
+    witness = failure.FailureStore(dist.HashStore(), "test", 1, [0, 1, 2, 3])
     witness._letters = Letters()  # type: ignore[assignment]
-    assert "rank 3" in witness.blame(0), "the connection to rank 0 broke later"
+    assert "rank 3" in witness.report_peer(0), "the connection to rank 0 broke later"
     assert sent == ["2:3"]
     witness.close()
 
@@ -84,7 +84,7 @@ def world() -> dist.ProcessGroup:
 
 
 def keys_left() -> int:
-    store = compat.default_store()
+    store = torch_compat.default_store()
     return sum(store.check([f"ddp_hooks/meeting/{world().group_name}/{n}/{r}"]) for n in range(50) for r in range(3))
 
 
@@ -170,7 +170,7 @@ def test_a_dead_store_is_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> Non
             raise RuntimeError("Broken pipe")
 
     group: Any = SimpleNamespace(group_name="0")
-    monkeypatch.setattr(compat, "default_store", Dead)
+    monkeypatch.setattr(torch_compat, "default_store", Dead)
     for module, name in ((meeting, "_numbers"), (failure, "_noted")):
         monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 3])
@@ -183,8 +183,8 @@ def test_a_dead_store_is_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> Non
 
 # Collectives of torch have no name and a time-out of their own. What uses them says why.
 _EXCUSED = {
-    "ddp_hooks/comm/compat.py": "names of torch, which lanes use",
-    "ddp_hooks/comm/lanes.py": "what NCCL does itself, with the time-out of lanes",
+    "ddp_hooks/comm/executors/stream_lane.py": "what NCCL does itself, with the time-out of lanes",
+    "ddp_hooks/comm/torch_compat/distributed.py": "names of torch, which lanes use",
     "ddp_hooks/comm/meeting.py": "large items, when all ranks have come",
     "ddp_hooks/coordination/model.py": "the model of rank 0, when all ranks have agreed",
     "ddp_hooks/embedding/replicated.py": "what DDP does without a hook, which DDP waits for",

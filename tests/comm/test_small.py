@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, LaneError, run_on_fabric
-from ddp_hooks.comm.small import SmallExchange
+from ddp_hooks.comm.executors.small import SmallExchange
 
 
 def exchanged(values: list[Tensor], calls: list[str]) -> list[SmallExchange]:

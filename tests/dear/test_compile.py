@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
-from ddp_hooks.comm.lanes import ThreadLane
+from ddp_hooks.comm.executors.lanes import ThreadLane
 from tests.support.dear.compiled import BACKEND, Blocks, blocks, compiled_blocks, count_compilations, plain
 from tests.support.dear.twins import CONFIG, Trainee, compare
 from tests.support.messages import message_of

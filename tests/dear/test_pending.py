@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import nn
 
-from ddp_hooks.comm.work import ThreadWork
+from ddp_hooks.comm.executors.work import ThreadWork
 from ddp_hooks.dear.pending import PendingGradient
 from ddp_hooks.feed import ELEMENTWISE, around_step
 from tests.support.dear.misuse import trained

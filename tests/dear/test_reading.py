@@ -13,7 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
-from ddp_hooks.comm.lanes import ThreadLane
+from ddp_hooks.comm.executors.lanes import ThreadLane
 from tests.support.dear.reading import CONFIGS, differing, train
 from tests.support.dear.twins import CONFIG
 from tests.support.workers import WorkerPools

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
 from ddp_hooks.comm import LinkProfile, Recorder
-from ddp_hooks.comm.exchange import Algorithm
+from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.dear import sizing
 from ddp_hooks.feed import around_step
 from ddp_hooks.feed.waiting import Waiting

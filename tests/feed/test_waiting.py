@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_hooks.comm import Recorder, compat
+from ddp_hooks.comm import Recorder, torch_compat
 from ddp_hooks.feed import FeedPipe
 from ddp_hooks.feed.pending_state import let_state_wait
 from ddp_hooks.feed.waiting import METADATA, Waiting
@@ -194,7 +194,7 @@ class Scaled(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.seen.append(func)
-        with compat.without_overrides():
+        with torch_compat.without_overrides():
             return func(*args, **(kwargs or {}))
 
 
@@ -282,7 +282,7 @@ def test_who_finishes_waits_for_an_update_of_another_thread() -> None:
 
 
 def without_overrides(model: nn.Module) -> None:
-    with compat.without_overrides():
+    with torch_compat.without_overrides():
         model(torch.zeros(1, 3))
 
 

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from ddp_hooks.comm import LaneError
-from ddp_hooks.comm.work import Joined
+from ddp_hooks.comm.executors.work import WorkGroup
 from fsdp_ext import ExtConfig, extend, restore
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.life import train_until_somebody_dies
@@ -348,20 +348,20 @@ def interrupted(rank: int, world_size: int) -> tuple[float, int]:
         for chain in model:
             chain.reentrant = True
         if step == 3 and hasattr(model, "_fsdp_ext_extension"):
-            wait: Any = Joined.wait
+            wait: Any = WorkGroup.wait
 
-            def stop(work: Joined) -> None:
+            def stop(work: WorkGroup) -> None:
                 wait(work)
                 if "part 0" in work.label:
                     raise KeyboardInterrupt
 
-            Joined.wait = stop  # type: ignore[assignment,method-assign]
+            WorkGroup.wait = stop  # type: ignore[assignment,method-assign]
             try:
                 model(batch_of(step + 100)).square().mean().backward()
             except KeyboardInterrupt:
                 num_interrupted += 1
             finally:
-                Joined.wait = wait  # type: ignore[method-assign]
+                WorkGroup.wait = wait  # type: ignore[method-assign]
             model.reset_iter_state()
             model.zero_grad()
 

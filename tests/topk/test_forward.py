@@ -51,12 +51,12 @@ def adafactor(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adafactor(parameters, lr=0.05)
 
 
-class Joined(torch.optim.SGD):
+class WorkGroup(torch.optim.SGD):
     """Unknown to us: may look at several parameters at once."""
 
 
 def joined(parameters: Any) -> torch.optim.Optimizer:
-    return Joined(parameters, lr=0.1, momentum=0.9)
+    return WorkGroup(parameters, lr=0.1, momentum=0.9)
 
 
 def compiled() -> nn.Module:

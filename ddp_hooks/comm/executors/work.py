@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 
 from ddp_hooks.comm.advice import see
-from ddp_hooks.comm.failure import LaneError, LaneTimeout, Witness
+from ddp_hooks.comm.failure import FailureStore, LaneError, LaneTimeout
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -35,7 +35,7 @@ class ThreadWork:
     """Completed by a lane's thread; failing, it carries the lane's error to the training thread."""
 
     def __init__(
-        self, label: str, timeout_s: float, stall_warning_s: float, describe: Callable[[], str], witness: Witness
+        self, label: str, timeout_s: float, stall_warning_s: float, describe: Callable[[], str], witness: FailureStore
     ) -> None:
         self.label = label
         self.finished_s = 0.0  # time.perf_counter() when it was
@@ -119,7 +119,7 @@ class StreamWork:
             torch.cuda.current_stream(self._device).wait_event(self._event)
 
 
-class Joined:
+class WorkGroup:
     """Several submissions that are one collective."""
 
     def __init__(self, works: Sequence[Work]) -> None:

@@ -1,4 +1,4 @@
-"""Collectives in slices, as lanes run them: while one slice is added, others travel."""
+"""Slices of collectives: a lane adds one while others travel."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.collectives import Partition, direct_reduce_scatter, ring_all_gather
-from ddp_hooks.comm.exchange import Algorithm
-from ddp_hooks.comm.two_level import two_level_all_gather, two_level_reduce_scatter, two_level_scratch_numel
+from ddp_hooks.comm.algorithms.collectives import Partition, direct_reduce_scatter, ring_all_gather
+from ddp_hooks.comm.algorithms.exchange import Algorithm
+from ddp_hooks.comm.algorithms.two_level import two_level_all_gather, two_level_reduce_scatter, two_level_scratch_numel
 
 WINDOW = 2  # slices under way per lane; with more, messages of several ranks pile up at one and wait for each other
-_SMALLER = 3  # messages of a reduce-scatter, of which P - 1 come at once, are so many times smaller than slice_bytes
-_MOST_RECEIVED = 4  # times slice_bytes is the memory of a lane and dtype at most, for any number of ranks
+_SMALLER = 3  # messages of a reduce-scatter, of which P - 1 arrive at once, are smaller than slice_bytes by this factor
+_MOST_RECEIVED = 4  # receive memory of a lane and dtype is at most this many times slice_bytes, for any P
 
 
 class Slice(NamedTuple):
-    """One slice of a collective, ready to start: a generator to make, and the scratch memory that it needs."""
+    """One slice of a collective, ready to start."""
 
-    start: Callable[[Tensor], Algorithm]  # scratch -> algorithm
+    start: Callable[[Tensor], Algorithm]  # scratch memory -> algorithm
     scratch_numel: int
     dtype: torch.dtype
     tag: int | None = None  # of its messages; None: the next one in order
@@ -32,11 +32,11 @@ def reduce_scatter_slices(
     """Cut reduce-scatters over ``partitions`` into slices, with messages of :func:`scatter_message_bytes`.
 
     Args:
-        partitions: each moves by itself.
-        rank: the rank that runs them.
-        slice_bytes: see there.
+        partitions: data; each is cut by itself.
+        rank: rank that runs the slices.
+        slice_bytes: see :func:`scatter_message_bytes`.
         divisor: number of ranks for means.
-        node_size: ranks per node; of more than one, sums are formed on two levels.
+        node_size: ranks per node; with more than one, sums are formed on two levels.
     """
     for partition in partitions:
         world_size = len(partition.bounds) - 1
@@ -49,7 +49,7 @@ def reduce_scatter_slices(
 def all_gather_slices(
     partitions: Sequence[Partition], rank: int, slice_bytes: int, node_size: int = 1
 ) -> Iterator[Slice]:
-    """Cut all-gathers over ``partitions`` into slices whose messages are no longer; arguments as above."""
+    """Cut all-gathers over ``partitions`` into slices with messages of at most ``slice_bytes``."""
     for partition in partitions:
         for chunks in _sliced_chunks(partition, slice_bytes):
             yield Slice(_gather(chunks, rank, node_size), 0, partition.flat.dtype)
@@ -76,7 +76,7 @@ def _gather(chunks: Sequence[Tensor], rank: int, node_size: int) -> Callable[[Te
 
 
 def _sliced_chunks(partition: Partition, range_bytes: int) -> Iterator[list[Tensor]]:
-    """The same number of slices on every rank, each with a part of at most ``range_bytes`` of every range."""
+    """Yield the same number of slices on every rank, each with at most ``range_bytes`` of every range."""
     ranges = partition.ranges
     longest = max(each.numel() for each in ranges)
     num_slices = -(-longest // max(1, range_bytes // partition.flat.element_size()))

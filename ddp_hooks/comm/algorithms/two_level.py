@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ddp_hooks.comm.collectives import all_gather_among, reduce_scatter_among
-from ddp_hooks.comm.exchange import Algorithm
+from ddp_hooks.comm.algorithms.collectives import all_gather_among, reduce_scatter_among
+from ddp_hooks.comm.algorithms.exchange import Algorithm
 
 
 def two_level_reduce_scatter(

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.exchange import Algorithm, Recv, Send
+from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send
 from ddp_hooks.comm.failure import refuse_different_calls
 
 _CALL_BYTES, _TYPE_BYTES, _INLINE_BYTES = 96, 16, 128

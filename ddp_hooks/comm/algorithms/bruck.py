@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.exchange import Recv, Round, Send, round_of
+from ddp_hooks.comm.algorithms.exchange import Recv, Round, Send, round_of
 
 
 class Step(NamedTuple):
@@ -22,13 +22,16 @@ class Step(NamedTuple):
 
 
 def num_rounds(size: int) -> int:
-    """Rounds in which ``size`` workers can each hear of every other: the logarithm to base 2, rounded up."""
+    """Return ceil(log2(size)): rounds in which each of ``size`` workers can hear of every other."""
     return (size - 1).bit_length()
 
 
 @lru_cache(maxsize=1024)
 def all_gather_steps(worker: int, size: int) -> tuple[Step, ...]:
-    """The rounds of Bruck's all-gather (zhao2024spardl, Fig. 3b): everything held so far, no more than is missing."""
+    """Return the rounds of Bruck's all-gather (zhao2024spardl, Fig. 3b).
+
+    A worker sends everything that it holds, but no more than its partner misses.
+    """
     steps = []
     for i in range(num_rounds(size)):
         distance = 1 << i
@@ -43,7 +46,7 @@ def all_gather_steps(worker: int, size: int) -> tuple[Step, ...]:
 def bruck_all_gather(
     mine: Tensor, sizes: Sequence[int], members: Sequence[int], position: int
 ) -> Generator[Round, None, list[Tensor]]:
-    """Every member's message, on every member (zhao2024spardl, Fig. 3b).
+    """Gather every member's message on every member (zhao2024spardl, Fig. 3b).
 
     Args:
         mine: (sizes[position],), this member's message.

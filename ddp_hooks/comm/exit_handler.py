@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ddp_hooks.comm import compat
+from ddp_hooks.comm import torch_compat
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import LaneError, died, last_words, lost_ranks
 
@@ -25,7 +25,7 @@ _LOOK_S = 0.25  # how often it is seen whether a rank died
 _GRACE_S = 1.0  # what waits for a rank that died may end by itself in this time
 
 
-class Undo:
+class RemovableHandle:
     """A handle whose ``remove`` runs a function, like torch's."""
 
     def __init__(self, function: Callable[[], None]) -> None:
@@ -73,7 +73,7 @@ def _leave_without(thread: threading.Thread) -> None:
     It may hold the connection to the store for as long as it waits, so there are no last words.
     """
     if thread.is_alive():
-        if dist.is_initialized() and compat.serves(compat.default_store()):
+        if dist.is_initialized() and torch_compat.serves(torch_compat.default_store()):
             time.sleep(2 * (_LOOK_S + _GRACE_S))  # others, too, find out by their own connections
         _leave()
 
@@ -87,7 +87,7 @@ def _leave() -> None:
 
 def at_exit(
     close: Callable[[], None], abandon: Callable[[BaseException], None], is_stuck: Callable[[], bool]
-) -> Undo:
+) -> RemovableHandle:
     """When the process ends call the bound method ``close``, or ``abandon(error)`` if an error ends it.
 
     The last gathers must reach the other ranks before this process goes. If ``is_stuck`` afterwards, a thread waits in
@@ -120,4 +120,4 @@ def at_exit(
             _leave()
 
     atexit.register(finish)
-    return Undo(lambda: atexit.unregister(finish))
+    return RemovableHandle(lambda: atexit.unregister(finish))

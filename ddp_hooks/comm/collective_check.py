@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm.agreement import VERIFY, first_difference
-from ddp_hooks.comm.collectives import Partition, ring_all_gather
-from ddp_hooks.comm.exchange import Algorithm
+from ddp_hooks.comm.algorithms.collectives import Partition, ring_all_gather
+from ddp_hooks.comm.algorithms.exchange import Algorithm
 
 _LINE_BYTES = 512
 
 
-def is_verifying() -> bool:
+def is_checking() -> bool:
     """Whether the environment asks for it."""
     return os.environ.get(VERIFY, "0") not in ("", "0")
 

@@ -1,9 +1,9 @@
 """Dense collectives as generators: direct reduce-scatter, ring all-gather, pairwise exchange.
 
-A reduce-scatter sends every range straight to its owner, who adds in the order of ranks, so that a sum depends neither
-on where memory is cut into ranges nor on who owns them. It takes one round, and as many bytes as the ring of DeAR,
-section III-A (Eq. 3), which takes P - 1. An all-gather goes around that ring (Eq. 4): a direct one takes 3 to 12 %
-longer, since some links wait for others where all send to all.
+A reduce-scatter sends every range straight to its owner, which adds in the order of ranks. So a sum depends neither on
+where memory is cut into ranges nor on who owns them. It takes one round; the ring of DeAR, section III-A (Eq. 3) moves
+as many bytes in P - 1. An all-gather goes around that ring (Eq. 4): a direct one takes 3 to 12 % longer, because some
+links wait for others where all ranks send to all.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from ddp_hooks.comm.exchange import Algorithm, Recv, Send, round_of
+from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send, round_of
 
 _WIDE_BYTES = 4  # of an element; sums of narrower floating-point types are formed in float32
 
@@ -123,7 +123,7 @@ class Partition(NamedTuple):
 
     @property
     def ranges(self) -> list[Tensor]:
-        """Of every rank its own."""
+        """Ranges by owner."""
         return [self.flat[start:end] for start, end in itertools.pairwise(self.bounds)]
 
     @property

@@ -1,9 +1,9 @@
-"""The vocabulary of communication algorithms: rounds of sends and receives.
+"""Rounds of sends and receives, of which communication algorithms consist.
 
-An algorithm is a generator. It yields one round after another and is resumed when everything that the round receives
-is there. What it sends may travel until the algorithm ends, which spares a wait per round.
-It knows ranks and tensors, never process groups, so that one piece of code is tested in one process
-(:mod:`~ddp_hooks.comm.fabric`), predicted (the same module, with a clock) and run (:mod:`~ddp_hooks.comm.lanes`).
+An algorithm is a generator. It yields one round after another and continues when everything that the round receives
+has arrived. Sent data may travel until the algorithm ends, which spares a wait per round. Algorithms know ranks and
+tensors, never process groups. So one piece of code is tested in one process and predicted with a clock
+(:mod:`~ddp_hooks.comm.executors.fabric`), and run (:mod:`~ddp_hooks.comm.executors.thread_lane`).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ Algorithm: TypeAlias = Generator[Round, None, None]
 
 
 def round_of(*exchanges: Send | Recv) -> Round:
-    """A round of these exchanges, but for messages of no length, which neither side waits for."""
+    """Return a round of these exchanges without empty messages, for which neither side waits."""
     return [exchange for exchange in exchanges if exchange.tensor.numel()]
 
 
 def without_messages(function: Callable[[], None]) -> Algorithm:
-    """An algorithm that only calls ``function``, when its turn comes."""
+    """Return an algorithm that only calls ``function``, when its turn comes."""
     function()
     yield from ()

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.exchange import Algorithm, Recv, Round, Send
+from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round, Send
 
 
 class FabricError(RuntimeError):

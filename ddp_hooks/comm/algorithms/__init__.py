@@ -1,0 +1,1 @@
+"""Collectives as generators: they know ranks and tensors, never process groups."""

@@ -1,0 +1,300 @@
+"""All lanes of one group: work goes to them in turn, the same on every rank."""
+
+from __future__ import annotations
+
+import atexit
+import itertools
+import logging
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.accounting import Recorder, Traffic
+from ddp_hooks.comm.advice import see
+from ddp_hooks.comm.algorithms.collectives import Partition, ring_all_gather
+from ddp_hooks.comm.algorithms.exchange import Algorithm
+from ddp_hooks.comm.executors.lane import Lane, LaneSettings, special_tag
+from ddp_hooks.comm.executors.small import SmallExchange
+from ddp_hooks.comm.executors.stream_lane import StreamLane
+from ddp_hooks.comm.executors.thread_lane import LIVENESS_TAG, SMALL_SUMS, ThreadLane
+from ddp_hooks.comm.executors.work import Work, WorkGroup
+from ddp_hooks.comm.exit_handler import while_all_live
+from ddp_hooks.comm.failure import FailureStore, LaneError, is_lost_connection, shortened
+from ddp_hooks.comm.meeting import broadcast_object, call_named, gather_objects
+
+logger = logging.getLogger("ddp_hooks")
+
+_SMALL = (1 << 9) + 1  # kind of exchange that nobody else has
+_LONGEST_PAUSE_S = 0.1  # between two looks at streams that are to end
+
+
+class Lanes:
+    """A number of lanes over the ranks of one group; work goes to them in turn, the same on every rank.
+
+    Args:
+        group: the ranks; its backend decides the kind of lane. Creating the lanes is collective over it.
+        num_lanes: how many, to begin with.
+        device: where the tensors will be.
+        settings: slices and timeouts.
+        recorder: where lanes note spans, for a timeline.
+        backend: what carries them; None: what the group uses for such a device.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        num_lanes: int,
+        device: torch.device,
+        settings: LaneSettings,
+        recorder: Recorder,
+        backend: str | None = None,
+    ) -> None:
+        self.group = group
+        self.rank = dist.get_rank(group)
+        self.world_size = dist.get_world_size(group)
+        self.backend = backend or torch_compat.backend_of(group, device)
+        self.native = self.backend == "nccl"
+        self._device = device
+        self._settings = settings
+        self._recorder = recorder
+        self._witness: FailureStore | None = None
+        self._lanes: list[Lane] = []
+        self._groups: list[dist.ProcessGroup] = []
+        self._small: list[Lane] = []  # a lane of its own for small sums, when there is the first
+        self._num_small = 0
+        self._submitted = 0
+        self._in_use: int | None = None  # lanes that get work; None: all of them
+        self._ending: list[threading.Thread] = []
+        self._stuck_streams = False
+        # At exit, close() or abandon() come first.
+        weakref.finalize(self, _dismiss, self._lanes, self._small).atexit = False
+        self.grow(num_lanes)
+
+    def grow(self, num_lanes: int) -> None:
+        """Add lanes until there are ``num_lanes``; collective."""
+        while len(self._lanes) < num_lanes:
+            index = len(self._lanes)
+            group = self._new_group(f"ddp_hooks lane {index}")
+            self._groups.append(group)
+            if self._witness is None:
+                ranks = dist.get_process_group_ranks(group)
+                store, messages = torch_compat.default_store(), group if self.backend == "gloo" else None
+                self._witness = FailureStore(store, group.group_name, ranks[self.rank], ranks, messages)
+            if self.native:
+                self._lanes.append(StreamLane(index, group, self._device, self._recorder))
+                continue
+            self._lanes.append(ThreadLane(index, group, self._settings, self._witness, self._recorder))
+
+    def _new_group(self, name: str) -> dist.ProcessGroup:
+        def make() -> dist.ProcessGroup:
+            return torch_compat.new_group_like(self.group, self.backend, self._settings.timeout_s, name)
+
+        # A thread has a CUDA device of its own, which NCCL would take.
+        return make() if self.native else while_all_live(make, self.group, f"the making of {name}")
+
+    def __len__(self) -> int:
+        """Lanes that get work."""
+        return len(self._lanes) if self._in_use is None else self._in_use
+
+    @property
+    def witness(self) -> FailureStore | None:
+        """Who knows of ranks that failed."""
+        return self._witness
+
+    @property
+    def traffic(self) -> Traffic:
+        """The totals of all lanes."""
+        return sum((lane.traffic for lane in (*self._lanes, *self._small)), Traffic())
+
+    def gather_objects(self, item: Any, what: str) -> list[Any]:
+        """Return every rank's ``item``, as :func:`~ddp_hooks.comm.gather_objects` does; not for normal steps."""
+        return gather_objects(item, self.group, what, self._settings)
+
+    def broadcast_object(self, item: Any, what: str) -> Any:
+        """Return the first rank's ``item``, likewise."""
+        return broadcast_object(item, self.group, what, self._settings)
+
+    def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
+        """Return the sum of ``value`` over the ranks, in their order, or its largest elements; collective.
+
+        For a few numbers in a step. On CPUs one round of messages, P - 1 per rank, which do not queue behind what
+        lanes move.
+
+        Args:
+            value: of the same shape and type on every rank; stays as it is.
+            what: the call as users know it, the same on every rank; see :func:`~ddp_hooks.comm.calling`.
+            largest: take the largest elements instead of sums; of numbers that are not NaN.
+
+        Raises:
+            LaneError: a rank died, or ranks have called different things.
+            LaneTimeout: some rank has not called this within ``timeout_s``.
+        """
+        what = call_named(what)
+        if self.world_size == 1:
+            return value.clone()
+        if self.native:
+            lane = self._lanes[0]
+            assert isinstance(lane, StreamLane)
+            result = value.clone()
+            lane.all_reduce(result, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, what).wait()
+            return result
+        if not self._small:
+            assert self._witness is not None
+            # Beside the first lane, on its connections: tags keep their messages apart.
+            self._small.append(ThreadLane(SMALL_SUMS, self._groups[0], self._settings, self._witness, self._recorder))
+        exchange = SmallExchange(value.detach().cpu(), what, self.rank, self.world_size)
+        tag = special_tag(_SMALL, self._num_small)
+        self._num_small += 1
+        self._small[0].run(exchange.run(), what, tag=tag).wait()
+        return exchange.result(dist.get_process_group_ranks(self.group), largest).to(value.device)
+
+    def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
+        """:meth:`Lane.reduce_scatter` on the next lane."""
+        return self.next_lane().reduce_scatter(partitions, label, divisor)
+
+    def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
+        """:meth:`Lane.all_gather` on the next lane."""
+        return self.next_lane().all_gather(partitions, label, after)
+
+    def spread_reduce_scatter(self, partition: Partition, label: str, divisor: int = 1) -> Work:
+        """:meth:`Lane.reduce_scatter` on all lanes, each of which moves some slices: for one that is waited for."""
+        return self._spread(lambda lane, part: lane.reduce_scatter([partition], label, divisor, part))
+
+    def spread_all_gather(self, partition: Partition, label: str) -> Work:
+        """:meth:`Lane.all_gather` on all lanes, likewise; of what is complete: lanes do not wait for each other."""
+        return self._spread(lambda lane, part: lane.all_gather([partition], label, part=part))
+
+    def spread_several(self, starts: Sequence[Callable[[], Algorithm]], label: str) -> Work:
+        """Any algorithms as one piece of work, each of which some lane makes and runs when its turn comes."""
+        return self._spread(lambda lane, part: lane.run_several(starts, label, part))
+
+    def _spread(self, submit: Callable[[ThreadLane, tuple[int, int]], Work]) -> Work:
+        lanes = [lane for lane in self._lanes[: len(self)] if isinstance(lane, ThreadLane)]
+        return WorkGroup([submit(lane, (index, len(lanes))) for index, lane in enumerate(lanes)])
+
+    def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
+        """:meth:`Lane.run` on the next lane."""
+        return self.next_lane().run(algorithm, label, after, tag)
+
+    def next_lane(self) -> Lane:
+        """The lane whose turn it is, the same on every rank: for pieces of work that are to follow each other."""
+        lane = self._lanes[self._submitted % len(self)]
+        self._submitted += 1
+        return lane
+
+    def use(self, num_lanes: int) -> None:
+        """Give work to the first ``num_lanes`` of them only; the same on every rank, where nothing is under way."""
+        if not 1 <= num_lanes <= len(self._lanes):
+            raise ValueError(f"use(...) takes 1 to {len(self._lanes)} lanes, got {num_lanes}")
+        self._in_use = num_lanes
+
+    def close(self, farewell_s: float = 10.0) -> None:
+        """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``.
+
+        Streams are waited for until ``timeout_s``. Where a rank died, or does not come, what is under way on streams is
+        cut short: to give NCCL's connections back otherwise waits for the other side.
+        """
+        deadline_s = time.monotonic() + farewell_s
+        together = False
+        if self._end_threads(deadline_s) and self._end_streams() and self._witness is not None:
+            # Through the store: a thread that waited in the backend for a rank that is late could not be woken.
+            together = self._witness.exit_barrier(max(deadline_s, time.monotonic() + farewell_s / 2))
+        if self._witness is not None:
+            self._witness.close()
+        self._lanes.clear()
+        self._small.clear()
+        while self._groups:
+            if self.native and not together:
+                torch_compat.abort_group(self._groups.pop())
+            else:
+                torch_compat.destroy_group(self._groups.pop())
+
+    def _end_streams(self) -> bool:
+        """Wait for what streams have under way; whether it ended: without the ranks that died it does not."""
+        streams = [lane for lane in self._lanes if isinstance(lane, StreamLane)]
+        start_s, pause_s, warned = time.monotonic(), 0.0001, False
+        while not all(lane.is_idle for lane in streams):
+            waited_s = time.monotonic() - start_s
+            assert self._witness is not None
+            failure = self._witness.first_failure() if pause_s >= _LONGEST_PAUSE_S else None
+            if failure is not None or waited_s >= self._settings.timeout_s:
+                self._stuck_streams = True
+                hint = failure or self._witness.report_wait("close()")
+                logger.error("close() cuts short what is under way after %.0f s: %s", waited_s, hint)
+                return False
+            if waited_s >= self._settings.stall_warning_s and not warned:
+                warned = True
+                logger.warning("waited %.0f s in close(): %s", waited_s, self._witness.report_wait("close()"))
+            time.sleep(pause_s)
+            pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
+        if warned and self._witness is not None:
+            self._witness.end_wait()
+        return True
+
+    def explain(self, error: BaseException | None, patience_s: float = 10.0) -> str | None:
+        """Who was lost first, if ``error`` says that another group lost a connection; None if not, or not found out.
+
+        Calls the roll on a lane: neighbours of a dead rank know at once, the others learn it from them.
+        """
+        if self._witness is None or self.native or not self._lanes or not is_lost_connection(error):
+            return None
+        tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
+        lane = self._lanes[0]
+        assert isinstance(lane, ThreadLane)
+        # Ranks may be at different places of the lane's order: a tag of its own keeps the roll call apart.
+        work = lane.run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection", tag=LIVENESS_TAG)
+        deadline_s = time.monotonic() + patience_s
+        failure = None
+        while not work.done and failure is None and time.monotonic() < deadline_s:
+            broken = work.error_within(0.25)
+            if broken is not None:
+                return str(broken)
+            failure = self._witness.first_failure()
+        failure = failure or self._witness.first_failure()
+        return None if failure is None else f"{failure}{see('a-rank-died', quoted=failure)}"
+
+    def annotate(self, error: BaseException | None, what: str) -> None:
+        """If ``error`` says that ``what`` lost a connection, find out who was lost; log it, and add it to the error."""
+        explanation = self.explain(error)
+        if error is not None and explanation is not None:
+            logger.error("%s lost a connection: %s", what, explanation)
+            torch_compat.add_note(error, explanation)
+
+    def abandon(self, error: BaseException, farewell_s: float = 2.0) -> None:
+        """This rank ends because of ``error``: tell the others, and wait a little for what is under way.
+
+        A thread that comes back from the backend while the interpreter ends would abort the process.
+        """
+        explanation = self.explain(error)
+        if explanation is not None:
+            logger.error("this process ends with a lost connection: %s", explanation)
+        elif self._witness is not None and not isinstance(error, LaneError):
+            self._witness.report_self(shortened(f"{type(error).__name__}: {error}"))
+        self._end_threads(time.monotonic() + farewell_s, unfinished=True)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether another rank was still waited for, in the backend, after the lanes were told to end."""
+        return self._stuck_streams or any(thread.is_alive() for thread in self._ending)
+
+    def _end_threads(self, deadline_s: float, unfinished: bool = False) -> bool:
+        """Let the lanes' threads end; whether all of them have in time."""
+        self._ending = [thread for lane in (*self._lanes, *self._small) if (thread := lane.close(unfinished))]
+        for thread in self._ending:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+        return not self.stuck
+
+
+def _dismiss(*lanes: list[Lane]) -> None:
+    """Their owner is gone without having closed them: let threads end by themselves, before the interpreter does."""
+    for lane in itertools.chain(*lanes):
+        thread = lane.close()
+        if thread is not None:
+            atexit.register(thread.join, 10.0)

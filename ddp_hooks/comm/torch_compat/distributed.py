@@ -1,0 +1,136 @@
+"""Process groups, their backends and the rendezvous store."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+# Its functions have the default group of the moment of import as default arguments. DDP imports it, usually after
+# init_process_group(), and the group then outlives destroy_process_group() with its threads; one that is busy when
+# the interpreter ends may abort the process. Imported here, before there is a group, it keeps nothing alive.
+import torch.distributed.nn.functional
+from torch import Tensor
+
+LETTER_TAG = (1 << 31) - 2
+"""Tag of messages about failures; tags of lanes are lower."""
+_NOBODYS_TAG = (1 << 31) - 1
+NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
+_num_groups: Counter[tuple[int, ...]] = Counter()  # groups made of these ranks
+
+
+def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """Sum in stream order; ``dist.reduce_scatter_single`` since torch 2.13, ``reduce_scatter_tensor`` before."""
+    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+    function(output, input, group=group)
+
+
+def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
+    """Gather in stream order; ``dist.all_gather_single`` since torch 2.13, ``all_gather_into_tensor`` before."""
+    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+    function(output, input, group=group)
+
+
+def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
+    """Make another group of the same ranks; collective over them alone."""
+    ranks = dist.get_process_group_ranks(group)
+    with _names_that_are_used_once():
+        created = dist.new_group(
+            ranks,
+            timeout=datetime.timedelta(seconds=timeout_s),
+            backend=backend,
+            use_local_synchronization=len(ranks) != dist.get_world_size(),
+            group_desc=name,
+        )
+    assert isinstance(created, dist.ProcessGroup)
+    return created
+
+
+@contextmanager
+def _names_that_are_used_once() -> Iterator[None]:
+    """Give groups that only their ranks know of names that none has had.
+
+    Before torch 2.14 such a name counts the groups that exist. A group made after another is gone gets its name, meets
+    what it has left in the store, and waits for ever. Replaces ``_hash_ranks_to_str``.
+    """
+    module: Any = dist.distributed_c10d
+    name_of = getattr(module, "_hash_ranks_to_str", None)
+    if name_of is None or torch.torch_version.TorchVersion(torch.__version__) >= "2.14":
+        yield
+        return
+
+    def name_once(ranks: Sequence[int]) -> str:
+        _num_groups[tuple(ranks)] += 1  # the same on all of them, as they make each together
+        text = f"ddp_hooks {list(ranks)} {_num_groups[tuple(ranks)]}"
+        return hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest()
+
+    module._hash_ranks_to_str = name_once
+    try:
+        yield
+    finally:
+        module._hash_ranks_to_str = name_of
+
+
+def destroy_group(group: dist.ProcessGroup) -> None:
+    """Give a group's connections back, unless the whole of torch.distributed has gone before."""
+    if dist.is_initialized():
+        dist.destroy_process_group(group)
+
+
+def abort_group(group: dist.ProcessGroup) -> None:
+    """Give a group's connections back without waiting for other ranks, and cut short what is under way.
+
+    Needs ``_abort_process_group``; no public name.
+    """
+    if dist.is_initialized():
+        dist.distributed_c10d._abort_process_group(group)
+
+
+def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
+    """Return the backend that ``group`` uses for tensors on ``device``; a group may have one per kind of device."""
+    for entry in dist.get_backend_config(group).split(","):
+        kind, _, backend = entry.rpartition(":")
+        if kind in ("", device.type):
+            return backend
+    return dist.get_backend(group)
+
+
+def default_store() -> Any:
+    """Return the rendezvous store of the default group. Needs ``_get_default_store``; no public name."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def serves(store: Any) -> bool:
+    """Return True if the store ends with this process; torchrun's agent serves it where there is one."""
+    while (inner := getattr(store, "underlying_store", None)) is not None:
+        store = inner
+    agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
+    return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and not agents
+
+
+def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
+    """Return the values of keys that are there; in one request, where the store has it."""
+    found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
+    return found
+
+
+def connection_is_broken(group: dist.ProcessGroup, peer: int) -> bool:
+    """Return True if gloo has lost the connection to the group's rank ``peer``; False where gloo does not carry it.
+
+    gloo says so to whoever posts a receive. The receive that is posted here meets no message, as nobody sends with such
+    a tag, and gloo forgets it with its memory.
+    """
+    if backend_of(group, torch.device("cpu")) != "gloo":
+        return False
+    try:
+        group.recv([torch.empty(1, dtype=torch.uint8)], peer, _NOBODYS_TAG)
+    except RuntimeError:
+        return True
+    return False

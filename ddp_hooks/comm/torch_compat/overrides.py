@@ -1,0 +1,79 @@
+"""``__torch_function__``, modes, transforms of functions and tracers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
+from torch._ops import _len_torch_dispatch_stack_pre_dispatch
+from torch.utils._python_dispatch import _disable_current_modes
+
+NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
+"""``__torch_function__`` of a subclass of Tensor that functions treat as a plain tensor."""
+DATA_MAY_BE_SET: tuple[Any, ...] = (torch._has_compatible_shallow_copy_type,)
+"""Functions that ``module.to()`` asks before it sets ``.data`` of a converted gradient."""
+
+
+def without_overrides() -> AbstractContextManager[Any]:
+    """Let functions treat tensors of all classes as plain tensors: no ``__torch_function__`` is asked.
+
+    Needs ``torch._C.DisableTorchFunctionSubclass``, which ``torch.overrides`` documents under another name.
+    """
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def makes_parameter(frame: FrameType | None) -> bool:
+    """Return True if ``frame`` runs ``nn.Parameter(tensor)``, which compares classes before and after ``detach()``."""
+    return frame is not None and frame.f_code is torch.nn.Parameter.__new__.__code__
+
+
+def is_observed() -> bool:
+    """Return True if modes, transforms of functions or a tracer see the operations that this thread runs."""
+    return (
+        torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._len_torch_function_stack() > 0
+        or torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._get_tracing_state() is not None
+        or _len_torch_dispatch_stack_pre_dispatch() > 0
+    )
+
+
+@contextmanager
+def unobserved() -> Iterator[None]:
+    """Run operations that no mode, no transform of functions and no tracer of the caller sees or changes."""
+    tracing = torch._C._get_tracing_state()
+    modes = []
+    torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+    try:
+        while torch._C._len_torch_function_stack():
+            modes.append(torch._C._pop_torch_function_stack())
+        with temporarily_clear_interpreter_stack(), _disable_current_modes():
+            yield
+    finally:
+        while modes:
+            torch._C._push_on_torch_function_stack(modes.pop())
+        torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
+
+
+def before_transforms(wait: Callable[[Tensor], None]) -> None:
+    """Call ``wait(tensor)`` before ``torch.func``'s transforms wrap a tensor: they ask no ``__torch_function__``.
+
+    Replaces ``_wrap_for_grad`` and ``_add_batch_dim`` of ``torch._functorch``, once per process.
+    """
+    from torch._functorch import eager_transforms, vmap
+
+    for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
+        wrap = getattr(module, name)
+        if not hasattr(wrap, "_waits"):
+
+            def wait_and_wrap(tensor: Tensor, *args: Any, wrap: Callable[..., Tensor] = wrap) -> Tensor:
+                wait(tensor)
+                return wrap(tensor, *args)
+
+            wait_and_wrap._waits = True  # type: ignore[attr-defined]
+            setattr(module, name, wait_and_wrap)
