@@ -17,7 +17,7 @@ from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.moves import State
 from ddp_hooks.dear.storage import flatten, unflatten
-from ddp_hooks.feed import take_back
+from ddp_hooks.overlap import take_back
 
 
 class Arrangement:

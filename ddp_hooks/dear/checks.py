@@ -12,8 +12,8 @@ from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.effects import Setup, find_setting_without_effect
 from ddp_hooks.dear.registry import state_of
 from ddp_hooks.dear.storage import overlapping
-from ddp_hooks.feed import ELEMENTWISE, PARAMETERWISE
-from ddp_hooks.feed.optimizers import find_problem_of_hooks
+from ddp_hooks.intercept import ELEMENTWISE, PARAMETERWISE
+from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 
 _claimed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 

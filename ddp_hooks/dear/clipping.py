@@ -60,7 +60,7 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = checked_norm(max_norm, norm_type)
     shards, tensors = _sort(sources)
-    shards += [beside for source in shards for beside in _companions(source) if beside not in shards]
+    shards += [beside for source in shards for beside in _co_optimizers(source) if beside not in shards]
     replicated = gradients_of(tensors)
     with ExitStack() as stack:
         gradients = [gradients_of(stack.enter_context(source.reduced_gradients())) for source in shards]
@@ -138,9 +138,9 @@ def power_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     return norm**norm_type if norm_type < math.inf else norm
 
 
-def _companions(source: GradientShards) -> list[GradientShards]:
+def _co_optimizers(source: GradientShards) -> list[GradientShards]:
     """What belongs to a state: tables of its model."""
-    return list(getattr(source, "companions", ()))
+    return list(getattr(source, "co_optimizers", ()))
 
 
 def _sort(

@@ -8,7 +8,7 @@ In the order of DESIGN.md's "public hooks and nothing else":
 3. The optimizer is about to step; every shard gets its reduced gradient (:meth:`StepCycle._before_step`).
 4. The user's optimizer steps on this rank's shards.
 5. It has stepped; the gathers of the updated parameters start (:meth:`StepCycle._after_step`).
-6. Parameters wait by themselves, mostly in the next forward (:class:`~ddp_hooks.feed.pipe.FeedPipe`).
+6. Parameters wait by themselves, mostly in the next forward (:class:`~ddp_hooks.overlap.pipe.FeedPipe`).
 
 With replicated updates the gathers of step 5 are those of gradients, and the optimizer's code runs in step 6
 (:class:`~ddp_hooks.dear.replicated.ReplicatedOptimizer`).
@@ -54,10 +54,11 @@ from ddp_hooks.dear.sizing import open_lanes
 from ddp_hooks.dear.stats import DearStats, StatsLog
 from ddp_hooks.dear.tuned import begin_tuning
 from ddp_hooks.dear.watch import GradientWatch
-from ddp_hooks.feed import ELEMENTWISE, FeedPipe
-from ddp_hooks.feed.causes import LatestForward, why_not_ended, why_not_reduced
-from ddp_hooks.feed.companions import Companion
-from ddp_hooks.feed.guard import refuse_unhooked_forward
+from ddp_hooks.intercept import ELEMENTWISE
+from ddp_hooks.intercept.causes import LatestForward, why_not_ended, why_not_reduced
+from ddp_hooks.intercept.co_optimizers import CoOptimizer
+from ddp_hooks.intercept.guards import refuse_unhooked_forward
+from ddp_hooks.overlap import FeedPipe
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -71,7 +72,7 @@ class StepCycle:
     """
 
     _inspector: Inspector  # made by DearState, of which it asks for sums over ranks
-    _companions: list[Companion]  # what is updated beside the parameters, found by DearState
+    _co_optimizers: list[CoOptimizer]  # what is updated beside the parameters, found by DearState
 
     def __init__(
         self,
@@ -81,7 +82,7 @@ class StepCycle:
         group: dist.ProcessGroup,
     ) -> None:
         self.config = config
-        self._companions = []
+        self._co_optimizers = []
         # Weakly: DDP's reducer holds the hook's state out of the garbage collector's sight, and DDP the reducer.
         self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
         self._root = ddp.module
@@ -378,8 +379,8 @@ class StepCycle:
                 self._launch_gathers(self._sharded.memory)
             else:
                 self._arrangement.take_back_memory(self._optimizer.state)
-        for companion in self._companions:
-            companion.let_pass(self._pipe.under_way)
+        for co_optimizer in self._co_optimizers:
+            co_optimizer.yield_link_to(self._pipe.under_way)
         if not self.config.overlap_forward or self.config.check_replicas:
             self._pipe.finish(on_host=True)
         self._stats = self._next_stats()

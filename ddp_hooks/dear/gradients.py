@@ -1,8 +1,8 @@
 """Who owns a gradient between backward and step, and after it until the next backward.
 
 Reduced gradients live in shards, where ``zero_grad`` on the model cannot reach them, and the model's ``.grad`` means
-nothing. So guards stand there (:mod:`~ddp_hooks.feed.guard`), and in shards that the user has seen. One in its place
-says that the gradient behind it is wanted; one that was removed or zeroed says what the user has done to it.
+nothing. So guards stand there (:mod:`~ddp_hooks.intercept.guards`), and in shards that the user has seen. One in its
+place says that the gradient behind it is wanted; one that was removed or zeroed says what the user has done to it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.dear.shards import ShardSet, held_in_shards
-from ddp_hooks.feed import GradientGuard
+from ddp_hooks.intercept import GradientGuard
 
 
 class GradientKeeper:

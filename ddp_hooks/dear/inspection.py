@@ -15,7 +15,7 @@ from ddp_hooks.comm import calling, gather_objects, see
 from ddp_hooks.dear.clipping import GradientShards, gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.shards import ShardSet
-from ddp_hooks.feed.companions import Companion
+from ddp_hooks.intercept.co_optimizers import CoOptimizer
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -31,7 +31,7 @@ class Inspector:
         names: of the parameters.
         config: ``max_grad_norm`` and ``on_nonfinite``.
         device: of the gradients.
-        companions: what is updated beside them, whose gradients count, too.
+        co_optimizers: what is updated beside them, whose gradients count, too.
     """
 
     ranks: GradientShards
@@ -40,7 +40,7 @@ class Inspector:
     names: Sequence[str]
     config: DearConfig
     device: torch.device
-    companions: list[Companion] = field(default_factory=list)
+    co_optimizers: list[CoOptimizer] = field(default_factory=list)
     grad_norm: Tensor | None = None  # before clipping, at the last update
     skipped_steps: int = 0
 
@@ -53,8 +53,8 @@ class Inspector:
         """
         with ExitStack() as stack:
             gradients = gradients_of(shard.tensor for shard in self.sharded.shards)
-            for companion in self.companions if self.config.max_grad_norm is not None else []:
-                gradients += gradients_of(stack.enter_context(companion.reduced_gradients()))
+            for co_optimizer in self.co_optimizers if self.config.max_grad_norm is not None else []:
+                gradients += gradients_of(stack.enter_context(co_optimizer.reduced_gradients()))
             return self._approve(gradients)
 
     def _approve(self, gradients: Sequence[Tensor]) -> bool:
@@ -70,8 +70,8 @@ class Inspector:
             self.skipped_steps += 1
             logger.warning("skipped an update on all ranks, gradients are not finite: %s", found)
             self.sharded.drop_gradients()
-            for companion in self.companions:
-                companion.zero_grad()
+            for co_optimizer in self.co_optimizers:
+                co_optimizer.zero_grad()
             return False
         if self.config.max_grad_norm is not None:
             self.grad_norm = norm_of([power], 2.0)
@@ -82,7 +82,7 @@ class Inspector:
         """1 if a gradient of this rank is not finite, else 0; a float64 scalar."""
         if self.config.on_nonfinite is None:
             return self._zero()
-        if any(companion.found_nonfinite() for companion in self.companions):
+        if any(co_optimizer.found_nonfinite() for co_optimizer in self.co_optimizers):
             return self._zero() + 1.0
         if not gradients:
             return self._zero()
@@ -101,7 +101,7 @@ class Inspector:
             for shard in self.sharded.shards
             if shard.tensor.grad is not None and not torch.isfinite(shard.tensor.grad).all()
         ]
-        mine += ["a sharded table"] if any(companion.found_nonfinite() for companion in self.companions) else []
+        mine += ["a sharded table"] if any(other.found_nonfinite() for other in self.co_optimizers) else []
         everyone = gather_objects(mine, self.group, "optimizer.step(), with gradients that are not finite", self.config)
         names = list(dict.fromkeys(name for found in everyone for name in found))
         return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_hooks.feed.guard import METADATA
+from ddp_hooks.intercept.guards import METADATA
 
 
 class PendingGradient(Tensor):

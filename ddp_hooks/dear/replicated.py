@@ -21,7 +21,8 @@ from ddp_hooks.comm import Lanes, shaped_like
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, is_elementwise, move_states
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, ShardSet
-from ddp_hooks.feed import DeferredUpdates, GradientGuard, GuardsAside
+from ddp_hooks.intercept import GradientGuard, SuspendedGuards
+from ddp_hooks.overlap import DeferredUpdates
 
 
 class ReplicatedOptimizer(ShardSet):
@@ -51,7 +52,7 @@ class ReplicatedOptimizer(ShardSet):
         self._views: dict[int, Tensor] = {}  # gradients by parameter, kept from step to step
         self._addresses: list[int] = []  # of the atoms in the latest backward's buckets
         self._keeps_views = False  # whether buckets are where they were: views of others would keep these alive
-        self._marks = GuardsAside(parameters)  # while the optimizer's own code runs
+        self._marks = SuspendedGuards(parameters)  # while the optimizer's own code runs
         self._wanted: set[int] = set()  # parameters that still await their update
         self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, finish if deferred else None)

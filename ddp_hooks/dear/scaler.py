@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState
 from ddp_hooks.comm import calling, see
 from ddp_hooks.dear.clipping import GradientShards
 from ddp_hooks.dear.registry import state_of
-from ddp_hooks.feed.companions import companions_of, left_behind_by
+from ddp_hooks.intercept.co_optimizers import co_optimizers_of, would_leave_gradients
 
 
 class GradScaler(torch.amp.GradScaler):
@@ -30,12 +30,12 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: a second step before ``update()``, or a closure, as the stock scaler does.
         """
-        if self._enabled and left_behind_by(optimizer):
+        if self._enabled and would_leave_gradients(optimizer):
             raise RuntimeError(
                 "sharded tables have scaled gradients, and follow no optimizer with which they would be unscaled: call "
                 f"tables.follow(optimizer) once, with the optimizer that the scaler steps{see('stock-gradscaler')}"
             )
-        if not self._enabled or (state_of(optimizer) is None and not companions_of(optimizer)):
+        if not self._enabled or (state_of(optimizer) is None and not co_optimizers_of(optimizer)):
             return super().step(optimizer, *args, **kwargs)
         if any(given is not None for given in (*args, kwargs.pop("closure", None))):
             raise RuntimeError(f"GradScaler.step() takes no closure: run backward before it{see('how-step-is-called')}")
@@ -52,8 +52,8 @@ class GradScaler(torch.amp.GradScaler):
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
-        state, companions = state_of(optimizer), companions_of(optimizer)
-        if state is None and not companions:
+        state, co_optimizers = state_of(optimizer), co_optimizers_of(optimizer)
+        if state is None and not co_optimizers:
             return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         if state is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
@@ -61,10 +61,10 @@ class GradScaler(torch.amp.GradScaler):
             with state.reduced_gradients() as shards:
                 holders = _Holders([{"params": [*shards, *state.other_parameters]}])
                 found = super()._unscale_grads_(cast(torch.optim.Optimizer, holders), inv_scale, found_inf, allow_fp16)
-        overflowed = [companion.unscale(inv_scale.item()) for companion in companions]
+        overflowed = [co_optimizer.unscale(inv_scale.item()) for co_optimizer in co_optimizers]
         # A rank may hold no shard at all, and has to hear of overflows nevertheless.
         flags = [found_inf, *found.values(), torch.tensor(float(any(overflowed)))]
-        ranks: GradientShards = state if state is not None else companions[0]
+        ranks: GradientShards = state if state is not None else co_optimizers[0]
         device = state.device if state is not None else found_inf.device
         with calling("GradScaler.unscale_() or step()"):
             largest = ranks.largest_over_ranks(torch.stack([flag.to(device) for flag in flags]).max())

@@ -25,7 +25,7 @@ from ddp_hooks.dear.outside import SmallEntries, StateOutside
 from ddp_hooks.dear.pieces import Even
 from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, Shard, ShardSet
 from ddp_hooks.dear.spread import SpreadTensor
-from ddp_hooks.feed import copied, take_back
+from ddp_hooks.overlap import copied, take_back
 
 
 class ShardedOptimizer(ShardSet):

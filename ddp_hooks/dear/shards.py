@@ -12,7 +12,7 @@ from ddp_hooks.comm import Lanes, see
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import State, is_elementwise
 from ddp_hooks.dear.pending import PendingGradient
-from ddp_hooks.feed import GradientGuard, clipping_of_frameworks
+from ddp_hooks.intercept import GradientGuard, clipping_of_frameworks
 
 GRADIENT_KEY = "ddp_hooks.gradient"  # a gradient kept from an earlier backward travels like optimizer state
 MASTER_KEY = "ddp_hooks.master"  # in a saved state: the parameter as the optimizer has it, before rounding

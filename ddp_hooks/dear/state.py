@@ -20,10 +20,10 @@ from ddp_hooks.dear.cycle import StepCycle
 from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
-from ddp_hooks.feed import (
-    InertOnCopy,
+from ddp_hooks.intercept import (
+    NonCopyableHook,
     around_step,
-    companions,
+    co_optimizers,
     extend_zero_grad,
     refuse_assigned_parameters,
     when_step_fails,
@@ -75,14 +75,14 @@ class DearState(StepCycle):
 
         super().__init__(ddp, optimizer, config, group)
         self._inspector = Inspector(
-            self, group, self._sharded, self._names, config, self.device, self._companions
+            self, group, self._sharded, self._names, config, self.device, self._co_optimizers
         )
         self._handles = self._install_hooks(ddp)
         checks.claim(self._root)
         registry.register(optimizer, self)
-        self._companions += companions.companions_in(ddp.module)
-        for companion in self._companions:
-            companion.follow(optimizer)
+        self._co_optimizers += co_optimizers.co_optimizers_in(ddp.module)
+        for co_optimizer in self._co_optimizers:
+            co_optimizer.follow(optimizer)
         if self._replicated is None and self._lanes.rank == 0 and not saved_by_loop:
             logger.warning(
                 "each rank keeps a part of the optimizer's state: optimizer.state_dict() will need "
@@ -136,7 +136,7 @@ class DearState(StepCycle):
         Between backward and ``optimizer.step()``; all ranks do it.
         """
         clip_value = float(clip_value)  # as torch does, before ranks begin to do something together
-        sources: list[clipping.GradientShards] = [self, *self.companions]
+        sources: list[clipping.GradientShards] = [self, *self.co_optimizers]
         for source in sources:
             with source.reduced_gradients() as shards, torch.no_grad():
                 for gradient in clipping.gradients_of(shards):
@@ -167,9 +167,9 @@ class DearState(StepCycle):
             self._keeper.withdraw()
 
     @property
-    def companions(self) -> list[companions.Companion]:
+    def co_optimizers(self) -> list[co_optimizers.CoOptimizer]:
         """What is updated beside the parameters: sharded tables of the model."""
-        return self._companions
+        return self._co_optimizers
 
     @property
     def other_parameters(self) -> list[Tensor]:
@@ -339,8 +339,8 @@ class DearState(StepCycle):
         handles: list[Any] = [
             *around_step(
                 optimizer,
-                InertOnCopy(self._before_step),
-                InertOnCopy(self._after_step),
+                NonCopyableHook(self._before_step),
+                NonCopyableHook(self._after_step),
                 shows=self._replicated is not None and not checks.updates_parameters(optimizer, self.config),
             ),
             optimizer.register_state_dict_pre_hook(finish),
@@ -349,10 +349,10 @@ class DearState(StepCycle):
             optimizer.register_load_state_dict_pre_hook(finish),
             optimizer.register_load_state_dict_pre_hook(self._checkpoint.before_load),
             optimizer.register_load_state_dict_post_hook(self._checkpoint.after_load),
-            ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
+            ddp.register_forward_pre_hook(NonCopyableHook(self._before_forward)),
             # First, so that other hooks of the model see which gradients are kept.
-            ddp.module.register_forward_pre_hook(InertOnCopy(self._before_model), prepend=True),
-            ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
+            ddp.module.register_forward_pre_hook(NonCopyableHook(self._before_model), prepend=True),
+            ddp.register_forward_hook(NonCopyableHook(self._after_forward), always_call=True),
         ]
         handles += refuse_assigned_parameters(ddp, self._parameters)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.dear.layout import Atom, Layout
-from ddp_hooks.feed import GradientGuard
+from ddp_hooks.intercept import GradientGuard
 
 
 class GradientWatch:

@@ -41,7 +41,7 @@ from ddp_hooks.embedding.table import Table
 from ddp_hooks.embedding.updates import TableUpdates
 from ddp_hooks.embedding.vectors import Lookup, look_up
 from ddp_hooks.embedding.zeroing import ZeroingWitness
-from ddp_hooks.feed import extend_zero_grad
+from ddp_hooks.intercept import extend_zero_grad
 
 
 @dataclass

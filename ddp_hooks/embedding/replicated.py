@@ -38,7 +38,7 @@ from ddp_hooks.comm import (
 )
 from ddp_hooks.embedding.gradients import RowSum
 from ddp_hooks.embedding.packing import as_rows, packed, packed_length, parts_of
-from ddp_hooks.feed.local import LocalGradients
+from ddp_hooks.intercept.local_gradients import LocalGradients
 
 
 @dataclass

@@ -25,8 +25,8 @@ from ddp_hooks.embedding.ids import BatchRows
 from ddp_hooks.embedding.prefetch import BatchIds, PrefetchedLoader, ids_by_table
 from ddp_hooks.embedding.stats import TableStats
 from ddp_hooks.embedding.table import Table
-from ddp_hooks.feed import InertOnCopy, around_step, companions, extend_zero_grad
-from ddp_hooks.feed.optimizers import find_problem_of_hooks
+from ddp_hooks.intercept import NonCopyableHook, around_step, co_optimizers, extend_zero_grad
+from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -66,8 +66,8 @@ class EmbeddingTables(TableFlow):
         self._urgent_works: Sequence[Work] = ()
         self._replaced: dict[int, weakref.ref[Tensor]] = {}  # the weights that were whole
         self._handles: list[Any] = [
-            model.register_forward_pre_hook(InertOnCopy(self._before_forward)),
-            model.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
+            model.register_forward_pre_hook(NonCopyableHook(self._before_forward)),
+            model.register_forward_hook(NonCopyableHook(self._after_forward), always_call=True),
             *around_step(optimizer, self._before_own_step, self._after_own_step),
             extend_zero_grad(optimizer, self._gradients_zeroed),
             _before_any_step(self),
@@ -78,7 +78,7 @@ class EmbeddingTables(TableFlow):
         optimizer.register_load_state_dict_pre_hook(self._before_load)
         optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict)
         optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict)
-        companions.join_module(model, self)
+        co_optimizers.join_module(model, self)
 
     # -- what users call --------------------------------------------------------------------------------------------
 
@@ -111,12 +111,12 @@ class EmbeddingTables(TableFlow):
             *around_step(optimizer, self._before_their_step, self._after_their_step),
             extend_zero_grad(optimizer, self._gradients_zeroed),
         ]
-        companions.join_optimizer(optimizer, self)
+        co_optimizers.join_optimizer(optimizer, self)
 
     def unfollow(self) -> None:
         """Step with nobody."""
         if self._followed is not None:
-            companions.leave_optimizer(self._followed, self)
+            co_optimizers.leave_optimizer(self._followed, self)
         for handle in self._following:
             handle.remove()
         self._followed, self._is_followed, self._following = None, False, []
@@ -313,7 +313,7 @@ class EmbeddingTables(TableFlow):
         finally:
             self._closed = True
             self.unfollow()
-            companions.leave_module(self._root, self)
+            co_optimizers.leave_module(self._root, self)
             for handle in (*self._handles, *self._zeroing):
                 handle.remove()
             self._handles, self._zeroing = [], []
@@ -421,9 +421,9 @@ class EmbeddingTables(TableFlow):
             )
         weight.data = converted
 
-    # -- companions (see ddp_hooks.feed.companions) -----------------------------------------------------------------
+    # -- CoOptimizer -----------------------------------------------------------------------------------------------
 
-    def let_pass(self, works: Sequence[Work]) -> None:
+    def yield_link_to(self, works: Sequence[Work]) -> None:
         """Delayed rows follow these."""
         self._urgent_works = works
 
@@ -433,11 +433,11 @@ class EmbeddingTables(TableFlow):
         self._step.is_unscaled = True
         return self.found_nonfinite()
 
-    def misses_step_of(self, optimizer: torch.optim.Optimizer) -> bool:
+    def would_miss_step(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether ``optimizer`` is the model's, and will not apply the gradients that are here, nor will another."""
         return self._step.has_gradients and not self._is_followed and self._is_of_the_model(optimizer)
 
-    def look_again(self) -> None:
+    def on_grads_restored(self) -> None:
         """The model's gradients are there now, in the place of guards."""
         self._forget_zeroed()  # while guards were there
         self._witness.watch()
@@ -505,7 +505,7 @@ class EmbeddingTables(TableFlow):
         """Raise if torch's scaler is about to let ``optimizer`` step, which should have been the tables' step, too."""
         if self._step.is_unscaled or not (self._step.has_gradients and torch_compat.inside_grad_scaler()):
             return
-        if optimizer is self._followed or self.misses_step_of(optimizer):
+        if optimizer is self._followed or self.would_miss_step(optimizer):
             raise RuntimeError(
                 "torch.amp.GradScaler does not see the gradients of sharded tables, which would stay scaled: use "
                 "ddp_hooks.GradScaler instead, with the same arguments, and let the tables follow() the optimizer that "

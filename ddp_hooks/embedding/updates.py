@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp_hooks.embedding.gradients import RowSum
 from ddp_hooks.embedding.rowwise import RowwiseAdamW
-from ddp_hooks.feed import DeferredUpdates, copied
+from ddp_hooks.overlap import DeferredUpdates, copied
 
 ROWWISE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowwiseAdamW)
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.feed import GradientGuard, is_aside
+from ddp_hooks.intercept import GradientGuard, is_suspended
 
 _MAX_NUMEL = 1 << 16  # numbers of a gradient that are looked at, which must not cost anything
 
@@ -66,7 +66,7 @@ class ZeroingWitness:
 
     def _has_lost(self, parameter: Tensor) -> bool:
         if parameter.grad is None or not self._was_nonzero:  # else zeros say nothing
-            return parameter.grad is None and not is_aside(parameter)
+            return parameter.grad is None and not is_suspended(parameter)
         if self._guard is not None:  # nobody knows what was behind it
             return self._guard.zeroed
         if self._before is None or isinstance(parameter.grad, GradientGuard):
@@ -87,7 +87,7 @@ def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
     """
     gradient = parameter.grad
     if gradient is None:
-        return not is_aside(parameter)
+        return not is_suspended(parameter)
     if isinstance(gradient, GradientGuard):
         return gradient.zeroed
     if not _is_plain(gradient) or not (waits or _is_at_hand(gradient)):

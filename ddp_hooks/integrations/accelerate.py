@@ -23,12 +23,12 @@ from torch import Tensor, nn
 from ddp_hooks.comm import see
 from ddp_hooks.dear import GradScaler
 from ddp_hooks.embedding import TableConfig
-from ddp_hooks.feed import InertOnCopy, clipping_of_frameworks
 from ddp_hooks.integrations.binding import ddp_of, replaced
 from ddp_hooks.integrations.bindings import Bindings
 from ddp_hooks.integrations.extended import ExtendedMethod
 from ddp_hooks.integrations.fsdp import FsdpAttachment, find_problem
 from ddp_hooks.integrations.settings import BUCKET_MB, Combination, Config, Dense, Tables, combination_of
+from ddp_hooks.intercept import NonCopyableHook, clipping_of_frameworks
 from fsdp_ext import ExtConfig
 
 logger = logging.getLogger("ddp_hooks")
@@ -191,7 +191,7 @@ class Attachment:
         self._undo.enter_context(replaced(accelerator, "ddp_handler", self._handler()))
         if accelerator.scaler is not None:
             self._undo.enter_context(replaced(accelerator, "scaler", self._scaler()))
-        self._undo.callback(accelerator.register_save_state_pre_hook(InertOnCopy(self._begin_checkpoint)).remove)
+        self._undo.callback(accelerator.register_save_state_pre_hook(NonCopyableHook(self._begin_checkpoint)).remove)
         for name in _EXTENDED:
             extended = ExtendedMethod(accelerator, name, getattr(self, f"_{name.rstrip('_')}"))
             self._undo.enter_context(replaced(accelerator, name, extended))

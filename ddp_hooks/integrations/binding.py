@@ -18,8 +18,8 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import see, torch_compat
 from ddp_hooks.dear import DearConfig, DearState, dear_hook
 from ddp_hooks.embedding import EmbeddingTables
-from ddp_hooks.feed.companions import companions_in
 from ddp_hooks.integrations.settings import Dense
+from ddp_hooks.intercept.co_optimizers import co_optimizers_in
 from ddp_hooks.topk import TopKState, topk_hook
 
 logger = logging.getLogger("ddp_hooks")
@@ -38,7 +38,7 @@ def ddp_of(model: object) -> DistributedDataParallel | None:
 
 def tables_of(model: nn.Module) -> EmbeddingTables | None:
     """The sharded tables of a model, if it has any."""
-    found = [companion for companion in companions_in(model) if isinstance(companion, EmbeddingTables)]
+    found = [co_optimizer for co_optimizer in co_optimizers_in(model) if isinstance(co_optimizer, EmbeddingTables)]
     return found[0] if found else None
 
 

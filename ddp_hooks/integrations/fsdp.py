@@ -15,9 +15,9 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import see
-from ddp_hooks.feed import InertOnCopy
 from ddp_hooks.integrations.binding import replaced
 from ddp_hooks.integrations.extended import ExtendedMethod
+from ddp_hooks.intercept import NonCopyableHook
 from fsdp_ext import ExtConfig, Extension, extend, restore
 
 logger = logging.getLogger("ddp_hooks")
@@ -63,8 +63,8 @@ class FsdpAttachment:
         accelerator = self.accelerator
         for name, extended in (("prepare", self._prepare), ("end_training", self._end_training)):
             self._undo.enter_context(replaced(accelerator, name, ExtendedMethod(accelerator, name, extended)))
-        save = InertOnCopy(lambda models, weights, folder: self.bindings.save(folder))
-        load = InertOnCopy(lambda models, folder: self.bindings.load(folder))
+        save = NonCopyableHook(lambda models, weights, folder: self.bindings.save(folder))
+        load = NonCopyableHook(lambda models, folder: self.bindings.load(folder))
         self._undo.callback(accelerator.register_save_state_pre_hook(save).remove)
         self._undo.callback(accelerator.register_load_state_pre_hook(load).remove)
 

@@ -29,9 +29,9 @@ else:  # the same under their former names
     from pytorch_lightning.strategies import DDPStrategy
 
 from ddp_hooks.dear import GradScaler
-from ddp_hooks.feed import clipping_of_frameworks
 from ddp_hooks.integrations.bindings import Bindings
 from ddp_hooks.integrations.settings import BUCKET_MB, Config, combination_of
+from ddp_hooks.intercept import clipping_of_frameworks
 
 logger = logging.getLogger("ddp_hooks")
 

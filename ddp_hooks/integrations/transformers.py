@@ -28,12 +28,12 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ddp_hooks.comm import see
 from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
-from ddp_hooks.feed import clipping_of_frameworks
 from ddp_hooks.integrations import accelerate
 from ddp_hooks.integrations.binding import TABLES, tables_of
 from ddp_hooks.integrations.fsdp import RESIDUALS, FsdpAttachment
 from ddp_hooks.integrations.lookahead import Lookahead
 from ddp_hooks.integrations.settings import Config, combination_of
+from ddp_hooks.intercept import clipping_of_frameworks
 
 logger = logging.getLogger("ddp_hooks")
 

@@ -8,8 +8,8 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import see, torch_compat
-from ddp_hooks.feed import PARAMETERWISE
-from ddp_hooks.feed.optimizers import find_problem_of_hooks
+from ddp_hooks.intercept import PARAMETERWISE
+from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.variants import candidates
 

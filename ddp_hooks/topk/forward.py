@@ -20,18 +20,17 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Recorder, Work, see, torch_compat
-from ddp_hooks.feed import (
-    DeferredUpdates,
-    FeedPipe,
+from ddp_hooks.intercept import (
     GradientGuard,
-    GuardsAside,
-    InertOnCopy,
+    NonCopyableHook,
+    SuspendedGuards,
     around_step,
-    companions,
+    co_optimizers,
     extend_zero_grad,
     refuse_assigned_parameters,
     when_step_fails,
 )
+from ddp_hooks.overlap import DeferredUpdates, FeedPipe
 
 
 class Reduced(Protocol):
@@ -95,7 +94,7 @@ class ForwardPipeline:
         self._held: _Pending | None = None  # from the end of a backward until a step
         self._flying: _Pending | None = None  # from a step until everything is updated
         self._wanted: set[int] = set()  # parameters that await their update
-        self._marks = GuardsAside(parameters)  # of them, while the optimizer's own code runs
+        self._marks = SuspendedGuards(parameters)  # of them, while the optimizer's own code runs
         self._zeroed: set[int] = set()  # of them, those whose gradients were set to zero before the step
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, self._finish_updates)
         self._pipe = FeedPipe(ddp.module, parameters, recorder, self._arrived)
@@ -236,8 +235,8 @@ class ForwardPipeline:
         for index in left:
             gradient = pending.gradients[index]
             self._parameters[index].grad = gradient.zero_() if self._guards[index].zeroed else gradient
-        for companion in companions.companions_of(self._optimizer) if left else []:
-            companion.look_again()
+        for co_optimizer in co_optimizers.co_optimizers_of(self._optimizer) if left else []:
+            co_optimizer.on_grads_restored()
 
     # -- forwards ---------------------------------------------------------------------------------------------------
 
@@ -263,12 +262,15 @@ class ForwardPipeline:
         optimizer = self._optimizer
         handles: list[Any] = [
             *around_step(
-                optimizer, InertOnCopy(self._before_step), InertOnCopy(self._after_step), shows=not self._deferred
+                optimizer,
+                NonCopyableHook(self._before_step),
+                NonCopyableHook(self._after_step),
+                shows=not self._deferred,
             ),
             optimizer.register_state_dict_pre_hook(finish),
             optimizer.register_load_state_dict_pre_hook(finish),
-            ddp.register_forward_pre_hook(InertOnCopy(self._before_forward)),
-            ddp.register_forward_hook(InertOnCopy(self._after_forward), always_call=True),
+            ddp.register_forward_pre_hook(NonCopyableHook(self._before_forward)),
+            ddp.register_forward_hook(NonCopyableHook(self._after_forward), always_call=True),
         ]
         handles += refuse_assigned_parameters(ddp, self._parameters)
         handles.append(extend_zero_grad(optimizer, self._marks.zero))

@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work, agree, at_exit, see, torch_compat
-from ddp_hooks.feed import companions
-from ddp_hooks.feed.causes import why_not_ended
-from ddp_hooks.feed.local import LocalGradients
+from ddp_hooks.intercept import co_optimizers
+from ddp_hooks.intercept.causes import why_not_ended
+from ddp_hooks.intercept.local_gradients import LocalGradients
 from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.algorithms import Sparsity
 from ddp_hooks.topk.backward import Backward
@@ -102,8 +102,8 @@ class TopKState:
             deferred = checks.updates_parameters(optimizer, config)
             self._pipeline = ForwardPipeline(ddp, optimizer, self._parameters, self._names, self._recorder, deferred)
             self._early_lane = Lanes(group, 1, device, settings, self._recorder)
-            for companion in companions.companions_in(ddp.module):
-                companion.follow(optimizer)  # after the pipeline, which may find that nobody is to step
+            for co_optimizer in co_optimizers.co_optimizers_in(ddp.module):
+                co_optimizer.follow(optimizer)  # after the pipeline, which may find that nobody is to step
         planned = self._pipeline.plan if self._pipeline is not None else None
         self._grouping = Grouping(config, self._parameters, self._names, self._finds_unused, planned)
         self.tuning = begin_tuning(config, self._lanes, self._parameters, self._names, self._grouping)
@@ -392,8 +392,8 @@ class TopKState:
         )
         for parameter in self._parameters:
             parameter.grad = None
-        for companion in companions.companions_in(self._ddp.module):
-            companion.zero_grad()
+        for co_optimizer in co_optimizers.co_optimizers_in(self._ddp.module):
+            co_optimizer.zero_grad()
 
     def _note_stats(self, reductions: Sequence[Reduction], density: float) -> None:
         stall_s = self._stall.seconds + (self._pipeline.stall_s if self._pipeline is not None else 0.0)

@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, embedding_hook, topk_hook
 from ddp_hooks.dear.shards import held_in_shards
-from ddp_hooks.feed import GradientGuard
+from ddp_hooks.intercept import GradientGuard
 from tests.support.dear.misuse import sgd
 from tests.support.dear.twins import CONFIG
 from tests.support.messages import message_of

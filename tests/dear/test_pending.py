@@ -15,7 +15,7 @@ from torch import nn
 
 from ddp_hooks.comm.executors.work import ThreadWork
 from ddp_hooks.dear.pending import PendingGradient
-from ddp_hooks.feed import ELEMENTWISE, around_step
+from ddp_hooks.intercept import ELEMENTWISE, around_step
 from tests.support.dear.misuse import trained
 from tests.support.dear.twins import whole_batches
 from tests.support.workers import WorkerPools

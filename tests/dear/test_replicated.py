@@ -27,8 +27,8 @@ from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
 from ddp_hooks.comm import LinkProfile, Recorder
 from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.dear import sizing
-from ddp_hooks.feed import around_step
-from ddp_hooks.feed.waiting import Waiting
+from ddp_hooks.intercept import around_step
+from ddp_hooks.overlap.waiting import Waiting
 from tests.support.dear import clipping, twins
 from tests.support.dear.loops import LOOPS, adamw_two_groups, momentum_sgd
 from tests.support.dear.matrices import Matrices, adafactor, matrices, wide_rows

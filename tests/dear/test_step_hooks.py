@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, topk_hook
-from ddp_hooks.feed import around_step
+from ddp_hooks.intercept import around_step
 from tests.support.messages import message_of
 from tests.support.workers import WorkerPools
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_hooks import GradScaler, TableConfig, shard_embeddings
-from ddp_hooks.feed import companions
+from ddp_hooks.intercept import co_optimizers
 from tests.support.embedding.twins import CONFIG, Batch, Side, Twins, batches, ids_of
 from tests.support.messages import message_of
 from tests.support.workers import WorkerPools
@@ -109,7 +109,7 @@ def misused(rank: int, world_size: int) -> list[str]:
     messages.append(message_of(twins.ours.ddp.module.state_dict))
     messages.append(message_of(lambda: tables.follow(twins.ours.optimizers[0])))
     messages.append(message_of(lambda: tables.prefetch([], ids_of)))
-    assert companions.companions_in(twins.ours.ddp.module) == []
+    assert co_optimizers.co_optimizers_in(twins.ours.ddp.module) == []
     return messages
 
 

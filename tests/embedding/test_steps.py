@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks import clip_grad_norm_, shard_embeddings
-from ddp_hooks.feed import around_step
+from ddp_hooks.intercept import around_step
 from tests.support.embedding.checkpointed import Checkpointed
 from tests.support.embedding.hooks import HOOKS
 from tests.support.embedding.loops import LOOPS

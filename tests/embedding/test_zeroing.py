@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, topk_hook
 from ddp_hooks.embedding import zeroing
 from ddp_hooks.embedding.zeroing import ZeroingWitness
-from ddp_hooks.feed import GradientGuard, GuardsAside, around_step, is_aside
+from ddp_hooks.intercept import GradientGuard, SuspendedGuards, around_step, is_suspended
 from tests.support.embedding.hooks import HOOKS
 from tests.support.embedding.loops import accumulate_with_sync, plain
 from tests.support.embedding.steps import Interruption, interrupt, run
@@ -168,15 +168,15 @@ def closed_after_an_interruption(rank: int, world_size: int, hook: str) -> list[
     found: list[int] = []
 
     def look_and_interrupt(*_: Any) -> None:
-        found.append(sum(map(is_aside, ddp.parameters())))
+        found.append(sum(map(is_suspended, ddp.parameters())))
         raise Interruption
 
     around_step(optimizer, look_and_interrupt, interrupt)
     with pytest.raises(Interruption):
         optimizer.step()
-    found.append(sum(map(is_aside, ddp.parameters())))
+    found.append(sum(map(is_suspended, ddp.parameters())))
     state.close()
-    found.append(sum(map(is_aside, ddp.parameters())))
+    found.append(sum(map(is_suspended, ddp.parameters())))
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
     tables.follow(optimizer)
@@ -257,7 +257,7 @@ def test_a_witness_believes_guards() -> None:
     """Nobody knows what is behind a guard, and during a step it may not be in its place."""
     model = nn.ParameterList([torch.ones(2), torch.ones(3)])
     parameters = list(model.parameters())
-    witness, aside = ZeroingWitness(lambda: model), GuardsAside(parameters)
+    witness, aside = ZeroingWitness(lambda: model), SuspendedGuards(parameters)
 
     def guard() -> None:
         for parameter in parameters:

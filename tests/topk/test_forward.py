@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState
-from ddp_hooks.feed import around_step
+from ddp_hooks.intercept import around_step
 from tests.support.dear.misuse import Wrapping
 from tests.support.messages import message_of
 from tests.support.models import Conditional

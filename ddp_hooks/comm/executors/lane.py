@@ -35,8 +35,8 @@ class LaneSettings:
 
     Args:
         slice_bytes: largest message of an all-gather. Messages of reduce-scatters have at most
-            ``min(slice_bytes / 3, 2 * slice_bytes / (P - 1))``: a lane receives at most ``4 * slice_bytes`` of a dtype at
-            a time.
+            ``min(slice_bytes / 3, 2 * slice_bytes / (P - 1))``: a lane receives at most ``4 * slice_bytes`` of a
+            dtype at a time.
         timeout_s: seconds without progress after which a wait fails.
         stall_warning_s: seconds after which a wait is logged, with what it waits for.
         verify: ranks compare every collective before it moves, on CPUs; see :mod:`ddp_hooks.comm.collective_check`.

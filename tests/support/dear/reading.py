@@ -17,7 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.swa_utils import AveragedModel
 
 from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, topk_hook
-from ddp_hooks.feed.waiting import Waiting
+from ddp_hooks.overlap.waiting import Waiting
 from tests.support.dear.twins import CONFIG
 from tests.support.devices import rank_device
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.feed import companions
+from ddp_hooks.intercept import co_optimizers
 from tests.support.embedding.hooks import HOOKS, UnknownSGD
 from tests.support.embedding.twins import Batch, Loop, Tables, Twins, batches
 
@@ -52,7 +52,7 @@ def run(
             assert hook is not None
             states.append(HOOKS[hook](ddp, optimizer))
             if follows == "last":
-                (tables,) = companions.companions_in(ddp.module)
+                (tables,) = co_optimizers.co_optimizers_in(ddp.module)
                 tables.follow(optimizer)
 
         main = UnknownSGD if hook == "dear_whole_update" else torch.optim.SGD

@@ -21,9 +21,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ddp_hooks.comm import Recorder, torch_compat
-from ddp_hooks.feed import FeedPipe
-from ddp_hooks.feed.pending_state import let_state_wait
-from ddp_hooks.feed.waiting import METADATA, Waiting
+from ddp_hooks.overlap import FeedPipe
+from ddp_hooks.overlap.pending_state import let_state_wait
+from ddp_hooks.overlap.waiting import METADATA, Waiting
 
 OLD, NEW = 1.0, 2.0
 

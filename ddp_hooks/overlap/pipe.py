@@ -1,8 +1,8 @@
 """FeedPipe: gathers under the next forward, each awaited when its parameters are first used (DeAR, section III-B).
 
-Parameters in flight wait by themselves (:mod:`~ddp_hooks.feed.waiting`). Modules that own some wait for them in a
+Parameters in flight wait by themselves (:mod:`~ddp_hooks.overlap.waiting`). Modules that own some wait for them in a
 forward pre-hook as well, for code that switches ``__torch_function__`` off; compiled and scripted modules wait for
-everything below them (:mod:`~ddp_hooks.feed.entrances`). Waiting never communicates: one rank alone may read.
+everything below them (:mod:`~ddp_hooks.overlap.entrances`). Waiting never communicates: one rank alone may read.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hooks.comm import Recorder, Stall, Work, see, torch_compat
-from ddp_hooks.feed.entrances import Entrances
-from ddp_hooks.feed.waiting import Waiting, waiting_class
+from ddp_hooks.overlap.entrances import Entrances
+from ddp_hooks.overlap.waiting import Waiting, waiting_class
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -29,8 +29,7 @@ class FeedPipe:
         root: the module inside DDP; pre-hooks are installed on it and below it.
         parameters: the parameters that are gathered, in a fixed order.
         recorder: for the timeline.
-        arrived: called with the numbers of parameters of which everything has been gathered, before anybody reads
-            them.
+        arrived: called with the numbers of parameters that are gathered completely, before anybody reads them.
         under_forward: gathers may be in flight in a forward. False: modules need no pre-hooks.
     """
 
@@ -43,13 +42,13 @@ class FeedPipe:
         under_forward: bool = True,
     ) -> None:
         self.stall = Stall()
-        self.in_flight = False  # some gather has not been awaited
+        self.in_flight = False  # True while some gather has not been awaited
         self._parameters = parameters
         self._recorder = recorder
         self._arrived = arrived
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         for parameter in parameters:
-            if isinstance(parameter, Waiting):  # for another pipe
+            if isinstance(parameter, Waiting):  # of another pipe
                 parameter.waiter.wait_for_parameter(parameter, on_host=True)
         self._own_classes = [type(parameter) for parameter in parameters]
         kinds = {kind: waiting_class(kind, self) for kind in set(self._own_classes)}
@@ -72,7 +71,7 @@ class FeedPipe:
         self._entrances = Entrances(root, self._index_of, self.wait_for) if under_forward else None
 
     def close(self) -> None:
-        """Remove the hooks. What has arrived has its own class; what failed to arrive goes on raising."""
+        """Remove the hooks. Parameters that arrived have their own class; the others go on raising."""
         if self._entrances is not None:
             self._entrances.close()
         for index in range(len(self._parameters)):
@@ -81,7 +80,7 @@ class FeedPipe:
     # -- the order in which parameters are needed -------------------------------------------------------------------
 
     def begin_forward(self, training: bool) -> None:
-        """A forward through DDP begins; the first one in training notes in which order it reads parameters."""
+        """Begin a forward through DDP; the first one in training notes the order in which it reads parameters."""
         if self._entrances is None:
             return
         if (self.in_flight or self._visible) and torch_compat.inside_compiled_region():
@@ -94,7 +93,7 @@ class FeedPipe:
                     self._hide(index)
 
     def end_forward(self) -> None:
-        """The forward has ended."""
+        """End the forward."""
         if len(self._read) >= len(self._order):
             self._order = list(self._read)
         if self._num_hidden and not self.in_flight:
@@ -103,7 +102,7 @@ class FeedPipe:
                     self._show(index)
 
     def order_of_need(self) -> list[int]:
-        """Return for every parameter its position in the order in which forwards have awaited them."""
+        """Return every parameter's position in the order in which the last forward has awaited them."""
         position = {index: place for place, index in enumerate(self._order)}
         return [position.get(index, len(self._order)) for index in range(len(self._parameters))]
 
@@ -120,11 +119,11 @@ class FeedPipe:
 
     @property
     def under_way(self) -> list[Work]:
-        """The gathers that have not been awaited yet."""
+        """Gathers that have not been awaited yet."""
         return [work for work in self._works if work is not None]
 
     def launched(self, works: Sequence[Work]) -> None:
-        """Gathers were submitted, one per group: whoever uses a parameter waits from now on."""
+        """Let readers of parameters wait for these gathers, one per group, which were submitted."""
         with self._lock:
             if self._met_compiled_code:
                 self._met_compiled_code = False
@@ -151,7 +150,7 @@ class FeedPipe:
                     self._show(index, on_host=True)
 
     def wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
-        """See :class:`~ddp_hooks.feed.waiting.Waiter`."""
+        """See :class:`~ddp_hooks.overlap.waiting.Waiter`."""
         index = self._index_of.get(id(parameter))
         if index is None:  # made of a waiting class, or its class and memory swapped: it may share what is in flight
             self.finish()
@@ -210,7 +209,7 @@ class FeedPipe:
                 self.in_flight = self._num_in_flight > 0
 
     def _complete(self, indices: Sequence[int]) -> None:
-        """Everything of these parameters has been gathered: let them be updated, and then read."""
+        """Update parameters that are gathered completely, and let them be read."""
         # Nobody must read a parameter in the middle of its update, so it goes on waiting. On accelerators torch looks
         # at classes to choose kernels: there the thread that trains, whose reads follow in its stream, shows it before.
         shown = self._on_streams and threading.get_ident() == self._launcher
@@ -228,7 +227,7 @@ class FeedPipe:
                 self._hide(index)
 
     def _find_entrances(self) -> None:
-        """Compiled code met a parameter in flight, so that its graph broke: let the module that runs it wait before."""
+        """Let modules wait whose compiled code has read a parameter in flight, which breaks its graph."""
         if self._entrances is not None and not self._entrances.find() and not self._has_warned:
             self._has_warned = True
             logger.warning(

@@ -1,4 +1,4 @@
-"""Why a gradient was not reduced: told from what was seen of forwards, of the model and of its hook."""
+"""Causes of gradients that were not reduced, told from the forwards, the model and its hook."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import torch_compat
-from ddp_hooks.feed.guard import ONE_BACKWARD, GradientGuard
+from ddp_hooks.intercept.guards import ONE_BACKWARD, GradientGuard
 
 LatestForward: TypeAlias = Literal["none", "no_sync", "synchronised"]
 """The last forward through DDP's hooks since the last reduced backward, as far as it recorded gradients."""
@@ -25,15 +25,15 @@ def why_not_reduced(
     hook: str,
     change: str | None = None,
 ) -> str:
-    """Return what to do, and the cause; several causes if what was seen does not tell which one it is.
+    """Return the remedy and the cause; several causes where the facts do not tell which one it is.
 
     Args:
         ddp: the model.
-        parameters, names: those that DDP reduces, as the state knows them.
-        without: names of those to which the last backward gave no gradient.
+        parameters, names: parameters that DDP reduces, as the state knows them.
+        without: names of parameters to which the last backward gave no gradient.
         latest: see :data:`LatestForward`.
         state, hook: names of the state's class and of its hook, for the message.
-        change: how gradients may be changed, if the gradient may be one that code has assigned.
+        change: how users may change gradients; None if code cannot have assigned the gradient.
     """
     if not torch_compat.comm_hook_registered(ddp):
         return f"the hook is missing: call ddp.register_comm_hook(state, {hook}) after creating {state}"
@@ -58,7 +58,7 @@ def why_not_reduced(
 def why_not_ended(
     ddp: DistributedDataParallel, parameters: Sequence[Tensor], names: Sequence[str], missing: Sequence[str]
 ) -> str:
-    """Likewise, of a backward in which DDP has not handed over the buckets of ``missing``."""
+    """Return the remedy and the cause of a backward in which DDP has not handed over the buckets of ``missing``."""
     return _changed_since(ddp, parameters, names) or (
         f"{remedy_for_unused(ddp)}: the last backward ended without gradients for {torch_compat.shortened(missing)} or "
         "parameters of the same bucket. If it ended with an exception, wrap the model again"
@@ -66,7 +66,7 @@ def why_not_ended(
 
 
 def remedy_for_unused(ddp: DistributedDataParallel) -> str:
-    """What lets a parameter be without a gradient."""
+    """Return how to train with parameters that get no gradient."""
     if ddp.static_graph:
         return (
             "pass find_unused_parameters=True to DistributedDataParallel in the place of static_graph=True, which "
@@ -78,7 +78,7 @@ def remedy_for_unused(ddp: DistributedDataParallel) -> str:
 
 
 def _changed_since(ddp: DistributedDataParallel, parameters: Sequence[Tensor], names: Sequence[str]) -> str | None:
-    """How the model's trained parameters differ from those that the state was made for."""
+    """Return how the trained parameters differ from those that the state was made for; None if they do not."""
     ignored = torch_compat.ignored_parameter_names(ddp)
     present = dict(ddp.module.named_parameters())
     known = {id(parameter) for parameter in parameters}

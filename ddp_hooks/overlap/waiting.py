@@ -5,9 +5,9 @@ While a gather or an update is under way the class of a parameter is a subclass 
 write from Python waits, wherever it happens: functional uses, ``.data``, ``deepcopy``, averages, printing. Identity,
 ``isinstance`` and metadata stay as they are.
 
-Not seen: C++ code that holds a pointer, other processes, code that switches ``__torch_function__`` off, functions that
-never ask it (``torch.overrides.get_ignored_functions()``: ``torch.tensor(p)``, ``torch.as_tensor(p, ...)``), and views
-that were made before the step.
+These do not wait: C++ code that holds a pointer, other processes, code that switches ``__torch_function__`` off,
+functions that never ask it (``torch.overrides.get_ignored_functions()``: ``torch.tensor(p)``,
+``torch.as_tensor(p, ...)``), and views made before the step.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _METHODS = (
     "is_floating_point", "is_complex", "get_device", "requires_grad_", "register_hook", "__len__",
     "register_post_accumulate_grad_hook",
 )  # fmt: skip
-_class: Any = Tensor  # where attributes are descriptors
+_class: Any = Tensor  # attributes of the class are descriptors
 METADATA: frozenset[Any] = frozenset(
     [getattr(_class, name).__get__ for name in _PROPERTIES]
     + [_class.grad.__set__, _class.grad.__delete__, _class.requires_grad.__set__]
@@ -45,7 +45,7 @@ _PRINTING = (Tensor.__repr__, Tensor.__format__)  # their text names the class
 
 
 class Waiter(Protocol):
-    """Knows what a waiting parameter waits for."""
+    """Waits for parameters."""
 
     def wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
         """Return when the current stream may use the parameter; with ``on_host``, when every stream may.
@@ -56,7 +56,7 @@ class Waiter(Protocol):
 
 
 class Waiting:
-    """Base of the classes that parameters have while they wait."""
+    """Base class of parameters in flight."""
 
     __slots__ = ()
     waiter: Waiter
@@ -64,7 +64,7 @@ class Waiting:
     wait_in: Callable[[Iterable[Any], bool], bool]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Make a parameter that waits for nothing: what ``type(parameter)(...)`` asks for."""
+        """Make a parameter that waits for nothing, for ``type(parameter)(...)``."""
         return cls.own_class(*args, **kwargs)
 
     @classmethod

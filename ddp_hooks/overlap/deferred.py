@@ -1,7 +1,7 @@
-"""An optimizer's own code, run for a part of its parameters at a time, with the settings of the step.
+"""Deferred updates: an optimizer's own code runs for some parameters at a time, with the settings of the step.
 
-Each parameter is updated when its gradient is there, in the next forward, just before it is read (zhang2023dear,
-section III-B, Algorithm 1: FeedPipe). Right for optimizers whose update of a parameter looks at no other one.
+Each parameter is updated when its gradient has arrived, in the next forward, just before it is read (zhang2023dear,
+section III-B, Algorithm 1: FeedPipe). Valid for optimizers whose update of a parameter looks at no other parameter.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,18 +17,17 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import see, torch_compat
-from ddp_hooks.feed.memory import take_back
-from ddp_hooks.feed.pending_state import let_state_wait
+from ddp_hooks.overlap.pending_state import let_state_wait
 
 
 class DeferredUpdates:
-    """Updates some parameters of an optimizer, as its ``step()`` would have, whatever schedulers have done since.
+    """Updates some parameters as ``optimizer.step()`` would have, whatever schedulers have done since.
 
     Args:
-        optimizer: of all parameters.
-        parameters: that may be updated by themselves, in a fixed order.
-        gradient_of: the gradient of the parameter with that number, when it is updated.
-        finish: runs every update that is still to come, for those who look at ``optimizer.state``; None: nobody waits.
+        optimizer: the user's.
+        parameters: parameters with deferred updates, in a fixed order.
+        gradient_of: number of a parameter -> its gradient.
+        finish: runs all updates that are left, for readers of ``optimizer.state``; None: readers do not wait.
     """
 
     def __init__(
@@ -38,7 +37,7 @@ class DeferredUpdates:
         gradient_of: Callable[[int], Tensor],
         finish: Callable[[], None] | None = None,
     ) -> None:
-        self._stand_ins: dict[int, torch.nn.Parameter] = {}  # that updates step on, kept from step to step
+        self._stand_ins: dict[int, torch.nn.Parameter] = {}  # updates step on these, kept from step to step
         self._runner: int | None = None  # the thread that runs the optimizer's code for some parameters
         self._optimizer = optimizer
         self._parameters = parameters
@@ -54,7 +53,7 @@ class DeferredUpdates:
         }
 
     def note_settings(self) -> None:
-        """The optimizer is about to step: its learning rates and so on are those of the updates to come.
+        """Note learning rates and other settings of the step that begins, for its updates.
 
         Raises:
             RuntimeError: parameters have been moved or removed.
@@ -75,7 +74,7 @@ class DeferredUpdates:
         ]
 
     def forget_memory(self) -> None:
-        """Parameters are about to move: keep nothing of where they were."""
+        """Forget the memory of parameters, which are about to move."""
         self._stand_ins.clear()
 
     def _finish_unless_running(self) -> None:
@@ -84,13 +83,13 @@ class DeferredUpdates:
 
     @property
     def running(self) -> bool:
-        """Whether this thread runs the optimizer's code for some parameters."""
+        """True if this thread runs the optimizer's code for some parameters."""
         return self._runner == threading.get_ident()
 
     def run(self, indices: Sequence[int]) -> None:
         """Run the optimizer's own code over these parameters, with the settings of the step.
 
-        A thread that reads a parameter may come here while another one trains. So a copy of the optimizer steps, on
+        A thread that reads a parameter may run this while another thread trains. So a copy of the optimizer steps on
         parameters with the same memory: gradients and groups that others see stay as they are.
         """
         indices = sorted(indices, key=self._slot_of.__getitem__)  # as the optimizer has them
@@ -150,12 +149,34 @@ class DeferredUpdates:
 
 
 def copied(value: Any) -> Any:
-    """The value, with memory of its own if it is a tensor."""
+    """Return the value; a tensor gets memory of its own."""
     return value.clone() if isinstance(value, Tensor) else value
+
+
+@torch.no_grad()
+def take_back(assigned: Tensor, memory: Tensor, state: MutableMapping[str, Any] | None) -> None:
+    """Copy a tensor's values into the memory that it had before, if the optimizer has assigned ``.data``.
+
+    Args:
+        assigned: tensor as the optimizer has it.
+        memory: memory before, of the same shape, where others read the values.
+        state: the optimizer's state of the tensor. An entry in ``memory`` moves to memory of its own; an entry that
+            shares the new memory shares ``memory`` afterwards.
+    """
+    if assigned.data_ptr() == memory.data_ptr():
+        return
+    entries = state if state is not None else {}
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.data_ptr() == memory.data_ptr():
+            entries[key] = value.clone()
+    memory.copy_(assigned)
+    for key, value in entries.items():
+        if isinstance(value, Tensor) and value.shape == memory.shape and value.data_ptr() == assigned.data_ptr():
+            entries[key] = memory.detach()
 
 
 @contextmanager
 def _outside_of_any_forward(device: torch.device) -> Iterator[None]:
-    """An update in the middle of a forward is none of its operations."""
+    """Keep an update in the middle of a forward out of the forward's modes."""
     with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
         yield

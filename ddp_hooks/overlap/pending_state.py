@@ -1,4 +1,4 @@
-"""``optimizer.state`` while some updates are still to come: whoever looks at it waits for them."""
+"""``optimizer.state`` while updates are pending: readers wait for them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 
 class PendingState(defaultdict[Any, Any]):
-    """An optimizer's state that calls ``wait`` before every use; copies and pickles as a plain one.
+    """State of an optimizer that calls ``wait`` before every use; copies and pickles as a plain one.
 
     Args:
         state: the entries.

@@ -1,7 +1,8 @@
-"""Gradients that a backward has made on one rank alone, and steps with them, which are refused.
+"""Refuse steps with gradients of one rank alone.
 
-DDP reduces the first backward after each forward outside of ``no_sync()``. Any other adds this rank's gradients to what
-is there. A step after that moves every rank in a direction of its own; plain DDP lets it happen without a word.
+DDP reduces the first backward after each forward outside of ``no_sync()``. Any other backward adds this rank's
+gradients to ``.grad``. A step after it moves every rank in a direction of its own; plain DDP lets it happen without a
+word.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ddp_hooks.comm import see, torch_compat
-from ddp_hooks.feed.causes import LatestForward, why_not_reduced
-from ddp_hooks.feed.guard import GradientGuard
-from ddp_hooks.feed.inert import InertOnCopy
+from ddp_hooks.intercept.causes import LatestForward, why_not_reduced
+from ddp_hooks.intercept.guards import GradientGuard
+from ddp_hooks.intercept.module_hooks import NonCopyableHook
 
 
 class LocalGradients:
-    """Notices gradients that DDP does not reduce, by hooks of the parameters.
+    """Notices gradients that DDP does not reduce, with hooks on the parameters.
 
     DDP hands over its last bucket when every gradient of a backward is in place. So a parameter that autograd has
     written since then holds a gradient of this rank alone. (A hook costs 0.7 us for each parameter and backward.)
@@ -50,14 +51,14 @@ class LocalGradients:
         self._latest: LatestForward = "none"
         reference = weakref.ref(self)  # torch and the model keep hooks for as long as nobody removes them
         self._handles: list[Any] = [
-            ddp.register_forward_pre_hook(InertOnCopy(_calling(reference, LocalGradients._before_forward))),
+            ddp.register_forward_pre_hook(NonCopyableHook(_calling(reference, LocalGradients._before_forward))),
             register_optimizer_step_pre_hook(_calling(reference, LocalGradients._before_step)),
             *(p.register_post_accumulate_grad_hook(_adding(i, self._written)) for i, p in enumerate(parameters)),
         ]
         weakref.finalize(self, _remove, self._handles)
 
     def all_reduced(self) -> None:
-        """DDP has handed over all buckets of a backward: what lies there on this rank is reduced."""
+        """Forget gradients so far: DDP has handed over all buckets of a backward, so they are reduced."""
         self._written.clear()
         self._latest = "none"
 

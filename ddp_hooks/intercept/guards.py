@@ -1,21 +1,24 @@
-"""A stand-in for gradients that nobody may read.
+"""Guards in the place of gradients that nobody may read.
 
-Between backward and step the model's ``.grad`` may be neither local nor reduced: DDP's bucket holds partial sums, or
-what is still on its way. A guard takes its place, raises on any use, and remembers being zeroed, so that ``zero_grad``
-keeps its meaning.
+Between backward and step the model's ``.grad`` is neither local nor reduced: DDP's bucket holds partial sums, or data
+still on its way. A guard takes its place, raises on any use, and remembers being zeroed, so that ``zero_grad`` keeps
+its meaning. During ``optimizer.step()`` guards are suspended, because optimizers skip parameters whose ``.grad`` is
+None.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, NoReturn
+import weakref
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor
 
 from ddp_hooks.comm import see, torch_compat
 
-# What may be asked of a gradient without touching its values.
+# Functions that read no value of a gradient.
 METADATA: frozenset[Any] = frozenset(
     [getattr(Tensor, name).__get__ for name in ("shape", "dtype", "device", "layout", "is_sparse", "grad_fn")]
     + [getattr(Tensor, name).__get__ for name in ("requires_grad", "is_leaf", "ndim", "is_cuda", "is_meta")]
@@ -23,7 +26,7 @@ METADATA: frozenset[Any] = frozenset(
     + [Tensor.is_floating_point, torch.is_floating_point, Tensor.requires_grad_, Tensor.detach_]
 )
 _ZEROING: frozenset[Any] = frozenset([Tensor.zero_, torch.zero_, torch._foreach_zero_])
-# What module.to(), .cpu(), .float(), .share_memory() and .to_empty() call for every gradient.
+# Functions that module.to(), .cpu(), .float(), .share_memory() and .to_empty() call for every gradient.
 _CONVERSIONS: frozenset[Any] = frozenset(
     [
         *(Tensor.to, Tensor.cpu, Tensor.cuda, Tensor.type, Tensor.float, Tensor.double, Tensor.half, Tensor.bfloat16),
@@ -36,26 +39,26 @@ ONE_BACKWARD = (
     "time through one forward (retain_graph=True), or as the second after two forwards, or its forward was called by "
     "ddp.module(...) or ddp.forward(...), or it came from parameters alone, as a penalty does"
 )
-"""Causes of a backward that DDP's hooks do not see, after what to do."""
+"""Remedy and causes where a backward goes around DDP's hooks."""
 
 clipping_of_frameworks: dict[str, str] = {}
-"""How the loops clip that a state was attached to, by the framework's name; part of what guards advise."""
+"""Clipping calls of the frameworks in use, by framework; guards advise them."""
 
 
 class GradientGuard(Tensor):
-    """A tensor of the right shape, dtype and device, but without memory; any use raises.
+    """Tensor of the right shape, dtype and device, but without memory; any use raises.
 
     Metadata may be read. ``zero_()`` sets :attr:`zeroed`: the owner of the gradient then treats it as zeros. A
     conversion to another device or dtype, as ``module.to()`` makes of every gradient, gives a guard there.
     """
 
     owner: str  # the parameter's name
-    explain: Callable[[str], str]  # of a function's name: what to do instead, and why it may not be called
+    explain: Callable[[str], str]  # name of a function -> remedy, and why it may not be called
     zeroed: bool
 
     @staticmethod
     def standing_for(parameter: Tensor, name: str, explain: Callable[[str], str]) -> GradientGuard:
-        """A guard with the shape, dtype and device of ``parameter``."""
+        """Make a guard with the shape, dtype and device of ``parameter``."""
         blank = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         guard = blank.as_subclass(GradientGuard)
         guard.owner = name
@@ -94,7 +97,7 @@ class GradientGuard(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        # Only what does not ask __torch_function__ comes here: autograd, which adds to a gradient.
+        # Only code that does not ask __torch_function__ comes here: autograd, which adds to a gradient.
         if torch_compat.in_backward():
             owner = next((guard.owner for guard in _guards_in(args)), "a parameter")
             raise RuntimeError(
@@ -106,7 +109,7 @@ class GradientGuard(Tensor):
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 
     def _converted(self, convert: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        """A guard of the dtype and on the device that ``convert`` gives a tensor of this one's; itself if they stay."""
+        """Return a guard of the dtype and device that ``convert`` gives such a tensor; this guard if both stay."""
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         like = torch.zeros((), dtype=self.dtype, device=self.device)
         result = convert(like, *args, **kwargs)
@@ -121,7 +124,7 @@ class GradientGuard(Tensor):
 
 
 def refuse_unhooked_forward() -> NoReturn:
-    """Raise, because a forward goes around DDP's hooks."""
+    """Raise RuntimeError, because a forward goes around DDP's hooks."""
     raise RuntimeError(
         "call ddp(...), not ddp.forward(...), which goes around the hooks of the DDP module: without them the "
         "gradients of one backward are not kept apart from those of the next, and parameters are read before they "
@@ -139,3 +142,71 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
 
 def _guards_in(values: Iterable[Any]) -> Iterable[GradientGuard]:
     return (tensor for tensor in _tensors_in(values) if isinstance(tensor, GradientGuard))
+
+
+# id of a parameter -> its owner, because tensors do not compare as keys have to
+_of: dict[int, weakref.ref[SuspendedGuards]] = {}
+
+
+def is_suspended(parameter: Tensor) -> bool:
+    """Return True if the parameter has no gradient because a hook has suspended its guard during a step."""
+    reference = _of.get(id(parameter))
+    guards = reference() if reference is not None else None
+    return guards is not None and guards.holds(parameter)
+
+
+def _forget(ids: Iterable[int], gone: weakref.ref[SuspendedGuards]) -> None:
+    for key in ids:
+        if _of.get(key) is gone:
+            del _of[key]
+
+
+class SuspendedGuards:
+    """Guards that are removed during ``optimizer.step()``; readers of ``.grad`` find None meanwhile.
+
+    Args:
+        parameters: of the optimizer, in a fixed order.
+    """
+
+    def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
+        self._parameters = parameters
+        self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._guards: dict[int, GradientGuard] = {}
+        _of.update(dict.fromkeys(self._index_of, weakref.ref(self, partial(_forget, tuple(self._index_of)))))
+
+    def __bool__(self) -> bool:
+        return bool(self._guards)
+
+    def holds(self, parameter: Tensor) -> bool:
+        """Return True if the guard of this parameter is suspended."""
+        return bool(self._guards) and self._index_of.get(id(parameter)) in self._guards
+
+    def take(self, indices: Iterable[int]) -> None:
+        """Suspend the guards of these parameters."""
+        for index in indices:
+            parameter = self._parameters[index]
+            self._guards[index] = cast(GradientGuard, parameter.grad)
+            parameter.grad = None
+
+    def put_back(self, consumed: Iterable[int] = ()) -> None:
+        """Restore the guards, except where the optimizer's code has removed the gradient.
+
+        Args:
+            consumed: parameters whose gradients the optimizer's code has seen.
+        """
+        taken = {index for index in consumed if self._parameters[index].grad is None}
+        guards = self._forget()
+        for index, guard in guards.items():
+            if index not in taken:
+                self._parameters[index].grad = guard
+
+    def zero(self, set_to_none: bool) -> None:
+        """Apply a ``zero_grad()`` that another hook of the optimizer has called inside of the step."""
+        for guard in self._guards.values():
+            guard.zeroed = True
+        if set_to_none:
+            self._forget()
+
+    def _forget(self) -> dict[int, GradientGuard]:
+        guards, self._guards = self._guards, {}
+        return guards

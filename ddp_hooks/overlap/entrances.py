@@ -1,8 +1,8 @@
-"""Modules whose code reads parameters where Python does not see it: compiled and scripted ones.
+"""Modules that wait for parameters: those that own some, and those that are compiled or scripted.
 
-Such a module waits for all parameters below it before its code begins, and so before the compiler's guards look at
-their classes; on accelerators the host waits, since classes stay changed while any stream has to wait. Graphs then
-contain no wait and see parameters of one class only.
+A compiled or scripted module reads parameters where Python does not see it. It waits for all parameters below it before
+its code begins, and so before the compiler's guards look at their classes. On accelerators the host waits, because
+classes stay changed while any stream has to wait. Graphs then contain no wait and see parameters of one class only.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ddp_hooks.comm import torch_compat
-from ddp_hooks.feed.inert import do_nothing
+from ddp_hooks.intercept.module_hooks import do_nothing
 
 
 class WaitBefore:
@@ -49,7 +49,7 @@ class Entrances:
     Args:
         root: the module inside DDP.
         index_of: ``id`` of a parameter -> its number.
-        wait: waits for parameters, given by number; with ``on_host=True`` until they have their own classes.
+        wait: waits for parameters, given by number; ``on_host=True`` waits until they have their own classes.
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Entrances:
         self._root = root
         self._index_of = index_of
         self._wait = wait
-        self._handles: dict[nn.Module, Any] = {}  # of modules that wait for what they own
-        self._entrances: dict[nn.Module, Any] = {}  # of modules that wait for everything below them
+        self._handles: dict[nn.Module, Any] = {}  # modules that wait for their own parameters
+        self._entrances: dict[nn.Module, Any] = {}  # modules that wait for all parameters below them
         for module in root.modules():
             own = self._numbers(module, recurse=False)
             if own and not torch_compat.is_scripted(module):

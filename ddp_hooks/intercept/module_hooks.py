@@ -1,0 +1,69 @@
+"""Hooks of modules: a copied or pickled module gets one that does nothing; replaced parameters are refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import nn
+
+from ddp_hooks.comm import see, torch_compat
+
+_REASON = "ddp_hooks waits for parameters between graphs: compile with fullgraph=False"
+
+
+def do_nothing(*args: Any, **kwargs: Any) -> None:
+    """Stand in for a hook in a copy of its module."""
+
+
+class NonCopyableHook:
+    """Hook that calls ``function``; copies and pickles as :func:`do_nothing`.
+
+    torch copies module hooks with their module. A copied hook would act for the original: an averaged model would wait
+    for gathers of the trained one.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self._function = function
+        # A traced hook would act as it did when it was traced. Not a decorator: that would import the compiler here.
+        if not getattr(NonCopyableHook.__call__, "_torchdynamo_disable", False):
+            NonCopyableHook.__call__ = torch.compiler.disable(NonCopyableHook.__call__, reason=_REASON)  # type: ignore[method-assign]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(*args, **kwargs)
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return do_nothing
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _inert, ()
+
+
+def _inert() -> Callable[..., None]:
+    return do_nothing
+
+
+def refuse_assigned_parameters(root: nn.Module, parameters: Collection[nn.Parameter]) -> list[Any]:
+    """Raise ValueError when ``load_state_dict(assign=True)`` is about to replace some of ``parameters``.
+
+    Returns:
+        Handles of the hooks, which are on every module below ``root`` that owns one of the parameters.
+    """
+    reduced = {id(parameter) for parameter in parameters}
+    refuse = NonCopyableHook(_refuse)
+    return [
+        module.register_load_state_dict_pre_hook(refuse)
+        for module in root.modules()
+        if not torch_compat.is_scripted(module)  # it takes no hooks, and keeps its parameters
+        and any(id(parameter) in reduced for parameter in module.parameters(recurse=False))
+    ]
+
+
+def _refuse(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
+    if local_metadata.get("assign_to_params_buffers"):
+        raise ValueError(
+            f"load_state_dict(assign=True) replaces the parameters of {prefix.rstrip('.') or 'the model'}, which DDP "
+            f"and the optimizer would not notice: load without assign, or before wrapping the model in DDP"
+            f"{see('storage-was-replaced')}"
+        )

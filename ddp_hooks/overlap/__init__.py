@@ -1,0 +1,6 @@
+"""Parameters and updates that arrive in the next forward: modules and readers wait for them."""
+
+from ddp_hooks.overlap.deferred import DeferredUpdates, copied, take_back
+from ddp_hooks.overlap.pipe import FeedPipe
+
+__all__ = ["DeferredUpdates", "FeedPipe", "copied", "take_back"]
