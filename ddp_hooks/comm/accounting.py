@@ -1,4 +1,4 @@
-"""What lanes and waits count: bytes, rounds, busy seconds, stalls, and spans for a timeline."""
+"""Accounting of lanes and waits: bytes, rounds, busy seconds, stalls, and spans for a timeline."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from typing import NamedTuple
 import torch
 
 KEPT_STEPS, KEPT_SPANS = 100, 50_000
-"""Steps, where it is told of them, of which a :class:`Recorder` keeps spans, and the most spans: about 12 MB."""
+"""Number of last steps, and of spans, that a :class:`Recorder` keeps: about 12 MB."""
 
 
 class Span(NamedTuple):
-    """Something that took time: on ``track``, from ``start_s`` to ``end_s`` of ``time.perf_counter()``."""
+    """Span of time on ``track``, from ``start_s`` to ``end_s`` of ``time.perf_counter()``."""
 
     track: str
     name: str
@@ -55,7 +55,7 @@ class Traffic:
 class Recorder:
     """Collects spans when ``enabled``; threads may add to it at the same time.
 
-    Those of the last :data:`KEPT_STEPS` steps are kept, but not more than :data:`KEPT_SPANS`.
+    It keeps the spans of the last :data:`KEPT_STEPS` steps, at most :data:`KEPT_SPANS`.
     """
 
     enabled: bool = False
@@ -71,7 +71,7 @@ class Recorder:
                 self._num_added += 1
 
     def end_step(self) -> None:
-        """A step ends: let go of spans of steps long ago."""
+        """End a step, and drop the spans of old steps."""
         if self.enabled:
             with self._lock:
                 kept = self._num_added - self._added_before[0]
@@ -80,7 +80,7 @@ class Recorder:
                 self._added_before.append(self._num_added)
 
     def snapshot(self) -> list[Span]:
-        """The last spans, in order of their start."""
+        """Return the spans in order of their start."""
         with self._lock:
             return sorted(self.spans, key=lambda span: span.start_s)
 
@@ -105,5 +105,5 @@ class Stall:
 
 
 def mebibytes(amount: float) -> int:
-    """MiB to whole bytes."""
+    """Convert MiB to whole bytes."""
     return int(amount * (1 << 20))

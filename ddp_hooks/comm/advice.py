@@ -1,4 +1,4 @@
-"""Where the documentation explains an error."""
+"""Links from errors to the documentation."""
 
 from __future__ import annotations
 
@@ -6,12 +6,11 @@ _PAGE = "docs/troubleshooting.md"
 
 
 def see(anchor: str, quoted: object = None) -> str:
-    """The end of an error's message: the place in the documentation that explains it.
+    """Return the end of an error's message, which names the section that explains the error.
 
     Args:
-        anchor: of a section of ``docs/troubleshooting.md``, which says what the error means and what to do.
-        quoted: another error that the message ends with. If that one names its place, which is nearer to the cause,
-            the message gets no second one.
+        anchor: section of ``docs/troubleshooting.md``.
+        quoted: another error at the end of the message. If it names a section itself, the message gets no second one.
 
     Returns:
         ``" (see docs/troubleshooting.md#anchor)"``, or nothing.
@@ -20,12 +19,12 @@ def see(anchor: str, quoted: object = None) -> str:
 
 
 def wrong_state(hook: str, made_by: str, found: object) -> TypeError:
-    """The error of a communication hook that DDP was given another state for.
+    """Return the error of a communication hook that was registered with a wrong state.
 
     Args:
-        hook: its name.
-        made_by: the expression that makes its state.
-        found: what it was given.
+        hook: name of the hook.
+        made_by: expression that makes its state.
+        found: the wrong state.
     """
     return TypeError(
         f"{hook} got {type(found).__name__} as its state: call ddp.register_comm_hook({made_by}, {hook})"

@@ -1,4 +1,4 @@
-"""Ranks compare notes once: the same settings everywhere, or the same error everywhere.
+"""Agreement of ranks: the same settings everywhere, or the same error everywhere.
 
 An error on one rank is a hang on the others, so a check that fails anywhere must raise everywhere, before any group
 is made or gradient touched.
@@ -17,15 +17,15 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.meeting import gather_objects
 
 VERIFY = "DDP_HOOKS_VERIFY"
-"""Of the environment: see :mod:`ddp_hooks.comm.collective_check`."""
+"""Environment variable, see :mod:`ddp_hooks.comm.collective_check`."""
 _num_agreements = 0
 
 
 class Disagreement(NamedTuple):
-    """Why ranks cannot go on, in the same words on all of them; at most one of the two."""
+    """Reason why ranks cannot go on, in the same words on all of them; at most one of the two."""
 
-    problem: str | None = None  # of some ranks, or of all
-    difference: str | None = None  # the first entry that differs, its values, and the ranks on each side
+    problem: str | None = None  # on some ranks, or on all
+    difference: str | None = None  # the first entry that differs, its values, and the ranks that hold each
 
 
 def agree(
@@ -57,8 +57,8 @@ def compare(
 ) -> Disagreement:
     """Compare ``entries`` (name -> anything with a stable ``str``) and this rank's ``problem`` over all ranks.
 
-    Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ. ``subject`` is what
-    messages say ranks wait in. ``patience`` has ``timeout_s`` and ``stall_warning_s``, as settings do.
+    Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ. Messages say that ranks
+    wait in ``subject``. ``patience`` has ``timeout_s`` and ``stall_warning_s``, as settings do.
     """
     global _num_agreements
     _num_agreements += 1
@@ -84,12 +84,12 @@ def compare(
 
 
 def num_agreements() -> int:
-    """How often this process has compared anything: in steady state it stays as it is."""
+    """Return the number of comparisons of this process; it does not change in steady state."""
     return _num_agreements
 
 
 def first_difference(lines_by_rank: list[dict[str, str]], ranks: Sequence[int]) -> str:
-    """A sentence on the first entry whose value differs, with the ranks that hold each value."""
+    """Return a sentence on the first entry whose value differs, with the ranks that hold each value."""
     names = list(dict.fromkeys(name for lines in lines_by_rank for name in lines))
     for name in names:
         ranks_by_value: dict[str, list[int]] = {}

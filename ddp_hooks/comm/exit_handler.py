@@ -1,4 +1,4 @@
-"""The end of the process, at which lanes must not be in the middle of anything."""
+"""Exit handlers: lanes end, or the process does, before the interpreter is taken down."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def at_exit(
     references = weakref.WeakMethod(close), weakref.WeakMethod(abandon), weakref.WeakMethod(is_stuck)
 
     def finish() -> None:
-        """What happens at the interpreter's end."""
+        """Close or abandon communication when the interpreter ends."""
         close, abandon, is_stuck = references[0](), references[1](), references[2]()
         error = getattr(sys, "last_value", None)
         if close is None or abandon is None or is_stuck is None:

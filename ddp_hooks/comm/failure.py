@@ -1,8 +1,8 @@
-"""Who failed first: a note in the rendezvous store that the first witness writes and everybody else reads.
+"""Failures: the first rank that notices one reports it in the rendezvous store, and all others read it there.
 
-When a worker dies, its neighbours' connections break, they raise and leave, and so break *their* neighbours'
-connections: later witnesses would blame the wrong rank. So a witness writes what it saw before it lets go of
-anything, and a rank that finds such a note reports the note instead of its own broken connection.
+When a rank dies, the connections of its neighbours break. They raise and leave, and so break *their* neighbours'
+connections: those would report the wrong rank. So a rank reports what it saw before it closes anything, and a rank that
+finds a report raises that in place of its own broken connection.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from ddp_hooks.comm.advice import see
 logger = logging.getLogger("ddp_hooks")
 
 _SHOWN = 8  # ranks that a message names
-_LETTER_BYTES = 768
-_LETTERS_S = 1.0  # how long letters are waited for when the store is gone
-_OWN_TIME_OUT_S = 5.0  # how long a rank that others lost waits for its own lane to say that it gave up
-_LINGER_S = 5.0  # the process that serves the store stays so long for others to read of a failure
-_witnesses: weakref.WeakSet[FailureStore] = weakref.WeakSet()
+_NOTICE_BYTES = 768
+_NOTICES_S = 1.0  # seconds that a rank waits for notices when the store is gone
+_OWN_TIMEOUT_S = 5.0  # seconds that a rank reported by others waits for a timeout of its own lane
+_LINGER_S = 5.0  # seconds that the process that serves the store stays for others to read of a failure
+_stores: weakref.WeakSet[FailureStore] = weakref.WeakSet()
 _noted: weakref.WeakKeyDictionary[Any, bool] = weakref.WeakKeyDictionary()  # default groups with a note of this rank
 _expected: dict[str, tuple[Any, int]] = {}  # key of a count of readers -> its store, and how many there are to be
 
@@ -40,11 +40,11 @@ class LaneError(RuntimeError):
 
 
 class LaneTimeout(LaneError):
-    """Communication did not complete in time; the message names what was waited for and who reports no wait."""
+    """Communication did not complete in time; the message names the wait, and the ranks that report none."""
 
 
 def is_lost_connection(error: BaseException | None) -> bool:
-    """Whether torch or gloo raised ``error`` because another process went away."""
+    """Return True if torch or gloo raised ``error`` because another process went away."""
     if not isinstance(error, RuntimeError) or isinstance(error, LaneError):
         return False
     signs = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe")
@@ -55,9 +55,9 @@ def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages
     """Return a sentence on the calls that ranks wait in.
 
     Args:
-        calls: by rank.
-        silent: ranks that are in none.
-        are_messages: ranks wait for messages of lanes, which come of many calls.
+        calls: call by rank.
+        silent: ranks that wait in no call.
+        are_messages: ranks wait for messages of lanes, which belong to many calls.
 
     >>> describe_waits({0: "consolidate()"}, [1])
     'rank 0 waits in consolidate(); rank 1 has not called it: is it under `if rank == 0`?'
@@ -82,7 +82,7 @@ def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages
 
 
 def refuse_different_calls(ranks: Sequence[int], calls: Sequence[str]) -> None:
-    """Raise a :class:`LaneError` unless ``ranks`` are all in one call; ``calls`` are theirs."""
+    """Raise :class:`LaneError` unless the ``calls`` of ``ranks`` are equal."""
     if len(set(calls)) > 1:
         found = describe_waits(dict(zip(ranks, calls, strict=True)), ())
         raise LaneError(f"ranks have called different things: {found}{see('ranks-differ')}")
@@ -96,9 +96,9 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 class WaitNotes:
-    """Notes in the store of the call that each rank waits in, written only by ranks that have waited long.
+    """Notes in the store of the call that each rank waits in; only ranks that have waited long write one.
 
-    A rank has one note, whatever groups it waits in. A wait that failed stays on record, for ranks that still wait.
+    A rank has one note for all groups. The note of a failed wait stays, for ranks that still wait.
     """
 
     def __init__(self, store: Any, rank: int) -> None:
@@ -111,7 +111,7 @@ class WaitNotes:
         self._store.set(_wait_key(self._rank), call)
 
     def end(self) -> None:
-        """Take this rank's note back, if it has written one."""
+        """Delete this rank's note, if it has written one."""
         if _noted.pop(dist.group.WORLD, False):
             self._store.delete_key(_wait_key(self._rank))
 
@@ -125,30 +125,30 @@ def _wait_key(rank: int) -> str:
     return f"ddp_hooks/waiting/{rank}"
 
 
-class Letters:
-    """Short texts to all ranks of a gloo group that arrive whether anybody waits or not: on a failure, from who knows.
+class FailureNotices:
+    """Notices of a failure to all ranks of a gloo group, which arrive whether anybody waits or not.
 
-    Every rank posts a receive from each other one at the beginning, and looks at the memory when it has a reason to. So
-    a rank that asks late reads what another one knew that has ended since, with the rendezvous store perhaps.
+    Every rank posts a receive from each other rank at the beginning, and looks at the memory when it has a reason to.
+    So a late rank reads the report of a rank that has ended since, perhaps with the rendezvous store.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._peers = [peer for peer in range(dist.get_world_size(group)) if peer != dist.get_rank(group)]
-        self._boxes = [torch.zeros(_LETTER_BYTES, dtype=torch.uint8) for _ in self._peers]
+        self._boxes = [torch.zeros(_NOTICE_BYTES, dtype=torch.uint8) for _ in self._peers]
         pairs = zip(self._boxes, self._peers, strict=True)
-        self._handles: list[Any] = [group.recv([box], peer, torch_compat.LETTER_TAG) for box, peer in pairs]
+        self._handles: list[Any] = [group.recv([box], peer, torch_compat.NOTICE_TAG) for box, peer in pairs]
 
     def send(self, text: str) -> None:
-        """Send ``text`` to all ranks that are there; once."""
-        data = bytearray(text.encode()[: _LETTER_BYTES - 1].ljust(_LETTER_BYTES - 1, b"\0") + b"\1")
-        letter = torch.frombuffer(data, dtype=torch.uint8)
+        """Send ``text`` to all ranks that are left; once."""
+        data = bytearray(text.encode()[: _NOTICE_BYTES - 1].ljust(_NOTICE_BYTES - 1, b"\0") + b"\1")
+        notice = torch.frombuffer(data, dtype=torch.uint8)
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):  # the connection is broken
-                self._handles.append(self._group.send([letter], peer, torch_compat.LETTER_TAG))
+                self._handles.append(self._group.send([notice], peer, torch_compat.NOTICE_TAG))
 
     def first(self) -> str | None:
-        """Return a text that has come, if one has."""
+        """Return a notice that has arrived, or None."""
         for box in self._boxes:
             if box[-1] == 1:  # it comes last
                 return bytes(box[:-1].numpy()).rstrip(b"\0").decode(errors="replace")
@@ -156,13 +156,14 @@ class Letters:
 
 
 class FailureStore:
-    """Writes and reads the first failure in the store under ``prefix``, and who waits for what; ranks are global.
+    """Reports and reads the first failure in the store under ``prefix``, and the waits of ranks; ranks are global.
 
     Args:
         store: the rendezvous store.
-        prefix: of keys in it, of this group alone.
-        rank, ranks: this one, and all of the group.
-        group: whose connections carry letters about failures, if gloo carries it.
+        prefix: prefix of keys in the store, of this group alone.
+        rank: this rank.
+        ranks: all ranks of the group.
+        group: group whose connections carry notices of failures; None if gloo does not carry it.
     """
 
     def __init__(
@@ -173,22 +174,22 @@ class FailureStore:
         self._rank = rank
         self._ranks = ranks
         self._group = group
-        self._letters = Letters(group) if group is not None else None
+        self._notices = FailureNotices(group) if group is not None else None
         self._notes = WaitNotes(store, rank)
         self._knows = False  # of a failure
         self._is_blamed = False  # another rank lost the connection to this one
         self._gave_up: LaneTimeout | None = None  # the first message of this rank that timed out
-        _witnesses.add(self)
+        _stores.add(self)
 
     @property
     def prefix(self) -> str:
-        """Of keys in the store, of this group alone."""
+        """Prefix of keys in the store, of this group alone."""
         return self._prefix
 
     def report_peer(self, suspect: int) -> str:
-        """Report that the connection to ``suspect`` broke; returns a sentence on who failed first, as far as known."""
+        """Report that the connection to ``suspect`` broke; return a sentence on the rank that failed first."""
         mine = f"{self._rank}:{suspect}"
-        note = self._letter() or mine
+        note = self._notice() or mine
         try:
             note = self._store.compare_set(f"{self._prefix}/failure", "", note).decode()
         except Exception as error:  # whatever a dead store raises; its being dead is the news
@@ -199,12 +200,12 @@ class FailureStore:
         return self._sentence(note, mine)
 
     def failure_of(self, error: Exception, peer: int, description: str) -> LaneError:
-        """What the backend's, or a socket's, ``error`` about a message to or from ``peer`` means, ready to be raised.
+        """Return the error to raise for an ``error`` of the backend or a socket; reports a broken connection.
 
         Args:
-            error: that was raised.
+            error: raised for a message to or from ``peer``.
             peer: a global rank.
-            description: where this rank is.
+            description: rank, lane, work, round and peer of the message.
         """
         text = str(error).splitlines()[0]
         if "timed out" in text.lower() or "timeout" in text.lower():
@@ -215,31 +216,31 @@ class FailureStore:
             self._gave_up = self._gave_up or timeout
             return timeout
         culprit = self.report_peer(peer)
-        return self._own_time_out() or LaneError(
+        return self._own_timeout() or LaneError(
             f"{description} failed ({text}): {culprit}{see('a-rank-died', quoted=culprit)}"
         )
 
     def failure_during(self, description: str) -> LaneError | None:
-        """What ends a wait in ``description``, ready to be raised: a rank failed, or this one gave up; None if nothing.
+        """Return the error that ends a wait in ``description``, if a rank has failed or this one has timed out.
 
         For ranks whose own connections still stand. A message that times out closes its connection, so others may
-        report this rank before its lane has said what it waited for: the lane is waited for, a few seconds.
+        report this rank before its lane has raised its timeout: this waits a few seconds for the lane.
         """
         failure = self.first_failure()
         if failure is None:
             return None
-        return self._own_time_out() or LaneError(f"{description}: {failure}{see('a-rank-died', quoted=failure)}")
+        return self._own_timeout() or LaneError(f"{description}: {failure}{see('a-rank-died', quoted=failure)}")
 
-    def _own_time_out(self) -> LaneTimeout | None:
-        """The time-out of this rank that others took for its end; None if there was none."""
-        deadline_s = time.monotonic() + (_OWN_TIME_OUT_S if self._is_blamed else 0.0)
+    def _own_timeout(self) -> LaneTimeout | None:
+        """Return the timeout of this rank that others took for its end; None if there was none."""
+        deadline_s = time.monotonic() + (_OWN_TIMEOUT_S if self._is_blamed else 0.0)
         while self._gave_up is None and time.monotonic() < deadline_s:
             time.sleep(0.02)
         return copy.copy(self._gave_up)  # each thread raises one of its own
 
     def report_self(self, reason: str) -> None:
-        """Report that this rank ends by itself because of ``reason``."""
-        note = self._letter() or f"{self._rank}:{self._rank}:{reason}"
+        """Report that this rank ends because of ``reason``."""
+        note = self._notice() or f"{self._rank}:{self._rank}:{reason}"
         try:
             note = self._store.compare_set(f"{self._prefix}/failure", "", note).decode()
         except Exception as error:  # whatever a dead store raises; this rank ends anyway
@@ -247,8 +248,8 @@ class FailureStore:
         self._tell(note)
 
     def first_failure(self) -> str | None:
-        """What another rank has reported, or None; for ranks whose own connections still stand."""
-        note = self._letter()
+        """Return a sentence on the failure that another rank has reported, or None."""
+        note = self._notice()
         try:
             if self._store.check([f"{self._prefix}/failure"]):
                 note = self._store.get(f"{self._prefix}/failure").decode()
@@ -260,17 +261,17 @@ class FailureStore:
         return self._sentence(note)
 
     def check_peers(self) -> str | None:
-        """As :meth:`first_failure`, and looks at this rank's own connections, too: for waits without messages."""
+        """Return :meth:`first_failure`, or report a broken connection of this rank; for waits without messages."""
         failure = self.first_failure()
         lost = lost_ranks(self._group, self._ranks) if failure is None and self._group is not None else []
         return self.report_peer(lost[0]) if lost else failure
 
     def _without_store(self, error: Exception) -> str:
-        """Return a sentence on who failed first where the store is gone: by letters, or by connections that broke."""
+        """Return a sentence on the first failure where the store is gone, from notices or broken connections."""
         silence = f"the rendezvous store does not answer ({type(error).__name__})"
-        deadline_s = time.monotonic() + _LETTERS_S
+        deadline_s = time.monotonic() + _NOTICES_S
         while True:
-            note = self._letter()
+            note = self._notice()
             lost = lost_ranks(self._group, self._ranks) if self._group is not None else []
             if note is None and lost:
                 note = f"{self._rank}:{lost[0]}"
@@ -282,7 +283,7 @@ class FailureStore:
             time.sleep(0.05)
 
     def report_wait(self, description: str) -> str:
-        """Note that this rank waits in ``description``; returns a sentence on the calls that all ranks wait in."""
+        """Note that this rank waits in ``description``; return a sentence on the calls that all ranks wait in."""
         call = description.removeprefix(f"rank {self._rank}, ")
         try:
             self._notes.begin(call)
@@ -292,53 +293,53 @@ class FailureStore:
         return describe_waits(calls, [rank for rank in self._ranks if rank not in calls], are_messages=True)
 
     def end_wait(self) -> None:
-        """The wait that was reported is over."""
+        """Take back the note of a wait, which is over."""
         try:
             self._notes.end()
         except Exception as error:  # the wait has succeeded; only its note stays
             logger.debug("could not take back the report of a wait: %s", error)
 
     def close(self) -> None:
-        """Tell nobody of failures any more, ask nobody, and let go of the group."""
-        _witnesses.discard(self)
-        self._group = self._letters = None
+        """Report and read no more failures, and let go of the group."""
+        _stores.discard(self)
+        self._group = self._notices = None
 
     @property
     def ranks(self) -> Sequence[int]:
-        """The ranks whose failures it knows of."""
+        """Ranks whose failures are reported here."""
         return self._ranks
 
     @property
     def knows(self) -> bool:
-        """Whether this process has heard of a failure."""
+        """True if this process has heard of a failure."""
         return self._knows
 
     def exit_barrier(self, deadline_s: float) -> bool:
-        """Wait until every rank has come here, or one has failed, or the store is gone; whether all have come.
+        """Wait until every rank is here, a rank has failed, or the store is gone; return True if all are here.
 
         Args:
-            deadline_s: when to return in any case, in ``time.monotonic()``'s seconds.
+            deadline_s: latest time of return, in ``time.monotonic()``'s seconds.
         """
         try:
-            present = self._store.add(f"{self._prefix}/farewells", 1)
+            present = self._store.add(f"{self._prefix}/exit_barrier", 1)
             while present < len(self._ranks) and time.monotonic() < deadline_s and self.first_failure() is None:
                 time.sleep(0.02)
-                present = self._store.add(f"{self._prefix}/farewells", 0)
+                present = self._store.add(f"{self._prefix}/exit_barrier", 0)
             return present >= len(self._ranks)
-        except Exception as error:  # whoever held the store has left already
-            logger.debug("left without a farewell: %s", error)
+        except Exception as error:  # the process that serves the store has left
+            logger.debug("left without the exit barrier: %s", error)
             return False
 
-    def _letter(self) -> str | None:
-        return self._letters.first() if self._letters is not None else None
+    def _notice(self) -> str | None:
+        return self._notices.first() if self._notices is not None else None
 
     def _tell(self, note: str) -> None:
-        """Pass on what is known, before this rank ends and others take that for the first failure."""
+        """Pass the report on, before this rank ends and others take its end for the first failure."""
         if self._knows:
             return
         self._knows = True
-        if self._letters is not None:
-            self._letters.send(note)
+        if self._notices is not None:
+            self._notices.send(note)
         try:
             self._store.add(f"{self._prefix}/readers", 1)
             expect_readers(self._store, f"{self._prefix}/readers", len(self._ranks) - 1)
@@ -365,8 +366,8 @@ def _plainly(note: str, own: int | None = None, wait: str | None = None) -> str:
 
     Args:
         note: see above.
-        own: the rank that is told, if it wrote the note.
-        wait: the call that the culprit waited in for long, so that it may have given up.
+        own: this rank, if it wrote the note.
+        wait: call that the culprit has waited in for long, so that it may have given up.
     """
     witness, culprit, *reason = note.split(":", 2)
     if reason:
@@ -378,7 +379,7 @@ def _plainly(note: str, own: int | None = None, wait: str | None = None) -> str:
 
 
 def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float = 0.0) -> list[int]:
-    """Return the ranks whose connection to this one is broken, waiting ``patience_s`` for the first; gloo only."""
+    """Return the ranks whose connection to this one is broken, waiting up to ``patience_s`` for one; gloo only."""
     deadline_s, own = time.monotonic() + patience_s, dist.get_rank(group)
     while True:
         lost = [r for i, r in enumerate(ranks) if i != own and torch_compat.connection_is_broken(group, i)]
@@ -394,9 +395,9 @@ def died(ranks: Sequence[int]) -> str:
 
 
 def failure_seen_by_lanes(ranks: Iterable[int]) -> str | None:
-    """Return a sentence on a failure that lanes over some of ``ranks`` know of, and this process does not yet."""
+    """Return a sentence on a failure that was reported to lanes over some of ``ranks`` and is news here, or None."""
     known = set(ranks)
-    for witness in [each for each in _witnesses if not each.knows and known.intersection(each.ranks)]:
+    for witness in [each for each in _stores if not each.knows and known.intersection(each.ranks)]:
         failure = witness.first_failure()
         if failure is not None:
             return failure
@@ -404,24 +405,24 @@ def failure_seen_by_lanes(ranks: Iterable[int]) -> str | None:
 
 
 def tell_lanes(lost: int) -> None:
-    """Let the lanes of this process know that rank ``lost`` died, before this rank ends, too."""
-    for witness in [each for each in _witnesses if lost in each.ranks]:
+    """Report to the lanes of this process that rank ``lost`` died, before this rank ends, too."""
+    for witness in [each for each in _stores if lost in each.ranks]:
         witness.report_peer(lost)
 
 
 def end_of(store: Any, rank: int) -> str | None:
-    """Return the error that ended rank ``rank``, if it has said so."""
+    """Return the error that ended rank ``rank``, if it has reported one."""
     found: str | None = store.get(f"ddp_hooks/end/{rank}").decode() if store.check([f"ddp_hooks/end/{rank}"]) else None
     return found
 
 
 def expect_readers(store: Any, key: str, num_readers: int) -> None:
-    """Let this process, if it serves the store, not end before so many ranks have read of a failure.
+    """Keep this process, if it serves the store, alive until ``num_readers`` ranks have read of a failure.
 
     Args:
         store: the rendezvous store.
-        key: of the count of ranks that have read.
-        num_readers: with this one.
+        key: key of the number of ranks that have read.
+        num_readers: ranks that are to read, with this one.
     """
     if torch_compat.serves(store):
         _expected[key] = store, num_readers
@@ -429,7 +430,7 @@ def expect_readers(store: Any, key: str, num_readers: int) -> None:
 
 @atexit.register
 def last_words() -> None:
-    """Say which error ends this process, if one does, and wait a little for ranks that have not read of a failure."""
+    """Report the error that ends this process, and wait a little for ranks that have not read of a failure."""
     error = getattr(sys, "last_value", None)
     try:
         if error is not None and dist.is_initialized():
@@ -447,5 +448,5 @@ def last_words() -> None:
 
 
 def shortened(reason: str) -> str:
-    """A reason that fits a note in the store; its end stays, where our own errors name the place that explains them."""
+    """Shorten a reason to fit a note in the store; keep its end, where our errors link to the documentation."""
     return reason if len(reason) <= 500 else f"{reason[:390]} … {reason[-100:]}"

@@ -1,10 +1,10 @@
-"""Meetings: every rank of a group makes one call, and each gets what all have brought.
+"""Meetings: every rank of a group makes one call, and each gets the items of all.
 
 Ranks meet in the rendezvous store. So a meeting needs no lane, no device and no group but the caller's, and a rank
-knows who has come, and in which call the others are. A meeting ends with one verdict, the first that some rank writes:
-all have come, one died, or the time is over. Every rank obeys it, also one that comes later.
+knows which ranks are present, and in which calls the others are. A meeting ends with one verdict, the first that a rank
+writes: all are present, one died, or the time is over. Every rank obeys it, also a late one.
 
-For set-up, checkpoints and changes of settings. In a normal step nobody meets: small sums go through
+Meetings are for set-up, checkpoints and changes of settings. A normal step has none: small sums go through
 :meth:`ddp_hooks.comm.Lanes.reduce_small`.
 """
 
@@ -55,23 +55,23 @@ _call: ContextVar[str | None] = ContextVar("call", default=None)
 
 
 class Patience(NamedTuple):
-    """How long a rank waits for others."""
+    """Time that a rank waits for others, in seconds."""
 
     timeout_s: float = 600.0
     stall_warning_s: float = 60.0
 
     @classmethod
     def of(cls, settings: object) -> Patience:
-        """Return the patience of ``settings``: anything with such attributes; defaults where they are no limits."""
+        """Return the limits that ``settings`` has as attributes, and defaults for the others."""
         found = (getattr(settings, name, None) for name in cls._fields)
         return cls(*(v if isinstance(v, int | float) and v > 0 else d for v, d in zip(found, cls(), strict=True)))
 
 
 @contextmanager
 def calling(what: str) -> Iterator[None]:
-    """Let messages about waits inside of this context, or of the function that it decorates, name the call ``what``.
+    """Name the call ``what`` in messages about waits, inside of this context or the decorated function.
 
-    Of contexts in each other the outermost counts. The same on every rank.
+    The outermost of nested contexts counts. ``what`` is the same on every rank.
     """
     token = _call.set(_call.get() or what)
     try:
@@ -81,7 +81,7 @@ def calling(what: str) -> Iterator[None]:
 
 
 def call_named(what: str) -> str:
-    """Return the call that messages are to name: that of :func:`calling`, or ``what``."""
+    """Return the name of the call for messages: given to :func:`calling`, or ``what``."""
     return _call.get() or what
 
 
@@ -124,9 +124,9 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
 
 
 def report_error(error: BaseException, group: dist.ProcessGroup, patience: object) -> None:
-    """Let all ranks of ``group`` raise in the meeting that they come to next: this rank will not.
+    """Make all other ranks of ``group`` raise in their next meeting, to which this rank will not come.
 
-    For an error on this rank alone, which is raised afterwards. Waits for the others, as ``patience`` has it.
+    For an error on this rank alone, which the caller raises afterwards. Waits for the others, as ``patience`` says.
     """
     ranks = dist.get_process_group_ranks(group)
     if len(ranks) == 1 or isinstance(error, ReportedError):
@@ -148,7 +148,7 @@ class ReportedError(LaneError):
 
 
 class _Head(NamedTuple):
-    """What a rank brings to a meeting."""
+    """Item of one rank in a meeting."""
 
     call: str  # as users know it
     what: str  # in that call
@@ -157,7 +157,7 @@ class _Head(NamedTuple):
 
 
 def _distinguished(heads: Sequence[_Head]) -> list[str]:
-    """The calls, with what goes on in them if only that differs."""
+    """Return the calls; with ``what`` where only that differs."""
     if len({head.call for head in heads}) > 1 or len({head.what for head in heads}) == 1:
         return [head.call for head in heads]
     return [f"{head.call}: {head.what}" for head in heads]
@@ -178,7 +178,7 @@ class _Meeting:
         self._verdict, self._done = f"{self._prefix}/verdict", f"{self._prefix}/done"
 
     def hold(self) -> list[_Head]:
-        """Return what every rank brings; raises as :func:`gather_objects` does."""
+        """Return the item of every rank; raises as :func:`gather_objects` does."""
         try:
             self._notes.end()
             self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(tuple(self._head)))
@@ -245,7 +245,7 @@ class _Meeting:
         return describe_waits(calls | noted, [rank for rank in missing if rank not in noted])
 
     def _leave(self, verdict: str) -> None:
-        """The last rank that leaves takes everything away; after a failure all are given time to come and read."""
+        """Delete the keys as the last rank that leaves; after a failure wait for all to read."""
         left = self._store.add(self._done, 1)
         if left == len(self._ranks):
             for key in (*self._keys, self._verdict, self._done):

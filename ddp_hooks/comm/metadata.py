@@ -1,4 +1,4 @@
-"""Reading the table of contents of a ``torch.distributed.checkpoint``."""
+"""Table of contents of a ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 
 
 def read_metadata(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str | None]:
-    """Metadata of every entry, by its name, and why it cannot be read, or None.
+    """Return the metadata of every entry by name, and the problem of reading them, or None.
 
-    Every rank reads for itself, and the file may be damaged where one of them looks: compare the problem over the ranks
-    (:func:`~ddp_hooks.comm.agree`) before anything collective follows.
+    Every rank reads for itself, and one of them may find a damaged file: compare the problem over the ranks
+    (:func:`~ddp_hooks.comm.agree`) before any collective.
     """
     from torch.distributed.checkpoint import FileSystemReader  # takes a while to import, and few need it
 

@@ -1,8 +1,8 @@
-"""How fast is this link? A short measurement that chooses lanes and message sizes.
+"""Link profile: a short measurement that chooses lanes and message sizes.
 
-On slow links several lanes and messages of 1 MiB keep the link busy while sums are formed. On faster ones the processor
-counts too, and every message costs it about 0.2 ms: there one lane with larger messages carries as much for less, and
-on the fastest still larger ones. Measured with four workers on two cores: docs/dear.md.
+On slow links several lanes and messages of 1 MiB keep the link busy while sums are formed. A message costs the
+processor about 0.2 ms, which counts on faster links: there one lane with larger messages carries as much for less.
+Measured with four workers on two cores: docs/dear.md.
 """
 
 from __future__ import annotations
@@ -10,15 +10,12 @@ from __future__ import annotations
 import statistics
 import time
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send
-
-if TYPE_CHECKING:
-    from ddp_hooks.comm.executors.lanes import Lanes
+from ddp_hooks.comm.executors.lanes import Lanes
 
 _MIB = 1 << 20
 _PROBE_BYTES = 2 * _MIB
@@ -28,7 +25,7 @@ _FAST_BYTES_S = 400e6  # above this it limits
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """What suits the link: the same on every rank.
+    """Number of lanes and message size for a link; the same on every rank.
 
     Args:
         goodput_bytes_s: bytes per second that a rank sends while it receives as many; None if not measured.
@@ -42,7 +39,7 @@ class LinkProfile:
 
     @property
     def outruns_processor(self) -> bool:
-        """Whether messages cost a CPU more time than they travel."""
+        """True if a message costs the CPU more time than it travels."""
         return self.goodput_bytes_s is not None and self.goodput_bytes_s > _FAST_BYTES_S
 
 
@@ -65,7 +62,7 @@ def profile_link(lanes: Lanes) -> LinkProfile:
 
 
 def suited_to(goodput_bytes_s: float | None) -> LinkProfile:
-    """What suits a link that carries so much; None: an accelerator's, or there is none."""
+    """Return the profile for a link of this goodput; None: an accelerator's link, or a single rank."""
     if goodput_bytes_s is None:
         return LinkProfile(None, 1, 4 * _MIB)
     if goodput_bytes_s > _FAST_BYTES_S:

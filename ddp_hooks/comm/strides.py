@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one contiguous run of memory, each place once, in any order of dimensions."""
+    """Return True if the elements fill one run of memory, each place once, in any order of dimensions."""
     expected = 1
     dims = sorted((stride, size) for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if size != 1)
     for stride, size in dims:
@@ -22,19 +22,19 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def in_storage_order(tensor: Tensor) -> Tensor:
-    """A 1-D view of a dense tensor's memory."""
+    """Return a 1-D view of a dense tensor's memory."""
     return tensor.as_strided((tensor.numel(),), (1,), tensor.storage_offset())
 
 
 def in_order_of(values: Tensor, like: Tensor) -> Tensor:
-    """``values`` as a 1-D tensor in the storage order of the dense tensor ``like``, which has the same shape."""
+    """Return ``values`` as a 1-D tensor in the storage order of the dense tensor ``like``, of the same shape."""
     if values.stride() != like.stride() or not is_dense(values):
         values = torch.empty_strided(like.shape, like.stride(), dtype=values.dtype, device=values.device).copy_(values)
     return in_storage_order(values)
 
 
 def shaped_like(parameter: Tensor, flat: Tensor) -> Tensor:
-    """``flat``, a 1-D tensor in the storage order of ``parameter``, copied into its shape and strides."""
+    """Copy ``flat``, a 1-D tensor in the storage order of ``parameter``, into a tensor of its shape and strides."""
     shaped = torch.empty_strided(parameter.shape, parameter.stride(), dtype=flat.dtype, device=flat.device)
     in_storage_order(shaped).copy_(flat)
     return shaped

@@ -1,8 +1,8 @@
-"""Checks of settings, the same words for all configurations; a value that is no number is a wrong one.
+"""Validators of settings; a value of the wrong type is invalid, not a TypeError.
 
 A setting is refused where the combination cannot do what the setting promises. A dataclass cannot tell a default from
 the same value that was given. So a setting that others can switch off has a default that promises nothing: None, or
-what happens without it.
+the behaviour without it.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ from typing import Any
 
 
 def above(value: object, bound: float) -> bool:
-    """Whether ``value`` is a number greater than ``bound``."""
+    """Return True if ``value`` is a number greater than ``bound``."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value > bound
 
 
 def at_least(value: object, least: float) -> bool:
-    """Whether ``value`` is a number not less than ``least``."""
+    """Return True if ``value`` is a number >= ``least``."""
     return isinstance(value, int | float) and not isinstance(value, bool) and value >= least
 
 
 def positive(value: object) -> bool:
-    """Whether ``value`` is a finite number greater than 0."""
+    """Return True if ``value`` is a finite number greater than 0."""
     return above(value, 0) and value != math.inf
 
 
 def whole(value: object, least: int) -> bool:
-    """Whether ``value`` is a whole number, as an int, not less than ``least``."""
+    """Return True if ``value`` is an int >= ``least``."""
     return isinstance(value, int) and at_least(value, least)
 
 
 def check_waits(timeout_s: object, stall_warning_s: object) -> None:
-    """Raise a ValueError if these are no limits of waits, in seconds; no warning is infinity."""
+    """Raise ValueError unless these are limits of waits in seconds; an infinite ``stall_warning_s`` warns never."""
     if not positive(timeout_s):
         raise ValueError(f"timeout_s must be > 0 and finite, got {timeout_s!r}")
     if not above(stall_warning_s, 0):
@@ -41,13 +41,13 @@ def check_waits(timeout_s: object, stall_warning_s: object) -> None:
 
 
 def check_slice(slice_mb: object) -> None:
-    """Raise a ValueError if that is no size of a slice in MiB: those of less than 1 KiB take for ever."""
+    """Raise ValueError unless this is a size of slices in MiB; slices below 1 KiB take for ever."""
     if slice_mb is not None and not (positive(slice_mb) and at_least(slice_mb, 1 / 1024)):
         raise ValueError(f"slice_mb must be None, or >= 1/1024 (1 KiB) and finite, got {slice_mb!r}")
 
 
 def check_whole(config: Any, **least: int) -> None:
-    """Raise a ValueError if a setting is no whole number of at least so much; None where None is its default."""
+    """Raise ValueError unless each setting is an int of at least ``least``; None is valid where it is the default."""
     for name, default in _defaults(config, least).items():
         value = getattr(config, name)
         if not (whole(value, least[name]) or (value is None and default is None)):
@@ -56,14 +56,14 @@ def check_whole(config: Any, **least: int) -> None:
 
 
 def check_booleans(config: Any) -> None:
-    """Raise a ValueError if a setting whose default is True or False is neither."""
+    """Raise ValueError unless each setting whose default is a bool is a bool."""
     for each in fields(config):
         if isinstance(each.default, bool) and not isinstance(getattr(config, each.name), bool):
             raise ValueError(f"{each.name} must be True or False, got {getattr(config, each.name)!r}")
 
 
 def refuse_unused(config: Any, names: tuple[str, ...], where: str) -> None:
-    """Raise a ValueError if one of these settings is not its default: ``where`` says why it has no effect."""
+    """Raise ValueError if one of these settings is not its default; ``where`` says why it has no effect."""
     for name, default in _defaults(config, names).items():
         value = getattr(config, name)
         if value != default:
@@ -71,5 +71,5 @@ def refuse_unused(config: Any, names: tuple[str, ...], where: str) -> None:
 
 
 def _defaults(config: Any, names: Any) -> dict[str, Any]:
-    """The defaults of settings, by name."""
+    """Return the defaults of settings by name."""
     return {each.name: each.default for each in fields(config) if each.name in names}

@@ -58,7 +58,7 @@ def test_a_rank_that_has_waited_for_long_may_live() -> None:
 
 
 def test_the_failure_that_others_told_of_came_first() -> None:
-    class Letters:
+    class Notices:
         def first(self) -> str:
             return "2:3"
 
@@ -67,7 +67,7 @@ def test_the_failure_that_others_told_of_came_first() -> None:
 
     sent: list[str] = []
     witness = failure.FailureStore(dist.HashStore(), "test", 1, [0, 1, 2, 3])
-    witness._letters = Letters()  # type: ignore[assignment]
+    witness._notices = Notices()  # type: ignore[assignment]
     assert "rank 3" in witness.report_peer(0), "the connection to rank 0 broke later"
     assert sent == ["2:3"]
     witness.close()

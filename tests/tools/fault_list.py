@@ -176,7 +176,7 @@ _COMM = (
     Fault(
         "comm: a closed witness keeps its group",
         "ddp_hooks/comm/failure.py",
-        "self._group = self._letters = None",
+        "self._group = self._notices = None",
         "self._group = None",
         ("tests/embedding/test_steps.py",),
         choose="closing",

@@ -1,8 +1,8 @@
-"""Run an algorithm for P ranks inside one process: for tests of any P, and with a clock for prediction.
+"""In-process fabric: runs an algorithm for P ranks in one process, for tests of any P and, with a clock, to predict.
 
-The ranks advance in turn, each as far as its messages allow. A round that no peer will ever complete is reported as
-a deadlock with the ranks and messages that are missing; a message whose sides disagree in size is an error at once, and
-so is memory that an algorithm changed while a lane might still have been sending it.
+The ranks advance in turn, each as far as its messages allow. The fabric raises if no peer will ever complete a round
+(deadlock), if two sides of a message differ in size or dtype, and if an algorithm changes memory while a lane might
+still send it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class AlphaBeta:
 
 @dataclass
 class RankTraffic:
-    """What one rank did: its clock in seconds, the bytes that it sent and received, and the rounds that it took."""
+    """Clock in seconds, bytes sent and received, and rounds of one rank."""
 
     clock_s: float = 0.0
     sent_bytes: int = 0

@@ -31,7 +31,7 @@ def special_tag(kind: int, number: int) -> int:
 
 @dataclass
 class LaneSettings:
-    """How lanes move data.
+    """Settings of lanes.
 
     Args:
         slice_bytes: largest message of an all-gather. Messages of reduce-scatters have at most

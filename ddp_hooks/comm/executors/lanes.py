@@ -74,7 +74,7 @@ class Lanes:
         self._ending: list[threading.Thread] = []
         self._stuck_streams = False
         # At exit, close() or abandon() come first.
-        weakref.finalize(self, _dismiss, self._lanes, self._small).atexit = False
+        weakref.finalize(self, _end, self._lanes, self._small).atexit = False
         self.grow(num_lanes)
 
     def grow(self, num_lanes: int) -> None:
@@ -105,12 +105,12 @@ class Lanes:
 
     @property
     def witness(self) -> FailureStore | None:
-        """Who knows of ranks that failed."""
+        """Reports of ranks that failed; None before the first lane."""
         return self._witness
 
     @property
     def traffic(self) -> Traffic:
-        """The totals of all lanes."""
+        """Totals of all lanes."""
         return sum((lane.traffic for lane in (*self._lanes, *self._small)), Traffic())
 
     def gather_objects(self, item: Any, what: str) -> list[Any]:
@@ -118,19 +118,18 @@ class Lanes:
         return gather_objects(item, self.group, what, self._settings)
 
     def broadcast_object(self, item: Any, what: str) -> Any:
-        """Return the first rank's ``item``, likewise."""
+        """Return the first rank's ``item`` on every rank; see :func:`~ddp_hooks.comm.broadcast_object`."""
         return broadcast_object(item, self.group, what, self._settings)
 
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
         """Return the sum of ``value`` over the ranks, in their order, or its largest elements; collective.
 
-        For a few numbers in a step. On CPUs one round of messages, P - 1 per rank, which do not queue behind what
-        lanes move.
+        For a few numbers in a step. On CPUs one round of P - 1 messages per rank, which do not queue behind other work.
 
         Args:
-            value: of the same shape and type on every rank; stays as it is.
-            what: the call as users know it, the same on every rank; see :func:`~ddp_hooks.comm.calling`.
-            largest: take the largest elements instead of sums; of numbers that are not NaN.
+            value: same shape and dtype on every rank; not changed.
+            what: call as users know it, the same on every rank; see :func:`~ddp_hooks.comm.calling`.
+            largest: return the largest elements in place of sums; none may be NaN.
 
         Raises:
             LaneError: a rank died, or ranks have called different things.
@@ -164,15 +163,15 @@ class Lanes:
         return self.next_lane().all_gather(partitions, label, after)
 
     def spread_reduce_scatter(self, partition: Partition, label: str, divisor: int = 1) -> Work:
-        """:meth:`Lane.reduce_scatter` on all lanes, each of which moves some slices: for one that is waited for."""
+        """Reduce-scatter on all lanes, each of which moves some slices; for work that is waited for at once."""
         return self._spread(lambda lane, part: lane.reduce_scatter([partition], label, divisor, part))
 
     def spread_all_gather(self, partition: Partition, label: str) -> Work:
-        """:meth:`Lane.all_gather` on all lanes, likewise; of what is complete: lanes do not wait for each other."""
+        """All-gather on all lanes, likewise, of complete data: lanes do not wait for each other."""
         return self._spread(lambda lane, part: lane.all_gather([partition], label, part=part))
 
     def spread_several(self, starts: Sequence[Callable[[], Algorithm]], label: str) -> Work:
-        """Any algorithms as one piece of work, each of which some lane makes and runs when its turn comes."""
+        """Run any algorithms as one piece of work; each lane makes and runs some of them."""
         return self._spread(lambda lane, part: lane.run_several(starts, label, part))
 
     def _spread(self, submit: Callable[[ThreadLane, tuple[int, int]], Work]) -> Work:
@@ -184,22 +183,22 @@ class Lanes:
         return self.next_lane().run(algorithm, label, after, tag)
 
     def next_lane(self) -> Lane:
-        """The lane whose turn it is, the same on every rank: for pieces of work that are to follow each other."""
+        """Return the next lane in turn, the same on every rank, for pieces of work that follow each other."""
         lane = self._lanes[self._submitted % len(self)]
         self._submitted += 1
         return lane
 
     def use(self, num_lanes: int) -> None:
-        """Give work to the first ``num_lanes`` of them only; the same on every rank, where nothing is under way."""
+        """Give work to the first ``num_lanes`` lanes only; all ranks do it, with nothing under way."""
         if not 1 <= num_lanes <= len(self._lanes):
             raise ValueError(f"use(...) takes 1 to {len(self._lanes)} lanes, got {num_lanes}")
         self._in_use = num_lanes
 
     def close(self, farewell_s: float = 10.0) -> None:
-        """Finish what was submitted, let every rank do the same, and end the lanes; wait at most ``farewell_s``.
+        """Finish the submitted work on all ranks and end the lanes; wait at most ``farewell_s`` for other ranks.
 
-        Streams are waited for until ``timeout_s``. Where a rank died, or does not come, what is under way on streams is
-        cut short: to give NCCL's connections back otherwise waits for the other side.
+        Streams may take until ``timeout_s``. Where a rank died, or does not come, work on streams is cut short, because
+        NCCL waits for the other side before it gives connections back.
         """
         deadline_s = time.monotonic() + farewell_s
         together = False
@@ -217,7 +216,7 @@ class Lanes:
                 torch_compat.destroy_group(self._groups.pop())
 
     def _end_streams(self) -> bool:
-        """Wait for what streams have under way; whether it ended: without the ranks that died it does not."""
+        """Wait for work on streams; return True if it ended. Without the ranks that died it does not."""
         streams = [lane for lane in self._lanes if isinstance(lane, StreamLane)]
         start_s, pause_s, warned = time.monotonic(), 0.0001, False
         while not all(lane.is_idle for lane in streams):
@@ -239,17 +238,19 @@ class Lanes:
         return True
 
     def explain(self, error: BaseException | None, patience_s: float = 10.0) -> str | None:
-        """Who was lost first, if ``error`` says that another group lost a connection; None if not, or not found out.
+        """Return a sentence on the rank that was lost first, if ``error`` is a lost connection of another group.
 
-        Calls the roll on a lane: neighbours of a dead rank know at once, the others learn it from them.
+        Checks on a lane that all ranks are alive: neighbours of a dead rank know at once, the others learn from them.
+        Returns None if no rank was found.
         """
         if self._witness is None or self.native or not self._lanes or not is_lost_connection(error):
             return None
         tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
         lane = self._lanes[0]
         assert isinstance(lane, ThreadLane)
-        # Ranks may be at different places of the lane's order: a tag of its own keeps the roll call apart.
-        work = lane.run(ring_all_gather(tokens, self.rank), "a roll call after a lost connection", tag=LIVENESS_TAG)
+        # Ranks may be at different places of the lane's order: a tag of its own keeps the check apart.
+        check = ring_all_gather(tokens, self.rank)
+        work = lane.run(check, "a liveness check after a lost connection", tag=LIVENESS_TAG)
         deadline_s = time.monotonic() + patience_s
         failure = None
         while not work.done and failure is None and time.monotonic() < deadline_s:
@@ -261,16 +262,16 @@ class Lanes:
         return None if failure is None else f"{failure}{see('a-rank-died', quoted=failure)}"
 
     def annotate(self, error: BaseException | None, what: str) -> None:
-        """If ``error`` says that ``what`` lost a connection, find out who was lost; log it, and add it to the error."""
+        """Log the rank that was lost if ``error`` is a lost connection of ``what``, and note it on the error."""
         explanation = self.explain(error)
         if error is not None and explanation is not None:
             logger.error("%s lost a connection: %s", what, explanation)
             torch_compat.add_note(error, explanation)
 
     def abandon(self, error: BaseException, farewell_s: float = 2.0) -> None:
-        """This rank ends because of ``error``: tell the others, and wait a little for what is under way.
+        """Report that this rank ends because of ``error``, and wait a little for messages under way.
 
-        A thread that comes back from the backend while the interpreter ends would abort the process.
+        A thread that returned from the backend while the interpreter ends would abort the process.
         """
         explanation = self.explain(error)
         if explanation is not None:
@@ -281,19 +282,19 @@ class Lanes:
 
     @property
     def stuck(self) -> bool:
-        """Whether another rank was still waited for, in the backend, after the lanes were told to end."""
+        """True if a lane still waits for another rank, in the backend, after the lanes were told to end."""
         return self._stuck_streams or any(thread.is_alive() for thread in self._ending)
 
     def _end_threads(self, deadline_s: float, unfinished: bool = False) -> bool:
-        """Let the lanes' threads end; whether all of them have in time."""
+        """End the lanes' threads; return True if all of them ended in time."""
         self._ending = [thread for lane in (*self._lanes, *self._small) if (thread := lane.close(unfinished))]
         for thread in self._ending:
             thread.join(max(0.0, deadline_s - time.monotonic()))
         return not self.stuck
 
 
-def _dismiss(*lanes: list[Lane]) -> None:
-    """Their owner is gone without having closed them: let threads end by themselves, before the interpreter does."""
+def _end(*lanes: list[Lane]) -> None:
+    """End the threads of lanes whose owner is gone without closing them, before the interpreter ends."""
     for lane in itertools.chain(*lanes):
         thread = lane.close()
         if thread is not None:

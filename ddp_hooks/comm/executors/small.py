@@ -1,4 +1,4 @@
-"""A few numbers of every rank, brought together in one round: for norms and flags of a step."""
+"""Exchange of a few numbers of every rank in one round, for norms and flags of a step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _HEAD = struct.Struct(f"<{_CALL_BYTES}s{_TYPE_BYTES}sq")
 
 
 class SmallExchange:
-    """Every rank's value, each with the call that it belongs to, so that two calls that meet are noticed.
+    """Exchange of every rank's value with the name of its call, so that ranks in different calls are noticed.
 
     Args:
         value: on the CPU; up to 128 bytes travel in one round, more in two.
@@ -64,7 +64,7 @@ class SmallExchange:
         return result
 
     def _calls(self) -> list[str]:
-        """The call that every rank is in, with the type and size of its value if these differ."""
+        """Return every rank's call, with dtype and size of its value where these differ."""
         found = self._described()
         if len({call for call, *_ in found}) > 1 or len(set(found)) == 1:
             return [call for call, *_ in found]

@@ -17,10 +17,10 @@ from ddp_hooks.comm.executors.work import StreamWork, Work
 
 
 class StreamLane:
-    """A lane for NCCL: one stream, one process group, native collectives in place on equal ranges.
+    """Lane for NCCL: one stream, one process group, native collectives in place on equal ranges.
 
-    The few elements that do not divide evenly travel together, in one small all-reduce or broadcast. The stream verbs
-    do nothing on CPU tensors, so that the same code is tested on gloo. One rank calls no collective.
+    Elements that do not divide evenly travel together, in one small all-reduce or broadcast. The stream verbs do
+    nothing on CPU tensors, so the same code is tested on gloo. One rank calls no collective.
     """
 
     def __init__(self, index: int, group: dist.ProcessGroup, device: torch.device, recorder: Recorder) -> None:
@@ -34,7 +34,7 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
-        """Native reduce-scatters, and one all-reduce of what does not divide evenly; see :class:`Lane`."""
+        """Run native reduce-scatters, and one all-reduce of elements left over; see :class:`~.lane.Lane`."""
         with _StreamOrder(self._stream) as order:  # gradients were written on the current stream
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
@@ -51,7 +51,7 @@ class StreamLane:
         return StreamWork(f"reduce-scatter of {label}", order.event, self._device)
 
     def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
-        """Native all-gathers, and one broadcast of what does not divide evenly; see :class:`Lane`."""
+        """Run native all-gathers, and one broadcast of elements left over; see :class:`~.lane.Lane`."""
         with _StreamOrder(self._stream) as order:  # parameters were written on the current stream
             for work in after:
                 work.wait()
@@ -69,7 +69,7 @@ class StreamLane:
         return StreamWork(f"all-gather of {label}", order.event, self._device)
 
     def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
-        """Run ``algorithm`` as batches of point-to-point messages, which have no tags; see :class:`Lane`."""
+        """Run ``algorithm`` as batches of point-to-point messages, which have no tags; see :class:`~.lane.Lane`."""
         with _StreamOrder(self._stream) as order:
             for work in after:
                 work.wait()
@@ -97,11 +97,11 @@ class StreamLane:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is under way on the stream."""
+        """True if nothing is under way on the stream."""
         return self._stream is None or self._stream.query()
 
     def close(self, unfinished: bool = False) -> None:
-        """Do nothing: a stream takes no more by itself; see :attr:`is_idle`."""
+        """Do nothing: a stream has no thread to end; see :attr:`is_idle`."""
 
     def _body(self, flat: Tensor, bounds: tuple[int, ...]) -> tuple[Tensor, Tensor]:
         share = bounds[1] - bounds[0] if self._world_size > 1 else flat.numel()

@@ -62,7 +62,7 @@ class _Running:
 
 
 class ThreadLane:
-    """A lane for CPU backends: one thread, one process group, collectives over isend and irecv."""
+    """Lane for CPU backends: one thread, one process group, collectives over point-to-point messages."""
 
     def __init__(
         self,
@@ -94,9 +94,9 @@ class ThreadLane:
     def reduce_scatter(
         self, partitions: Sequence[Partition], label: str, divisor: int = 1, part: tuple[int, int] = (0, 1)
     ) -> Work:
-        """Reduce-scatters, slice by slice; see :class:`Lane`.
+        """Reduce-scatter slice by slice; see :class:`~.lane.Lane`.
 
-        Of ``part = (i, n)`` only slices i, i + n, i + 2n, …: the others are other lanes'.
+        With ``part = (i, n)`` only slices i, i + n, i + 2n, …; other lanes run the others.
         """
         settings = self._settings
         slices = reduce_scatter_slices(partitions, self._rank, settings.slice_bytes, divisor, settings.node_size)
@@ -110,7 +110,7 @@ class ThreadLane:
         after: Collection[Work] = (),
         part: tuple[int, int] = (0, 1),
     ) -> Work:
-        """All-gathers, slice by slice, of a part as above; see :class:`Lane`."""
+        """All-gather slice by slice, a part as above; see :class:`~.lane.Lane`."""
         all_slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._settings.node_size)
         slices = itertools.islice(all_slices, part[0], None, part[1])
         content = content_of(partitions) if self._settings.verify else ""
@@ -119,25 +119,25 @@ class ThreadLane:
     def run(
         self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
     ) -> ThreadWork:
-        """Run ``algorithm`` as one slice; see :class:`Lane`."""
-        # Ranks call the roll from different places, and small sums say themselves which they are.
+        """Run ``algorithm`` as one slice; see :class:`~.lane.Lane`."""
+        # Ranks come to a liveness check from different places, and small sums carry their call.
         content = None if tag == LIVENESS_TAG or self._index == SMALL_SUMS else ""
         whole = Slice(lambda scratch: algorithm, 0, torch.uint8, tag)
         return self._submit("exchange", [whole], label, after, content)
 
     def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: tuple[int, int]) -> ThreadWork:
-        """Run algorithms as the slices of one piece of work, of a part as above; each is made when its turn comes."""
+        """Run algorithms as the slices of one piece of work, a part as above; each is made when its turn comes."""
         slices = (Slice(lambda scratch, start=start: start(), 0, torch.uint8) for start in starts)  # type: ignore[misc]
         return self._submit("exchange", itertools.islice(slices, part[0], None, part[1]), label)
 
     def close(self, unfinished: bool = False) -> threading.Thread:
-        """End when the rest is done; see :class:`Lane`."""
+        """End when the rest is done; see :class:`~.lane.Lane`."""
         self._stopping = self._stopping or unfinished
         self._submissions.put(None)
         return self._thread
 
     def describe(self) -> str:
-        """Where this lane is, for messages."""
+        """Return the rank, lane, work, round and peer that the thread waits for, for messages."""
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
     def _submit(
@@ -177,7 +177,7 @@ class ThreadLane:
         del self._group
 
     def _wait_for(self, others: Collection[Work], label: str) -> None:
-        # What was submitted before never waits for what was submitted after it, so lanes cannot wait in a circle.
+        # Work never waits for work submitted after it, so lanes cannot wait in a circle.
         for other in itertools.chain.from_iterable(
             each.works if isinstance(each, WorkGroup) else (each,) for each in others
         ):
@@ -214,7 +214,7 @@ class ThreadLane:
         window: deque[_Running] = deque()
         self._doing = submission.work.label
         if self._settings.tag_by_label:
-            # Far from those of other labels, as far as there are few slices; 23 bits of it are left in a tag.
+            # Tags of different labels are far apart, if slices are few; 23 bits of the checksum are left in a tag.
             self._num_slices = zlib.crc32(submission.work.label.encode()) << 4
         for slot in range(WINDOW):
             self._begin_next(slices, window, submission, slot)

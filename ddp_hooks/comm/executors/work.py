@@ -1,4 +1,4 @@
-"""What a lane hands back for a submission: something to wait for, on the training thread."""
+"""Work: the handle of a submission, for the training thread to wait for."""
 
 from __future__ import annotations
 
@@ -19,20 +19,25 @@ _POLL_S = 1.0  # how often a wait asks whether another rank has failed
 
 
 class Work(Protocol):
-    """A submitted collective."""
+    """Handle of a submitted collective."""
 
     label: str
 
     @property
     def done(self) -> bool:
-        """Whether a wait would return at once."""
+        """True if a wait would return at once."""
 
     def wait(self) -> None:
-        """Return when the result may be used; raises :class:`LaneError` if the collective failed."""
+        """Wait until the result may be used.
+
+        Raises:
+            LaneError: the collective failed, or a rank did.
+            LaneTimeout: it did not complete within ``timeout_s``.
+        """
 
 
 class ThreadWork:
-    """Completed by a lane's thread; failing, it carries the lane's error to the training thread."""
+    """Work of a lane's thread; carries the lane's error to the training thread."""
 
     def __init__(
         self, label: str, timeout_s: float, stall_warning_s: float, describe: Callable[[], str], witness: FailureStore
@@ -61,13 +66,13 @@ class ThreadWork:
         self._raise_error()
 
     def wait_as_a_lane(self) -> None:
-        """As :meth:`wait`, for a lane that has work to follow this: its owner warns, and gives up, for both."""
+        """Wait without a timeout, in a lane; the waiter on the dependent work enforces its own."""
         while not self._finished.wait(_POLL_S):
             self._raise_failure()
         self._raise_error()
 
     def error_within(self, seconds: float) -> LaneError | None:
-        """The error that ended the collective, or None if it succeeds or has not ended after ``seconds``."""
+        """Return the error that ended the collective; None if it succeeds or has not ended after ``seconds``."""
         self._finished.wait(seconds)
         return self._error
 
@@ -84,7 +89,7 @@ class ThreadWork:
     def _wait_with_warning(self) -> None:
         start_s = time.monotonic()
         warned = False
-        # The backend's own timeout fires first and says more; this one is for a lane that never got to it.
+        # The backend's own timeout fires first and says more; this one is for a lane that never came to this work.
         give_up_s = self._timeout_s * 1.25 + _POLL_S
         while not self._finished.wait(_POLL_S):
             waited_s = time.monotonic() - start_s
@@ -103,7 +108,7 @@ class ThreadWork:
 
 
 class StreamWork:
-    """Completed in stream order on an accelerator; waiting makes the current stream wait, not the host."""
+    """Work in stream order on an accelerator; waiting makes the current stream wait, not the host."""
 
     def __init__(self, label: str, event: torch.cuda.Event | None, device: torch.device) -> None:
         self.label = label
@@ -120,7 +125,7 @@ class StreamWork:
 
 
 class WorkGroup:
-    """Several submissions that are one collective."""
+    """Several pieces of work that are one collective."""
 
     def __init__(self, works: Sequence[Work]) -> None:
         self.label = works[0].label

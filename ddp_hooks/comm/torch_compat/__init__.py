@@ -39,8 +39,8 @@ from ddp_hooks.comm.torch_compat.ddp import (
     uses_mixed_precision,
 )
 from ddp_hooks.comm.torch_compat.distributed import (
-    LETTER_TAG,
     NETWORK_ERRORS,
+    NOTICE_TAG,
     abort_group,
     all_gather_single,
     backend_of,
@@ -84,8 +84,8 @@ from ddp_hooks.comm.torch_compat.state_dict import (
 
 __all__ = [
     "DATA_MAY_BE_SET",
-    "LETTER_TAG",
     "NETWORK_ERRORS",
+    "NOTICE_TAG",
     "NO_TORCH_FUNCTION",
     "RemovableHandle",
     "StateDictCall",

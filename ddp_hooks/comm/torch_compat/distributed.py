@@ -19,7 +19,7 @@ import torch.distributed as dist
 import torch.distributed.nn.functional
 from torch import Tensor
 
-LETTER_TAG = (1 << 31) - 2
+NOTICE_TAG = (1 << 31) - 2
 """Tag of messages about failures; tags of lanes are lower."""
 _NOBODYS_TAG = (1 << 31) - 1
 NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
