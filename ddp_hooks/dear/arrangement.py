@@ -1,7 +1,7 @@
 """How parameters lie in memory and travel at present: the layout in force, the atoms' memory, and the groups.
 
 The layout follows DDP's buckets. Groups are formed twice over the same atoms: in the order of the backward for
-reduce-scatters (:class:`~ddp_hooks.dear.backpipe.Schedule`), and in the order of the forward for gathers.
+reduce-scatters (:class:`Schedule`), and in the order of the forward for gathers.
 """
 
 from __future__ import annotations
@@ -13,11 +13,18 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Partition, see, torch_compat
-from ddp_hooks.dear.backpipe import Schedule
 from ddp_hooks.dear.layout import Atom, FusionRule, Layout, ParameterShape, cut_bucket, fuse
 from ddp_hooks.dear.moves import State
 from ddp_hooks.dear.storage import flatten, unflatten
 from ddp_hooks.overlap import take_back
+
+
+class Schedule:
+    """Groups of atoms of a layout in force, in the order of the backward."""
+
+    def __init__(self, layout: Layout, groups: Sequence[tuple[int, ...]]) -> None:
+        self.layout = layout
+        self.groups = list(groups)
 
 
 class Arrangement:

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddp_hooks.comm import Recorder, Stall, Work
 from ddp_hooks.dear.backpipe import Reduction
 from ddp_hooks.dear.gradients import GradientKeeper
-from ddp_hooks.dear.shards import Shard, ShardSet
+from ddp_hooks.dear.update import Shard, Update
 
 
 class GradientArrival:
@@ -26,10 +26,11 @@ class GradientArrival:
         sharded: the shards that get the gradients.
         keeper: knows what users have done to gradients since the backward.
         recorder: for the timeline.
+        stall: counts waits for reduce-scatters.
     """
 
-    def __init__(self, sharded: ShardSet, keeper: GradientKeeper, recorder: Recorder) -> None:
-        self.stall = Stall()  # of waits for reduce-scatters
+    def __init__(self, sharded: Update, keeper: GradientKeeper, recorder: Recorder, stall: Stall) -> None:
+        self.stall = stall
         self.in_place = False  # what was attached last lies where it was reduced, just as it will be used
         self._sharded = sharded
         self._keeper = keeper

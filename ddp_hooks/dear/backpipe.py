@@ -6,44 +6,30 @@ the reduce-scatters under way. Means are formed in DDP's own bucket memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, Partition, Work, see
+from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Atom, Layout
-
-
-class Schedule:
-    """The groups of atoms of a layout that is in force, in the order of the backward."""
-
-    def __init__(self, layout: Layout, groups: Sequence[tuple[int, ...]]) -> None:
-        self.layout = layout
-        self.groups = list(groups)
 
 
 class Reduction:
     """The reduce-scatters of one backward.
 
     Args:
-        lanes: where they run.
-        schedule: the groups to form while the buckets are those of the layout in force; None before there is one.
-        cut: cuts a bucket, given by its position, parameters and whether it is the last, into atoms.
-        fuse: groups the atoms of a bucket that the layout does not know.
-        label: names a group of atoms for messages.
-        reduce_dtype: form the sums in this type; None: in that of the gradients.
-        ready: atoms, by their index in the layout in force, that may travel before their bucket is handed over, with
-            their memory.
+        lanes: carry the reduce-scatters.
+        layout: cuts buckets into atoms, and groups them.
+        ready: atoms that may travel before DDP hands over their bucket, by index in the layout in force, with memory.
+        reduce_dtype: dtype of the sums; None: the gradients' dtype.
     """
 
     def __init__(
         self,
         lanes: Lanes,
-        schedule: Schedule | None,
-        cut: Callable[[int, tuple[int, ...], bool], list[Atom]],
-        fuse: Callable[[Sequence[Atom]], list[tuple[int, ...]]],
-        label: Callable[[Sequence[Atom]], str],
+        layout: Arrangement,
         ready: Mapping[int, Tensor],
         reduce_dtype: torch.dtype | None,
     ) -> None:
@@ -54,10 +40,8 @@ class Reduction:
         self.used: set[int] = set()  # parameters that took part on any rank; known when the backward has ended
         self.works: list[tuple[Work, tuple[int, ...]]] = []  # with the atoms that each one reduces
         self._lanes = lanes
-        self._schedule = schedule
-        self._cut = cut
-        self._fuse = fuse
-        self._label = label
+        self._arrangement = layout
+        self._schedule = layout.schedule
         self._ready = ready
         self._reduce_dtype = reduce_dtype
         self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
@@ -70,7 +54,7 @@ class Reduction:
         position = len(self.buckets)
         self.buckets.append(parameters)
         self.num_parameters += len(parameters)
-        atoms = self._cut(position, parameters, is_last)
+        atoms = self._arrangement.cut(position, parameters, is_last)
         self.atoms += atoms
         self.gradients += [buffer[atom.start : atom.start + atom.numel] for atom in atoms]
         self._refuse_moved_memory()
@@ -91,7 +75,7 @@ class Reduction:
     def flush(self) -> None:
         """Launch what still waits for the rest of its group."""
         first = self._launched
-        for group in self._fuse(self.atoms[first:]):
+        for group in self._arrangement.fuse_in_order(self.atoms[first:]):
             self._launch(tuple(first + index for index in group))
 
     def layout(self) -> Layout:
@@ -117,7 +101,7 @@ class Reduction:
                 self._ahead[index] = atom, gradient
             atoms.append(atom)
             partitions.append(Partition(self._in_reduce_dtype(index, gradient), atom.bounds))
-        label = self._label(atoms)
+        label = self._arrangement.label(atoms)
         work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
         self.works.append((work, group))
         self._launched = group[-1] + 1

@@ -20,10 +20,9 @@ from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout import Interval
 from ddp_hooks.dear.moves import Placement, State, is_elementwise
 from ddp_hooks.dear.pieces import SETTINGS, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
-from ddp_hooks.dear.replicated import ReplicatedOptimizer
-from ddp_hooks.dear.sharded import ShardedOptimizer, cut_entry
-from ddp_hooks.dear.shards import MASTER_KEY
+from ddp_hooks.dear.sharded import ShardedUpdate, cut_entry
 from ddp_hooks.dear.spread import SpreadTensor
+from ddp_hooks.dear.update import MASTER_KEY, Update
 
 ORDER_KEY = "ddp_hooks.order"
 
@@ -44,7 +43,7 @@ class OptimizerCheckpoint:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        sharded: ShardedOptimizer | ReplicatedOptimizer,
+        sharded: Update,
         arrangement: Arrangement,
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
@@ -66,11 +65,9 @@ class OptimizerCheckpoint:
         _forget_order(optimizer.param_groups)  # a state was loaded before there was anybody to take it out
 
     @property
-    def _spread(self) -> ShardedOptimizer | None:
+    def _spread(self) -> ShardedUpdate | None:
         """Who holds this rank's part of the state, if it is spread over the ranks."""
-        if isinstance(self._sharded, ReplicatedOptimizer) or self._sharded.is_whole:
-            return None
-        return self._sharded
+        return self._sharded if isinstance(self._sharded, ShardedUpdate) and not self._sharded.is_whole else None
 
     # -- in plain DDP's format ----------------------------------------------------------------------------------------
 
@@ -123,7 +120,7 @@ class OptimizerCheckpoint:
                 f"{see('optimizer-state-is-sharded')}"
             )
 
-    def _ask_all_ranks(self, spread: ShardedOptimizer, call: torch_compat.StateDictCall) -> dict[int, State]:
+    def _ask_all_ranks(self, spread: ShardedUpdate, call: torch_compat.StateDictCall) -> dict[int, State]:
         if not call.gathers:
             return spread.spread_states()
         ranks: Sequence[int] = range(dist.get_world_size(self._group))

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import see, torch_compat
-from ddp_hooks.dear.shards import ShardSet, held_in_shards
+from ddp_hooks.dear.update import Update, held_in_shards
 from ddp_hooks.intercept import GradientGuard
 
 
@@ -28,7 +28,7 @@ class GradientKeeper:
     """
 
     def __init__(
-        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], sharded: ShardSet
+        self, parameters: Sequence[torch.nn.Parameter], names: Sequence[str], sharded: Update
     ) -> None:
         self._parameters = parameters
         self._names = names

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp_hooks.comm import calling, gather_objects, see
 from ddp_hooks.dear.clipping import GradientShards, gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.dear.shards import ShardSet
+from ddp_hooks.dear.update import Update
 from ddp_hooks.intercept.co_optimizers import CoOptimizer
 
 logger = logging.getLogger("ddp_hooks")
@@ -36,7 +36,7 @@ class Inspector:
 
     ranks: GradientShards
     group: dist.ProcessGroup
-    sharded: ShardSet
+    sharded: Update
     names: Sequence[str]
     config: DearConfig
     device: torch.device

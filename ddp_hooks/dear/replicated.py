@@ -18,22 +18,25 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, shaped_like
+from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, is_elementwise, move_states
-from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, ShardSet
+from ddp_hooks.dear.update import GRADIENT_KEY, MASTER_KEY, Arrival, Update
 from ddp_hooks.intercept import GradientGuard, SuspendedGuards
 from ddp_hooks.overlap import DeferredUpdates
 
 
-class ReplicatedOptimizer(ShardSet):
+class ReplicatedUpdate(Update):
     """Reduces gradients in shards and gathers them for an optimizer that keeps its parameters and their state.
 
     Args:
-        optimizer, parameters, names, lanes: as for :class:`~ddp_hooks.dear.shards.ShardSet`.
-        deferred: update parameters one by one as their gradients arrive, which is right if no update looks at another
-            parameter. False: gather everything inside ``optimizer.step()``, and let it update everything at once.
-        finish: waits for every gather that is in flight, and so runs the updates that are still to come.
+        optimizer, parameters, names, lanes: see :class:`~ddp_hooks.dear.update.Update`.
+        parameterwise: no update looks at another parameter, so each parameter is updated when its gradient arrives.
+            False: gather everything inside ``optimizer.step()``, which then updates everything at once.
+        finish: waits for every gather in flight, and so runs the pending updates.
     """
+
+    gathers_into_buckets = True
 
     def __init__(
         self,
@@ -41,11 +44,13 @@ class ReplicatedOptimizer(ShardSet):
         parameters: Sequence[torch.nn.Parameter],
         names: Sequence[str],
         lanes: Lanes,
-        deferred: bool,
+        parameterwise: bool,
         finish: Callable[[], None],
     ) -> None:
         super().__init__(optimizer, parameters, names, lanes)
-        self.deferred = deferred
+        self.on_arrival = self.arrived
+        self.shows_gradients = not parameterwise
+        self.deferred = parameterwise and lanes.world_size > 1  # one rank has nothing to wait for
         self.memory: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
         self._layout: Layout | None = None
         self._places: dict[int, _Place] = {}  # by parameter
@@ -55,7 +60,7 @@ class ReplicatedOptimizer(ShardSet):
         self._marks = SuspendedGuards(parameters)  # while the optimizer's own code runs
         self._wanted: set[int] = set()  # parameters that still await their update
         self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
-        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, finish if deferred else None)
+        self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, finish if self.deferred else None)
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
@@ -87,6 +92,21 @@ class ReplicatedOptimizer(ShardSet):
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
+    @property
+    def gathers_under_forward(self) -> bool:
+        """See :class:`~ddp_hooks.dear.update.Update`."""
+        return self.deferred
+
+    @property
+    def reads_one_by_one(self) -> bool:
+        """See :class:`~ddp_hooks.dear.update.Update`; gathers follow the reduce-scatters by themselves."""
+        return self.deferred
+
+    def step_before_arrival(self, arrival: Arrival) -> None:
+        """Wait only for gradients that are to be written into the buckets before they are gathered."""
+        if not arrival.in_place:
+            arrival.settle()
+
     def use_memory(self, gradients: Sequence[Tensor]) -> None:
         """DDP's buckets hold the atoms' ``gradients``, of which this rank has reduced its ranges."""
         self.memory = list(gradients)
@@ -94,13 +114,13 @@ class ReplicatedOptimizer(ShardSet):
         self._keeps_views = addresses == self._addresses
         self._addresses = addresses
 
-    def open_step(self, in_place: bool) -> None:
-        """The optimizer is about to step: bring what shards hold into :attr:`memory`, to be gathered.
+    def open_step(self, in_place: bool) -> Sequence[Tensor] | None:
+        """Bring shards' gradients into :attr:`memory`, to be gathered now or under the next forward.
 
-        Guards make room: a deferred optimizer sees no gradients now.
+        Guards are suspended: a deferred optimizer sees no gradients now.
 
         Args:
-            in_place: it is there, or will be before any gather.
+            in_place: see :class:`~ddp_hooks.dear.update.Update`.
         """
         assert self._layout is not None
         self.refuse_new_groups()
@@ -119,6 +139,7 @@ class ReplicatedOptimizer(ShardSet):
         self._updates.note_settings()
         self._shown = set()
         self._marks.take(self._wanted)
+        return None if self.deferred else self.memory
 
     def arrived(self, ready: Iterable[int]) -> None:
         """The whole gradients of some parameters are there: update them, or show them to the optimizer."""
@@ -133,18 +154,32 @@ class ReplicatedOptimizer(ShardSet):
         if not self._wanted:
             self.memory = []  # DDP may rebuild its buckets: keep no second set of them alive
 
-    def close_step(self) -> None:
-        """The optimizer's own code has run: put the guards back, unless it has taken the gradients away."""
+    def end_interrupted_step(self) -> None:
+        """Restore the guards, except where the optimizer's code has removed the gradient."""
         self._marks.put_back(consumed=self._shown)
 
+    def close_step(self, arrival: Arrival, layout: Arrangement) -> Sequence[Tensor] | None:
+        """Restore the guards; deferred updates gather :attr:`memory` under the next forward."""
+        self.end_interrupted_step()
+        if self.deferred:
+            return self.memory
+        layout.take_back_memory(self._optimizer.state)
+        return None
+
+    def step_failed(self, layout: Arrangement) -> None:
+        """See :class:`~ddp_hooks.dear.update.Update`."""
+        self.end_interrupted_step()
+        if not self.deferred:
+            layout.take_back_memory(self._optimizer.state)
+
     @property
-    def updating(self) -> bool:
-        """Whether the optimizer's code runs for some parameters."""
+    def is_updating(self) -> bool:
+        """See :class:`~ddp_hooks.dear.update.Update`."""
         return self._updates.running
 
     @property
     def is_stepping(self) -> bool:
-        """Whether the optimizer's code runs, or was interrupted: what shards hold is no longer looked at."""
+        """See :class:`~ddp_hooks.dear.update.Update`."""
         return bool(self._marks)
 
     def zero_marks(self, set_to_none: bool) -> None:
@@ -209,9 +244,6 @@ class ReplicatedOptimizer(ShardSet):
                     for key, value in state.items()
                 }
         self.adopt_loaded_masters()
-
-    def drop_early_states(self) -> None:
-        """There are none."""
 
 
 class _Place(NamedTuple):

@@ -19,21 +19,22 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, in_order_of, see, torch_compat
+from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Interval, Layout
 from ddp_hooks.dear.moves import Placement, State, WholeOn, agree_on_entries, is_elementwise, move_states
 from ddp_hooks.dear.outside import SmallEntries, StateOutside
 from ddp_hooks.dear.pieces import Even
-from ddp_hooks.dear.shards import GRADIENT_KEY, MASTER_KEY, Shard, ShardSet
 from ddp_hooks.dear.spread import SpreadTensor
+from ddp_hooks.dear.update import GRADIENT_KEY, MASTER_KEY, Arrival, Shard, Update
+from ddp_hooks.intercept import ELEMENTWISE
 from ddp_hooks.overlap import copied, take_back
 
 
-class ShardedOptimizer(ShardSet):
+class ShardedUpdate(Update):
     """Replaces an optimizer's parameters by shards and moves its state; changes the optimizer in place.
 
     Args:
-        optimizer, parameters, names, lanes: as for :class:`~ddp_hooks.dear.shards.ShardSet`; the optimizer is
-            element-wise.
+        optimizer, parameters, names, lanes: see :class:`~ddp_hooks.dear.update.Update`; the optimizer is element-wise.
         master_dtype: let the optimizer step on copies of the shards in this type, and round them to the parameters.
     """
 
@@ -59,6 +60,31 @@ class ShardedOptimizer(ShardSet):
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
 
     # -- inside and outside of a step -------------------------------------------------------------------------------
+
+    @property
+    def gathers_under_forward(self) -> bool:
+        """See :class:`~ddp_hooks.dear.update.Update`; one rank has everything."""
+        return self._lanes.world_size > 1
+
+    @property
+    def reads_one_by_one(self) -> bool:
+        """See :class:`~ddp_hooks.dear.update.Update`."""
+        return type(self._optimizer) in ELEMENTWISE
+
+    def step_before_arrival(self, arrival: Arrival) -> None:
+        """Let each gradient wait for itself when the optimizer reads it."""
+        arrival.defer()
+
+    def close_step(self, arrival: Arrival, layout: Arrangement) -> Sequence[Tensor] | None:
+        """Bring new values into the parameters' memory, to be gathered."""
+        arrival.settle()
+        self.take_back_memory()
+        self.write_masters()
+        return layout.flats if self._lanes.world_size > 1 else None
+
+    def step_failed(self, layout: Arrangement) -> None:
+        """See :class:`~ddp_hooks.dear.update.Update`."""
+        self.take_back_memory()
 
     def enter(self) -> None:
         """The optimizer is about to step: give it the shards and their state.

@@ -1,11 +1,10 @@
-"""DearState: what users hold of DeAR. How a step goes is in :mod:`ddp_hooks.dear.cycle`."""
+"""DearState: the object that users hold. Steps are driven by :class:`~ddp_hooks.dear.step.StepDriver`."""
 
 from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -13,13 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Span, agree, at_exit, calling, see, whole
+from ddp_hooks.comm import Lanes, Span, agree, at_exit, calling, see, whole
 from ddp_hooks.dear import checks, clipping, registry, seams
 from ddp_hooks.dear.config import DearConfig, Fusion
-from ddp_hooks.dear.cycle import StepCycle
-from ddp_hooks.dear.inspection import Inspector
 from ddp_hooks.dear.layout import FusionRule
+from ddp_hooks.dear.sharded import ShardedUpdate
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
+from ddp_hooks.dear.step import Phase, StepDriver
 from ddp_hooks.intercept import (
     NonCopyableHook,
     around_step,
@@ -28,11 +27,12 @@ from ddp_hooks.intercept import (
     refuse_assigned_parameters,
     when_step_fails,
 )
+from ddp_hooks.tuning import Tuning
 
 logger = logging.getLogger("ddp_hooks")
 
 
-class DearState(StepCycle):
+class DearState:
     """The state of :func:`~ddp_hooks.dear_hook`: DeAR (zhang2023dear, sections III and IV).
 
     All-reduce is split: gradients are reduce-scattered under backward, the optimizer steps on this rank's shard of
@@ -73,17 +73,17 @@ class DearState(StepCycle):
         entries = checks.fingerprint(ddp, optimizer, config) if problem is None else {}
         agree(entries, problem, group, "the set-up of DearState", config)
 
-        super().__init__(ddp, optimizer, config, group)
-        self._inspector = Inspector(
-            self, group, self._sharded, self._names, config, self.device, self._co_optimizers
-        )
+        self.config = config
+        self._driver = driver = StepDriver(ddp, optimizer, config, group)
+        self._optimizer = optimizer
+        self._root = ddp.module
         self._handles = self._install_hooks(ddp)
         checks.claim(self._root)
         registry.register(optimizer, self)
-        self._co_optimizers += co_optimizers.co_optimizers_in(ddp.module)
-        for co_optimizer in self._co_optimizers:
+        driver.co_optimizers += co_optimizers.co_optimizers_in(ddp.module)
+        for co_optimizer in driver.co_optimizers:
             co_optimizer.follow(optimizer)
-        if self._replicated is None and self._lanes.rank == 0 and not saved_by_loop:
+        if isinstance(driver.update, ShardedUpdate) and driver.lanes.rank == 0 and not saved_by_loop:
             logger.warning(
                 "each rank keeps a part of the optimizer's state: optimizer.state_dict() will need "
                 "state.consolidate() on all ranks before it, or use state.full_optimizer_state_dict()%s",
@@ -97,11 +97,21 @@ class DearState(StepCycle):
 
         Python code waits by itself. Communicates nothing: one rank alone may call it.
         """
-        self._pipe.finish(on_host=True)
+        self._driver.pipe.finish(on_host=True)
+
+    @property
+    def device(self) -> torch.device:
+        """Device of the parameters."""
+        return self._driver.device
+
+    @property
+    def tuning(self) -> Tuning | None:
+        """Search for a fusion size that ``config.tuner`` asks for; None without."""
+        return self._driver.tuning
 
     def stats(self) -> DearStats:
-        """What the last complete step cost on this rank."""
-        return self._latest_stats()
+        """Return the cost of the last complete step on this rank."""
+        return self._driver.latest_stats()
 
     def log_to(self, writer: ScalarWriter, every: int = 10, prefix: str = "ddp_hooks") -> None:
         """Write the statistics of every ``every``-th step as scalars.
@@ -111,11 +121,11 @@ class DearState(StepCycle):
             every: steps between two entries, >= 1.
             prefix: of the scalars' names.
         """
-        self._log = StatsLog(writer, every, prefix)
+        self._driver.log = StatsLog(writer, every, prefix)
 
     def timeline(self) -> list[Span]:
-        """What lanes did and what training waited for, in order of start; needs ``DearConfig(trace=True)``."""
-        return self._recorder.snapshot()
+        """Return spans of lanes and waits in order of start; needs ``DearConfig(trace=True)``."""
+        return self._driver.recorder.snapshot()
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
@@ -142,46 +152,36 @@ class DearState(StepCycle):
                 for gradient in clipping.gradients_of(shards):
                     gradient.clamp_(-clip_value, clip_value)
 
-    @contextmanager
-    def reduced_gradients(self) -> Iterator[list[torch.nn.Parameter]]:
-        """This rank's shards with their reduced gradients, to read or to change; all ranks enter it together.
+    def reduced_gradients(self) -> AbstractContextManager[list[torch.nn.Parameter]]:
+        """Show this rank's shards with their reduced gradients, to read or to change; all ranks enter it together.
 
-        Between backward and ``optimizer.step()``. A shard is a flat piece of one parameter, in storage order; its
-        ``.grad`` is the mean over ranks, None where nobody used the parameter. What is computed from it differs
-        between ranks: reduce it before acting on it.
+        Between backward and ``optimizer.step()``. A shard is a flat range of one parameter, in storage order; its
+        ``.grad`` is the mean over ranks, None where nobody used the parameter. Values computed from it differ between
+        ranks: reduce them before acting on them.
+
+        Raises:
+            RuntimeError: called inside of ``optimizer.step()`` with replicated updates, or the state was closed.
+            LaneError: a rank failed.
+            LaneTimeout: communication did not complete within ``timeout_s``.
         """
-        self._refuse_closed()
-        if self._replicated is not None:
-            if self._replicated.is_stepping:
-                raise RuntimeError(
-                    "gradients were asked for inside of optimizer.step(), when they are already on their way: clip or "
-                    f"change them before step(), or use DearConfig(max_grad_norm=...){see('gradients-are-guarded')}"
-                )
-            self._finish_gathers()  # an update of the last step may still need the gradients as they are
-        self._attach_gradients(stepping=False)
-        self._keeper.release()
-        self._keeper.forget_zeroing()
-        try:
-            yield [shard.tensor for shard in self._sharded.shards]
-        finally:
-            self._keeper.withdraw()
+        return self._driver.reduced_gradients()
 
     @property
     def co_optimizers(self) -> list[co_optimizers.CoOptimizer]:
-        """What is updated beside the parameters: sharded tables of the model."""
-        return self._co_optimizers
+        """Optimizers of the model's sharded tables, which step beside this one."""
+        return self._driver.co_optimizers
 
     @property
     def other_parameters(self) -> list[Tensor]:
-        """What the optimizer holds beside the parameters that DDP reduces."""
-        ours = {id(shard.tensor) for shard in self._sharded.shards}.union(self._index_of)
+        """Parameters of the optimizer that DDP does not reduce."""
+        ours = {id(shard.tensor) for shard in self._driver.update.shards}.union(self._driver.index_of)
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
         return [parameter for parameter in held if id(parameter) not in ours]
 
     @property
     def has_sharded_optimizer(self) -> bool:
-        """Whether the optimizer's state is spread over the ranks, as it is from the first sharded step on."""
-        return not self._sharded.is_whole
+        """True if the optimizer's state is spread over the ranks, as it is from the first sharded step on."""
+        return not self._driver.update.is_whole
 
     @calling("full_optimizer_state_dict()")
     def full_optimizer_state_dict(self) -> dict[str, Any]:
@@ -190,9 +190,9 @@ class DearState(StepCycle):
         Tensors are on the CPU. Load it with ``optimizer.load_state_dict()``, here with any number of ranks, or on
         plain DDP. To have it on one rank only, see :meth:`consolidate`.
         """
-        self._refuse_closed()
+        self._driver.refuse_closed()
         self.synchronize()
-        full = self._checkpoint.gather(range(self._lanes.world_size))
+        full = self._driver.checkpoint.gather(range(self._lanes.world_size))
         assert full is not None
         return full
 
@@ -215,9 +215,9 @@ class DearState(StepCycle):
         """
         if not (whole(to, 0) and to < self._lanes.world_size):
             raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._lanes.world_size - 1}, got {to!r}")
-        self._refuse_closed()
+        self._driver.refuse_closed()
         self.synchronize()
-        self._checkpoint.consolidate(to)
+        self._driver.checkpoint.consolidate(to)
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
         """This rank's part of the optimizer's state, flat and made of plain tensors.
@@ -225,9 +225,9 @@ class DearState(StepCycle):
         For ``torch.distributed.checkpoint.save`` and ``async_save``, where every rank writes its own part; see
         :meth:`load_sharded_optimizer`. Tensors are those that the optimizer uses, not copies.
         """
-        self._refuse_closed()
+        self._driver.refuse_closed()
         self.synchronize()
-        return self._checkpoint.pieces()
+        return self._driver.checkpoint.pieces()
 
     @calling("load_sharded_optimizer()")
     def load_sharded_optimizer(self, path: str | os.PathLike[str], prefix: str = "optimizer") -> None:
@@ -243,19 +243,17 @@ class DearState(StepCycle):
         Raises:
             ValueError: there is no such state.
         """
-        self._refuse_closed()
+        self._driver.refuse_closed()
         self.synchronize()
-        self._checkpoint.load_pieces(path, prefix)
+        self._driver.checkpoint.load_pieces(path, prefix)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum of a small tensor over the ranks, on :attr:`device`; collective."""
-        with self._arrival.stall.measure(self._recorder, "a scalar over the ranks"):
-            return self._lanes.reduce_small(value.to(self.device), "sum_over_ranks()")
+        """Return the sum of a small tensor over the ranks, on :attr:`device`; collective."""
+        return self._driver.sum_over_ranks(value)
 
     def largest_over_ranks(self, value: Tensor) -> Tensor:
-        """The largest values of a small tensor over the ranks, on :attr:`device`; collective."""
-        with self._arrival.stall.measure(self._recorder, "a scalar over the ranks"):
-            return self._lanes.reduce_small(value.to(self.device), "largest_over_ranks()", largest=True)
+        """Return the largest values of a small tensor over the ranks, on :attr:`device`; collective."""
+        return self._driver.largest_over_ranks(value)
 
     @calling("set_fusion()")
     def set_fusion(self, fusion: Fusion, *, mb: float | None = None, layers: int | None = None) -> None:
@@ -272,7 +270,7 @@ class DearState(StepCycle):
             ValueError: on every rank, if the settings are wrong or differ between ranks.
             RuntimeError: a backward has not been followed by a step yet.
         """
-        if self._reduction is not None:
+        if self._driver.reduction is not None:
             raise RuntimeError(
                 "set_fusion between backward and optimizer.step(): call it after the step instead"
                 f"{see('called-at-the-wrong-moment')}"
@@ -282,7 +280,7 @@ class DearState(StepCycle):
                 "set_fusion while a tuner searches: leave the tuner out, or wait for state.tuning.finished"
                 f"{see('called-at-the-wrong-moment')}"
             )
-        present = self._arrangement.rule
+        present = self._driver.layout.rule
         rule = FusionRule(
             fusion, present.mb if mb is None else mb, present.layers if layers is None else layers
         )
@@ -292,7 +290,7 @@ class DearState(StepCycle):
         except ValueError as error:
             problem = str(error)
         agree({"fusion": rule}, problem, self._lanes.group, "the fusion rule", self.config)
-        self._regroup(rule)
+        self._driver.regroup(rule)
 
     def close(self) -> None:
         """Finish communication, let every rank do the same, remove all hooks and end the lanes.
@@ -301,65 +299,62 @@ class DearState(StepCycle):
         shard of the state, so both are spent: to train on, wrap ``ddp.module`` again and make a new optimizer. (With
         replicated updates the optimizer stays as it is.)
         """
-        if self._closed:
+        driver = self._driver
+        if driver.phase is Phase.CLOSED:
             return
-        self._closed = True
-        if self.tuning is not None:
-            self.tuning.close()
         try:
-            if self._reduction is not None and not self._in_backward:
-                self._reduction.wait()
-            self._finish_gathers()
+            driver.close()
         finally:
-            self._reduction = None
-            if self._replicated is not None:
-                self._replicated.close_step()  # one that did not end
-            self._sharded.leave()
-            self._pipe.close()
-            self._watch.close()
             for handle in self._handles:
                 handle.remove()
-            if not self._sharded.is_whole:
+            if not driver.update.is_whole:
                 self._optimizer.register_step_pre_hook(seams.refuse_step)
                 self._optimizer.register_state_dict_pre_hook(seams.refuse_state_dict)
                 self._optimizer.register_load_state_dict_pre_hook(seams.refuse_state_dict)
-            self._keeper.close()
-            self._lanes.close()
+            driver.lanes.close()
             checks.release(self._root)
             registry.forget(self._optimizer)
 
-    # -- seams ------------------------------------------------------------------------------------------------------
+    # -- hooks ------------------------------------------------------------------------------------------------------
+
+    def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+        """Launch the reduce-scatters of a bucket; :func:`~ddp_hooks.dear_hook` calls this during backward."""
+        return self._driver.reduce_bucket(bucket)
 
     def _install_hooks(self, ddp: DistributedDataParallel) -> list[Any]:
-        optimizer = self._optimizer
+        optimizer, driver = self._optimizer, self._driver
 
         def finish(*_: Any) -> None:
-            self._pipe.finish()
+            driver.pipe.finish()
 
         handles: list[Any] = [
             *around_step(
                 optimizer,
-                NonCopyableHook(self._before_step),
-                NonCopyableHook(self._after_step),
-                shows=self._replicated is not None and not checks.updates_parameters(optimizer, self.config),
+                NonCopyableHook(driver.before_step),
+                NonCopyableHook(driver.after_step),
+                shows=driver.update.shows_gradients,
             ),
             optimizer.register_state_dict_pre_hook(finish),
-            optimizer.register_state_dict_pre_hook(self._checkpoint.before_state_dict),
-            optimizer.register_state_dict_post_hook(self._checkpoint.after_state_dict),
+            optimizer.register_state_dict_pre_hook(driver.checkpoint.before_state_dict),
+            optimizer.register_state_dict_post_hook(driver.checkpoint.after_state_dict),
             optimizer.register_load_state_dict_pre_hook(finish),
-            optimizer.register_load_state_dict_pre_hook(self._checkpoint.before_load),
-            optimizer.register_load_state_dict_post_hook(self._checkpoint.after_load),
-            ddp.register_forward_pre_hook(NonCopyableHook(self._before_forward)),
+            optimizer.register_load_state_dict_pre_hook(driver.checkpoint.before_load),
+            optimizer.register_load_state_dict_post_hook(driver.checkpoint.after_load),
+            ddp.register_forward_pre_hook(NonCopyableHook(driver.before_forward)),
             # First, so that other hooks of the model see which gradients are kept.
-            ddp.module.register_forward_pre_hook(NonCopyableHook(self._before_model), prepend=True),
-            ddp.register_forward_hook(NonCopyableHook(self._after_forward), always_call=True),
+            ddp.module.register_forward_pre_hook(NonCopyableHook(driver.before_model), prepend=True),
+            ddp.register_forward_hook(NonCopyableHook(driver.after_forward), always_call=True),
         ]
-        handles += refuse_assigned_parameters(ddp, self._parameters)
+        handles += refuse_assigned_parameters(ddp, driver.parameters)
         ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
-        handles.append(extend_zero_grad(optimizer, self._zero_grad))
-        handles.append(when_step_fails(optimizer, self._step_failed))
+        handles.append(extend_zero_grad(optimizer, driver.zero_grad))
+        handles.append(when_step_fails(optimizer, driver.step_failed))
         handles.append(at_exit(self.close, self._abandon, self._is_stuck))
         return handles
+
+    @property
+    def _lanes(self) -> Lanes:
+        return self._driver.lanes
 
     def _abandon(self, error: BaseException) -> None:
         self._lanes.abandon(error)

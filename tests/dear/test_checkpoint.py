@@ -324,7 +324,7 @@ def save_with_safetensors(rank: int, world_size: int, folder: str) -> tuple[list
         opt.step()
         opt.zero_grad()
     weights = trained.state_dict()
-    layout = state._arrangement.layout
+    layout = state._driver.layout.layout
     assert layout is not None and any(len(atom.members) > 1 for atom in layout.atoms), "they were to be neighbours"
     larger = [name for name, value in weights.items() if value.untyped_storage().nbytes() > value.nbytes]
     path = str(Path(folder) / f"{rank}.safetensors")

@@ -55,8 +55,9 @@ def node_and_rounds(rank: int, world_size: int, config: DearConfig, hosts: str) 
         ddp(*whole_batches(rank, world_size, step)).backward()
         optimizer.step()
         state.synchronize()
-    assert state._arrangement.layout is not None
-    found = state._lanes._settings.node_size, state._lanes.traffic.rounds - before, len(state._arrangement.layout.atoms)
+    layout = state._driver.layout.layout
+    assert layout is not None
+    found = state._lanes._settings.node_size, state._lanes.traffic.rounds - before, len(layout.atoms)
     state.close()
     return found
 

@@ -14,8 +14,8 @@ from torch import nn
 from ddp_hooks.comm import in_order_of, is_dense
 from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import FusionRule, Layout, ParameterShape, cut_bucket, fuse
-from ddp_hooks.dear.shards import held_in_shards
 from ddp_hooks.dear.storage import flatten, overlapping, unflatten
+from ddp_hooks.dear.update import held_in_shards
 from ddp_hooks.intercept import GradientGuard
 
 numels = st.lists(st.integers(0, 3000), min_size=1, max_size=12)

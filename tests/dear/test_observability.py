@@ -21,19 +21,19 @@ from tests.support.workers import WorkerPools
 def diverge(rank: int, world_size: int) -> str:
     """A parameter that only one rank changes, after its gathers: from then on replicas differ."""
     ddp, optimizer, state = trained(rank, world_size, config=replace(CONFIG, check_replicas=True))
-    gather = state._pipe.finish
+    gather = state._driver.pipe.finish
 
     def finish_and_spoil(on_host: bool = False) -> None:
         gather(on_host)
         if rank == 1:
             with torch.no_grad():
-                state._parameters[3].view(-1)[0] += 1
+                state._driver.parameters[3].view(-1)[0] += 1
 
-    state._pipe.finish = finish_and_spoil  # type: ignore[method-assign]
+    state._driver.pipe.finish = finish_and_spoil  # type: ignore[method-assign]
     optimizer.zero_grad()
     ddp(*whole_batches(rank, world_size, 9)).backward()
     message = message_of(optimizer.step)
-    state._pipe.finish = gather  # type: ignore[method-assign]
+    state._driver.pipe.finish = gather  # type: ignore[method-assign]
     return message
 
 

@@ -102,8 +102,8 @@ def gradients_around_a_step(rank: int, world_size: int, travel: bool) -> tuple[s
     optimizer.register_step_post_hook(look)
     optimizer.zero_grad()
     ddp(*whole_batches(rank, world_size, 5)).backward()
-    assert state._reduction is not None
-    state._reduction.wait()
+    assert state._driver.reduction is not None
+    state._driver.reduction.wait()
     with mock.patch.object(ThreadWork, "done", not travel):
         optimizer.step()
     with state.reduced_gradients() as shards:

@@ -197,7 +197,7 @@ def start_of_reductions(rank: int, world_size: int) -> list[str]:
         for _ in range(200):
             factor = math.sin(factor)
         with state.reduced_gradients() as shards:
-            for shard, piece in zip(shards, state._sharded.shards, strict=True):
+            for shard, piece in zip(shards, state._driver.update.shards, strict=True):
                 expected = expected_gradient(piece.interval, world_size, step) * torch.tensor(factor)
                 assert shard.grad is not None
                 if not torch.allclose(shard.grad, expected, atol=1e-5):
@@ -234,10 +234,10 @@ def waits_of_a_step(rank: int, world_size: int) -> tuple[int, int]:
     for step in range(5):
         optimizer.zero_grad()
         ddp(*whole_batches(rank, world_size, step)).backward()
-        calls = count_calls(state._pipe, "_await")
+        calls = count_calls(state._driver.pipe, "_await")
         optimizer.step()
         awaited_in_step += calls[0] if step > 1 else 0
-        del state._pipe._await
+        del state._driver.pipe._await
     groups = state.stats().num_groups
     state.close()
     return awaited_in_step, groups

@@ -75,7 +75,7 @@ def load(twin: Trainee, step: int) -> None:
 
 
 def regroup(twin: Trainee, step: int) -> None:
-    if twin.state is not None and twin.state._reduction is None:
+    if twin.state is not None and twin.state._driver.reduction is None:
         twin.state.set_fusion("size", mb=0.01 * (step % 7 + 1))
 
 

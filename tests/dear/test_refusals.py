@@ -215,7 +215,7 @@ def misuse(rank: int, world_size: int, case: str) -> str:
         ddp(*batch).backward()
 
         def twice(*_: Any) -> None:
-            wrapped_closure = state._attaching(lambda: torch.zeros(()))
+            wrapped_closure = state._driver._attaching(lambda: torch.zeros(()))
             wrapped_closure()
             wrapped_closure()
 

@@ -603,7 +603,7 @@ def choose(
         message = message_of(lambda: states.append(DearState(ddp, optimizer(ddp), config, saved_by_loop=saved_by_loop)))
     finally:
         logger.removeHandler(handler)
-    kind = type(states[0]._sharded).__name__ if states else message
+    kind = type(states[0]._driver.update).__name__ if states else message
     if states:
         states[0].close()
     return kind, stream.getvalue()
@@ -614,9 +614,9 @@ def choose(
     [
         (adafactor, "sharded", 'DearConfig(update="replicated")'),
         (lamb, "sharded", 'DearConfig(update="replicated")'),
-        (adafactor, "auto", "ReplicatedOptimizer"),
-        (momentum_sgd, "auto", "ShardedOptimizer"),
-        (momentum_sgd, "replicated", "ReplicatedOptimizer"),
+        (adafactor, "auto", "ReplicatedUpdate"),
+        (momentum_sgd, "auto", "ShardedUpdate"),
+        (momentum_sgd, "replicated", "ReplicatedUpdate"),
         (lbfgs, "replicated", "LBFGS"),
     ],
     ids=lambda value: getattr(value, "__name__", value),

@@ -349,13 +349,13 @@ def dear_first(rank: int, world_size: int) -> tuple[list[str], bool]:
     assert tables is not None
     order: list[str] = []
     followed = False
-    run, launch = tables._channels.run, states[0]._launch_gathers
+    run, launch = tables._channels.run, states[0]._driver._launch_gathers
 
     def noted_run(kind: Any, algorithm: Any, label: str, after: Any = ()) -> Any:
         nonlocal followed
         order.append(kind)
         if kind == "delayed":
-            gathers = states[0]._pipe.under_way
+            gathers = states[0]._driver.pipe.under_way
             followed = bool(gathers) and all(work in after for work in gathers)
         return run(kind, algorithm, label, after)
 
@@ -366,7 +366,7 @@ def dear_first(rank: int, world_size: int) -> tuple[list[str], bool]:
     for number, batch in enumerate(tables.prefetch(batches(rank, world_size, 5), _all_ids)):
         if number == 3:
             tables._channels.run = noted_run  # type: ignore[method-assign]
-            states[0]._launch_gathers = noted_launch  # type: ignore[method-assign]
+            states[0]._driver._launch_gathers = noted_launch  # type: ignore[method-assign]
         twins.ours.zero_grad()
         twins.ours.ddp(batch).backward()
         twins.ours.step()

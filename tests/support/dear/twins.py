@@ -108,7 +108,7 @@ def compare(
 def _outcome(dear: Trainee, plain: Plain) -> Outcome:
     assert dear.state is not None
     stats = dear.state.stats()
-    schedule = dear.state._arrangement.schedule
+    schedule = dear.state._driver.layout.schedule
     num_buckets = len(schedule.layout.buckets) if schedule is not None else 0
     ours, theirs = dear.ddp.module.state_dict(), plain.parameters
     gaps = [float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours if ours[name].numel()]
@@ -121,7 +121,7 @@ def _outcome(dear: Trainee, plain: Plain) -> Outcome:
         num_buckets=num_buckets,
         num_atoms=len(schedule.layout.atoms) if schedule is not None else 0,
         stats=stats,
-        order_known=len(dear.state._pipe._order) == len(dear.state._parameters),
+        order_known=len(dear.state._driver.pipe._order) == len(dear.state._driver.parameters),
         loss_drop=plain.losses[0] - plain.losses[-1] if plain.losses else 0.0,
     )
 

@@ -1,16 +1,23 @@
-"""This rank's shards of all parameters: who owns which piece, and the gradient that belongs to it."""
+"""The way of updating parameters: shards of gradients, and the interface that the step driver calls.
+
+Sharded updates step on this rank's shards (:mod:`~ddp_hooks.dear.sharded`). Replicated updates step on whole parameters
+with gathered gradients (:mod:`~ddp_hooks.dear.replicated`). In both a rank's reduced gradients lie in its shards.
+"""
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, see
+from ddp_hooks.dear.arrangement import Arrangement
 from ddp_hooks.dear.layout import Interval, Layout
-from ddp_hooks.dear.moves import State, is_elementwise
+from ddp_hooks.dear.moves import Placement, State, is_elementwise
 from ddp_hooks.dear.pending import PendingGradient
 from ddp_hooks.intercept import GradientGuard, clipping_of_frameworks
 
@@ -44,15 +51,36 @@ class OptimizerSlots:
     groups: list[list[int | Tensor]] = field(default_factory=list)  # our parameters by index, others as they are
 
 
-class ShardSet:
-    """The shards of one optimizer's parameters, under the layout in force; none before the first step.
+class Arrival(Protocol):
+    """Reduced gradients that may still travel to their shards."""
+
+    in_place: bool  # all lie where they were reduced, in DDP's buckets, unchanged
+
+    def settle(self) -> None:
+        """Wait for all of them."""
+
+    def defer(self) -> None:
+        """Let each of them wait for itself when it is read."""
+
+
+class Update:
+    """Shards of one optimizer's parameters and the way in which it updates; no shards before the first step.
+
+    Methods about a step do nothing here; subclasses say what their update needs.
 
     Args:
         optimizer: the user's.
-        parameters: the parameters that are reduced, in a fixed order.
+        parameters: parameters that are reduced, in a fixed order.
         names: their names, for messages.
-        lanes: for moving state between ranks.
+        lanes: carry state between ranks.
     """
+
+    gathers_into_buckets = False
+    """Gathers write DDP's buckets, so the next backward waits for them."""
+    shows_gradients = False
+    """The optimizer steps on whole, reduced gradients, which other step hooks may see."""
+    on_arrival: Callable[[Sequence[int]], None] | None = None
+    """Called with the numbers of parameters whose gather is complete, before anybody reads them."""
 
     def __init__(
         self,
@@ -112,11 +140,106 @@ class ShardSet:
             for parameter in group["params"]:
                 parameter.grad = None
 
+    @property
+    def is_updating(self) -> bool:
+        """True if this thread runs the optimizer's code for some parameters, outside of ``optimizer.step()``."""
+        return False
+
+    @property
+    def is_stepping(self) -> bool:
+        """True if the optimizer's code runs, or was interrupted, and no longer reads shards."""
+        return False
+
+    # -- a step, in the order of calls ------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def gathers_under_forward(self) -> bool:
+        """True if gathers may be in flight during a forward."""
+
+    @property
+    @abstractmethod
+    def reads_one_by_one(self) -> bool:
+        """True if the update reads one gradient after the other, or none before the next forward."""
+
+    def end_interrupted_step(self) -> None:
+        """Restore what a step has changed that raised, or never ended."""
+
+    def use_memory(self, gradients: Sequence[Tensor]) -> None:
+        """Note the atoms' ``gradients`` in DDP's buckets, of which this rank has reduced its ranges."""
+
+    @abstractmethod
+    def step_before_arrival(self, arrival: Arrival) -> None:
+        """Prepare a step that begins while gradients travel."""
+
+    def read_masters(self) -> None:
+        """Bring what was written into parameters into more precise copies of them."""
+
     def enter(self) -> None:
-        """The optimizer is about to step."""
+        """Give the optimizer what it steps on."""
+
+    def open_step(self, in_place: bool) -> Sequence[Tensor] | None:
+        """Prepare gradients; return memory to gather before the step, per atom, or None.
+
+        Args:
+            in_place: shards' gradients lie in DDP's buckets, or will before any gather.
+        """
+        return None
+
+    @abstractmethod
+    def enter_blank(self) -> None:
+        """Prepare a step that makes the optimizer's state and changes nothing; existing state stays."""
 
     def leave(self) -> None:
-        """The optimizer has stepped, or has failed to."""
+        """Give the optimizer the model's parameters again."""
+
+    @abstractmethod
+    def close_step(self, arrival: Arrival, layout: Arrangement) -> Sequence[Tensor] | None:
+        """End a step; return memory to gather under the next forward, per atom, or None."""
+
+    @abstractmethod
+    def step_failed(self, layout: Arrangement) -> None:
+        """Restore gradients and memory when an exception is about to leave the step."""
+
+    def leave_buckets(self) -> None:
+        """Use other memory than DDP's buckets, which the coming backward writes."""
+
+    def zero_marks(self, set_to_none: bool) -> None:
+        """Apply a ``zero_grad()`` that another hook of the optimizer has called inside of the step."""
+
+    # -- state ------------------------------------------------------------------------------------------------------
+
+    @property
+    @abstractmethod
+    def is_whole(self) -> bool:
+        """True if every rank has the optimizer's whole state."""
+
+    @property
+    @abstractmethod
+    def has_masters(self) -> bool:
+        """True if the optimizer steps on more precise copies."""
+
+    @abstractmethod
+    def take_states(self, layout: Layout | None, new_layout: Layout) -> dict[Interval, State]:
+        """Remove state from the shards; return it for this rank's intervals under ``new_layout``.
+
+        Collective if ``layout``, the one in force, is not None. There are no shards until :meth:`install`.
+        """
+
+    @abstractmethod
+    def placement(self, layout: Layout | None) -> Placement:
+        """Return which rank holds which state."""
+
+    @abstractmethod
+    def set_states(self, placement: Placement, states: dict[Interval, State]) -> None:
+        """Take this rank's states under ``placement``; collective if another placement is in force."""
+
+    @abstractmethod
+    def adopt_loaded_masters(self) -> None:
+        """Move masters that came with loaded state to where they belong."""
+
+    def drop_early_states(self) -> None:
+        """Forget states that were loaded before there were shards."""
 
     def refuse_new_groups(self) -> None:
         """Raise RuntimeError if the optimizer was given further groups."""
