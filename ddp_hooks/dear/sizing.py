@@ -10,7 +10,7 @@ import torch.distributed as dist
 from ddp_hooks.comm import Lanes, LaneSettings, LinkProfile, Recorder, mebibytes, profile_link
 from ddp_hooks.dear.collective import choose_node_size
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.planning.sizes import atom_and_fusion_bytes, tuned_atom_bytes
+from ddp_hooks.planning.atoms import atom_and_fusion_bytes, tuned_atom_bytes
 
 logger = logging.getLogger("ddp_hooks")
 

@@ -1,8 +1,7 @@
-"""How fast a step can be at best: the bounds of the DeAR paper, and a sharper one that knows the layers.
+"""Lower bounds of a step: the bounds of the DeAR paper, and a sharper one that knows the layers.
 
-Pure functions of times in seconds, sizes in bytes and rates in bytes per second. Equation numbers are those
-of the DeAR paper (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce
-Pipelining").
+Pure functions of times in seconds, sizes in bytes and rates in bytes per second. Equations are numbered as in the DeAR
+paper (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining").
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from ddp_hooks.planning.step import StepProfile
 
 
 def collective_s(num_bytes: float, workers: int, bytes_per_s: float) -> float:
-    """Seconds of a bandwidth-optimal reduce-scatter, or all-gather, of `num_bytes` without latency.
+    """Return the seconds of a bandwidth-optimal reduce-scatter, or all-gather, of `num_bytes` without latency.
 
     Every worker sends, and receives, (P-1)/P of the bytes. The paper (Eq. 5) drops the factor, P being 64.
     """
@@ -21,17 +20,17 @@ def collective_s(num_bytes: float, workers: int, bytes_per_s: float) -> float:
 
 
 def dear_bound_s(forward_s: float, backward_s: float, reduce_scatter_s: float, all_gather_s: float) -> float:
-    """Eq. 7: gathers hidden behind the forward pass, reduce-scatters behind the backward pass."""
+    """Return Eq. 7: gathers hidden behind the forward pass, reduce-scatters behind the backward pass."""
     return max(forward_s, all_gather_s) + max(backward_s, reduce_scatter_s)
 
 
 def baseline_bound_s(forward_s: float, backward_s: float, all_reduce_s: float) -> float:
-    """Eq. 8: all-reduces hidden behind the backward pass only, as in DDP."""
+    """Return Eq. 8: all-reduces hidden behind the backward pass only, as in DDP."""
     return forward_s + max(backward_s, all_reduce_s)
 
 
 def max_speedup(compute_s: float, workers: int, collective_s: float) -> float:
-    """Eq. 6 with t_bp = 2 t_ff and t_rs = t_ag: the speedup over one worker that DeAR cannot pass.
+    """Return Eq. 6 with t_bp = 2 t_ff and t_rs = t_ag: DeAR's largest speedup over one worker.
 
     Args:
         compute_s: t_ff + t_bp.
@@ -42,10 +41,13 @@ def max_speedup(compute_s: float, workers: int, collective_s: float) -> float:
 
 
 def compute_from_max_speedup(speedup: float, workers: int, collective_s: float) -> float:
-    """Compute seconds per step (t_ff + t_bp) for which Eq. 6 gives `speedup`: `max_speedup` inverted.
+    """Return the compute seconds (t_ff + t_bp) for which Eq. 6 gives `speedup`: `max_speedup` inverted.
 
-    Where the speedup equals the number of workers, communication is hidden completely and Eq. 6 says only
-    that there is enough compute to hide it: the result is then the smallest such time, a lower bound.
+    Where the speedup equals the number of workers, communication is hidden completely, and the result is the smallest
+    such time.
+
+    Raises:
+        ValueError: the speedup is not above 0, or above the number of workers.
     """
     if not 0 < speedup <= workers:
         raise ValueError(f"speedup must be in (0, {workers}], got {speedup}")
@@ -60,21 +62,18 @@ def compute_from_max_speedup(speedup: float, workers: int, collective_s: float) 
 def dependency_bound_s(
     step: StepProfile, workers: int, bytes_per_s: float, *, gathers_wait_for_step: bool = False
 ) -> float:
-    """Seconds per step of the best possible schedule on an ideal link, respecting every dependency.
+    """Return the seconds per step of the best possible schedule on an ideal link, respecting every dependency.
 
-    The link: one server at `bytes_per_s` in each direction, no latency, no framing, no cost of issuing
-    work; every reduce-scatter and every gather moves (P-1)/P of its tensor through it and may be
-    interrupted at any byte. The optimizer takes no time. The dependencies: no reduce-scatter before its
-    gradient is complete, no gather before its reduce-scatter, no forward of a layer before the gathers of
-    its tensors. With `gathers_wait_for_step` also: no gather before *all* reduce-scatters, since
-    `optimizer.step()` is one call. Without it gathers may start during the backward pass, so that the
-    result can be below Eq. 7, which rules that out.
+    The link is one server at `bytes_per_s` in each direction, without latency, framing or cost of issuing work. Every
+    reduce-scatter and every gather moves (P-1)/P of its tensor and may be interrupted at any byte. The optimizer takes
+    no time. Dependencies: gradient -> reduce-scatter -> gather -> forward of the layer. With `gathers_wait_for_step`
+    also: all reduce-scatters -> first gather, since `optimizer.step()` is one call. Without it gathers may start in the
+    backward, and the result can be below Eq. 7.
 
-    All gathers end within the forward pass that needs them, so the link is empty when a backward pass
-    begins: steps do not interact, and the steady-state period is that of one step. Its end is the largest
-    of `gather end + forward time from that layer on`. The best schedule is thus that of one machine with
-    release times and precedence minimising the maximum lateness, which pre-emptive earliest-due-date-first
-    solves exactly. The result is a lower bound for *every* schedule, not the time of one.
+    All gathers end within the forward that needs them, so the link is empty when a backward begins, and steps do not
+    interact. A step ends at the largest `gather end + forward time from that layer on`. This is scheduling on one
+    machine with release times and precedence, minimising the maximum lateness; pre-emptive earliest-due-date-first
+    solves it exactly. The result is a lower bound for *every* schedule, not the time of one.
     """
     transfers_s = [collective_s(tensor.num_bytes, workers, bytes_per_s) for tensor in step.tensors]
     remaining_s = [step.forward_s - tensor.needed_s for tensor in step.tensors]
@@ -91,13 +90,13 @@ def dependency_bound_s(
 def _earliest_due_first(
     release_s: list[float], transfers_s: list[float], due_s: list[float], gathers_wait_for_step: bool
 ) -> list[float]:
-    """When each tensor's gather ends, if the link always serves the most urgent transfer it may.
+    """Return the end of each tensor's gather, if the link always serves the most urgent transfer.
 
-    A reduce-scatter is as urgent as the gather behind it makes it: due one gather earlier.
+    A reduce-scatter is due one gather before its gather.
     """
     arrivals = sorted(range(len(release_s)), key=lambda tensor: release_s[tensor])
     ready: list[tuple[float, int, bool, float]] = []  # (due, tensor, is_gather, seconds left)
-    held: list[tuple[float, int, bool, float]] = []  # gathers whose step() has not come
+    held: list[tuple[float, int, bool, float]] = []  # gathers that wait for step()
     gathered_s = [0.0] * len(release_s)
     scatters_left = len(release_s)
     now_s = 0.0

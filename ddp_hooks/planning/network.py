@@ -1,4 +1,4 @@
-"""The network as the simulator sees it: messages that cost a latency and their bytes, on one level or two."""
+"""Machines as the simulator sees them: links with a latency and a rate, on one level or two, and processors."""
 
 from __future__ import annotations
 
@@ -9,25 +9,16 @@ from ddp_hooks.comm import AlphaBeta
 
 @dataclass(frozen=True)
 class Network:
-    """Workers behind equal links.
-
-    Args:
-        workers: how many there are.
-        link: of a worker, full duplex; of a whole node, where several workers share one.
-        node_size: workers per node; neighbouring ranks share one. A divisor of ``workers``.
-        inside: of a worker, to others of its node; only for nodes of several.
-        native: accelerators, whose library runs collectives one after the other, by itself.
-        credit_s: so many seconds in which ``link`` was idle are made up for afterwards, as by links that a token bucket
-            shapes: the emulated cluster's, and many virtual machines'. Then latencies cost nothing where bytes take
-            longer.
-    """
+    """Workers behind equal links."""
 
     workers: int
-    link: AlphaBeta
-    node_size: int = 1
-    inside: AlphaBeta | None = None
-    native: bool = False
-    credit_s: float = 0.0
+    link: AlphaBeta  #: full-duplex link of one worker, or of one node whose workers share it
+    node_size: int = 1  #: workers per node, a divisor of ``workers``; neighbouring ranks share a node
+    inside: AlphaBeta | None = None  #: link of a worker to others of its node; only for nodes of several workers
+    native: bool = False  #: workers are accelerators, whose library runs collectives one after the other by itself
+    #: Idle seconds that ``link`` makes up for afterwards, as token buckets do (the emulated cluster, many virtual
+    #: machines). Latencies then cost nothing where bytes take longer.
+    burst_credit_s: float = 0.0
 
     def __post_init__(self) -> None:
         if self.workers < 1:
@@ -36,21 +27,40 @@ class Network:
             raise ValueError(f"node_size must divide {self.workers} workers, got {self.node_size}")
         if (self.node_size > 1) != (self.inside is not None):
             raise ValueError("inside is the link within a node: give it for nodes of several workers, and only there")
-        if not self.credit_s >= 0:
-            raise ValueError(f"credit_s must be >= 0, got {self.credit_s}")
+        if not self.burst_credit_s >= 0:
+            raise ValueError(f"burst_credit_s must be >= 0, got {self.burst_credit_s}")
 
     @property
     def bytes_per_s(self) -> float:
-        """Of a link between nodes, for bounds."""
+        """Rate of a link between nodes."""
         return 1 / self.link.beta_s_per_byte if self.link.beta_s_per_byte else float("inf")
 
 
 def link_of(gbit_s: float, latency_s: float = 0.0, efficiency: float = 1.0) -> AlphaBeta:
-    """A link of so many Gbit/s, of which ``efficiency`` is payload (0.949 for TCP in Ethernet frames of 1,500 bytes).
+    """Return a link of so many Gbit/s, of which ``efficiency`` is payload (0.949 for TCP in frames of 1,500 bytes).
 
     >>> link_of(8.0).beta_s_per_byte
     1e-09
+
+    Raises:
+        ValueError: the rate is not above 0.
     """
     if not gbit_s > 0:
         raise ValueError(f"a link's rate must be > 0 Gbit/s, got {gbit_s}")
     return AlphaBeta(latency_s, 8e-9 / (gbit_s * efficiency))
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds that communication costs a worker's processor; 0 where an accelerator does it at no cost."""
+
+    message_s: float = 0.0  #: per message, sent and received
+    byte_s: float = 0.0  #: per byte of a message, sent and received
+    scatter_byte_s: float | None = None  #: per byte of a reduce-scatter, sums included; by default ``byte_s``
+    all_reduce_byte_s: float | None = None  #: per byte of the backend's all-reduce; by default ``byte_s``
+    all_reduce: float = 1.0  #: time of the backend's all-reduce, relative to our ring
+    copy_s_per_byte: float = 0.0  #: of a gradient, into DDP's bucket
+    select_s_per_byte: float = 0.0  #: of a gradient, for all that a sparse all-reduce computes
+    python: float = 0.0  #: time of Python in hooks, relative to a core of its own; 0 where an accelerator hides it
+    cores: int = 1  #: processor cores per worker, at least 1
+    oversubscription: float = 1.0  #: workers per core, at least 1

@@ -1,56 +1,38 @@
-"""What one training step computes, and when it needs and makes what travels: all that schedules depend on."""
+"""Profile of a training step: its computation, and when it reads parameters and has gradients."""
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 
 @dataclass(frozen=True)
 class TensorUse:
-    """A parameter tensor, and when a step without communication reads it and has its gradient.
-
-    Args:
-        name: for messages and pictures.
-        num_bytes: of the gradient, and of the parameter.
-        needed_s: seconds of the forward before the tensor is read for the first time.
-        ready_s: seconds of the backward before its gradient is complete.
-    """
+    """A parameter, and when a step without communication reads it and has its gradient."""
 
     name: str
-    num_bytes: int
-    needed_s: float
-    ready_s: float
+    num_bytes: int  #: size of the gradient, and of the parameter
+    needed_s: float  #: from the begin of the forward to the first read
+    ready_s: float  #: from the begin of the backward until the gradient is ready
 
 
 @dataclass(frozen=True)
 class StepProfile:
-    """One step of one worker, with no communication.
+    """One step of one worker, without communication."""
 
-    Args:
-        tensors: those that are trained, in any order. What is read twice (tied) is here once.
-        forward_s, backward_s: seconds of computing.
-        optimizer_s: seconds of ``optimizer.step()``, for whole parameters.
-        other_s: seconds of the loop that are none of these, such as loading data.
-        cpu_s: seconds for which a processor core was at forward, backward and the rest; 0: an accelerator was, or
-            nobody knows.
-        optimizer_cpu_s: the same of ``optimizer.step()``.
-        element_bytes: of one number of a gradient.
-    """
-
-    tensors: tuple[TensorUse, ...]
+    tensors: tuple[TensorUse, ...]  #: trained parameters, in any order; a tied parameter is here once
     forward_s: float
     backward_s: float
-    optimizer_s: float = 0.0
-    other_s: float = 0.0
+    optimizer_s: float = 0.0  #: ``optimizer.step()``, for whole parameters
+    other_s: float = 0.0  #: other seconds of the loop, such as loading data
+    #: Seconds in which the training thread kept a core busy, without ``optimizer.step()``; 0 if unknown, or if
+    #: an accelerator computed.
     cpu_s: float = 0.0
-    optimizer_cpu_s: float = 0.0
-    element_bytes: int = 4
+    optimizer_cpu_s: float = 0.0  #: the same in ``optimizer.step()``
+    element_bytes: int = 4  #: size of one element of a gradient
 
     def __post_init__(self) -> None:
         for name in ("forward_s", "backward_s", "optimizer_s", "other_s", "cpu_s", "optimizer_cpu_s"):
@@ -69,27 +51,27 @@ class StepProfile:
 
     @property
     def num_bytes(self) -> int:
-        """Of all gradients."""
+        """Size of all gradients."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
     def cpu_share(self) -> float:
-        """Part of the time, but for the optimizer's, for which the training thread keeps a core busy."""
+        """Part of the step without its optimizer in which the training thread keeps a core busy."""
         whole_s = self.compute_s + self.other_s
         return min(1.0, self.cpu_s / whole_s) if whole_s else 0.0
 
     @cached_property
     def backward_order(self) -> tuple[int, ...]:
-        """Indices of the tensors as the backward completes their gradients; where that is at once, the last first."""
+        """Indices of the tensors in the order of their gradients; of equal ones, the last first."""
         return tuple(sorted(range(len(self.tensors)), key=lambda i: (self.tensors[i].ready_s, -i)))
 
     @cached_property
     def forward_order(self) -> tuple[int, ...]:
-        """Indices of the tensors as the forward reads them."""
+        """Indices of the tensors in the order in which the forward reads them."""
         return tuple(sorted(range(len(self.tensors)), key=lambda i: (self.tensors[i].needed_s, i)))
 
     def scaled(self, factor: float) -> StepProfile:
-        """The same step where forward and backward take ``factor`` times as long."""
+        """Return the step with a forward and backward that take ``factor`` times as long."""
         tensors = (
             TensorUse(tensor.name, tensor.num_bytes, tensor.needed_s * factor, tensor.ready_s * factor)
             for tensor in self.tensors
@@ -98,17 +80,13 @@ class StepProfile:
             self, tensors=tuple(tensors), forward_s=self.forward_s * factor, backward_s=self.backward_s * factor
         )
 
-    def save(self, path: str | Path) -> None:
-        """Write it as JSON."""
-        Path(path).write_text(json.dumps(self.to_json()))
-
     def to_json(self) -> dict[str, Any]:
-        """What :meth:`from_json` reads."""
+        """Return plain data for :meth:`from_json`."""
         return asdict(self)
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepProfile:
-        """What :meth:`to_json` has written."""
+        """Return the profile of :meth:`to_json`."""
         return cls(**{**data, "tensors": tuple(TensorUse(**tensor) for tensor in data["tensors"])})
 
 
@@ -118,11 +96,11 @@ def profile_of_layers(
     tensor_bytes: Sequence[int],
     optimizer_s: float = 0.0,
 ) -> StepProfile:
-    """The step of layers that run one after the other, and backwards in reverse.
+    """Return the step of layers that run one after the other, and in reverse in the backward.
 
     Args:
-        layers: of each its forward and backward seconds, and the tensors that it reads, in the order of the forward. A
-            tied tensor appears in several: its gradient is complete when that of the first one is.
+        layers: forward seconds, backward seconds and tensors of each layer, in the order of the forward. A tied tensor
+            appears in several layers; its gradient is ready after the backward of the first one.
         names, tensor_bytes: of the tensors.
 
     Raises:

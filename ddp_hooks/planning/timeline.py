@@ -1,7 +1,6 @@
 """Timelines of training steps: a picture (matplotlib) and a trace file for Perfetto (https://ui.perfetto.dev).
 
-Both take the same thing, measured or simulated: for each variant the spans of some consecutive steps, each span on a
-named track.
+Both show measured or simulated steps: for each variant the spans of consecutive steps, each span on a named track.
 """
 
 from __future__ import annotations
@@ -14,8 +13,8 @@ from typing import Any, Final
 
 from ddp_hooks.comm import Span
 
-# What a span shows: the name of its track, or the word that its own name begins with. The colours are mostly Okabe
-# and Ito's, which colour-blind readers can tell apart.
+# By kind of span: the name of its track, or the first word of its own name. The colours are mostly Okabe and Ito's,
+# which colour-blind readers can tell apart.
 COLOURS: Final = {
     "forward": "#0072b2",
     "backward": "#009e73",
@@ -35,18 +34,13 @@ BAR_HEIGHT = 0.8  # of a row
 
 @dataclass(frozen=True)
 class Timeline:
-    """Consecutive steps of one variant.
+    """Consecutive steps of one variant."""
 
-    Args:
-        title: shown above the rows.
-        step_ends_s: the end of the step before the first one shown, then the end of each step shown; the clock is
-            that of the spans (``time.perf_counter()``).
-        spans: what took time on which track. Spans outside of the steps are left out, others cut at the edges.
-    """
-
-    title: str
+    title: str  #: shown above the rows
+    #: End of the step before the first one shown, then of each step shown, by the clock of the spans
+    #: (``time.perf_counter()``).
     step_ends_s: Sequence[float]
-    spans: Sequence[Span]
+    spans: Sequence[Span]  #: work by track; spans outside of the steps are left out, others are cut at the edges
 
     def __post_init__(self) -> None:
         if len(self.step_ends_s) < 2 or list(self.step_ends_s) != sorted(self.step_ends_s):
@@ -61,10 +55,7 @@ class Timeline:
         return self.step_ends_s[-1]
 
     def rows(self) -> dict[str, list[Span]]:
-        """What each row shows: track by track, spans of one row never overlapping.
-
-        A track whose spans overlap (several all-reduces under way at once) takes as many rows as it needs.
-        """
+        """Return the spans of each row, track by track; a track with overlapping spans has several rows."""
         rows: dict[str, list[Span]] = {}
         for track, spans in self._tracks().items():
             lines = without_overlap(spans)
@@ -73,7 +64,7 @@ class Timeline:
         return rows
 
     def _tracks(self) -> dict[str, list[Span]]:
-        """Spans within the steps: computation first, then waits, then communication by name."""
+        """Return the spans within the steps: computation first, then waits, then communication by name."""
         tracks: dict[str, list[Span]] = {track: [] for track in (*COMPUTE_TRACKS, WAIT_TRACK)}
         shown = [cut(span, self.start_s, self.end_s) for span in self.spans]
         for span in sorted((span for span in shown if span is not None), key=lambda span: span.start_s):
@@ -83,32 +74,31 @@ class Timeline:
 
 
 def kind_of(span: Span) -> str:
-    """What the span shows, a key of ``COLOURS``."""
+    """Return the kind of a span, a key of ``COLOURS``."""
     if span.track in COLOURS:
         return span.track
     return next((kind for kind in COLOURS if span.name.startswith(kind)), "other")
 
 
 def cut(span: Span, start_s: float, end_s: float) -> Span | None:
-    """The part of the span between two times, None if there is none."""
+    """Return the part of the span between two times, None if there is none."""
     start_s, end_s = max(span.start_s, start_s), min(span.end_s, end_s)
     return span._replace(start_s=start_s, end_s=end_s) if start_s < end_s else None
 
 
 def without_overlap(spans: Iterable[Span]) -> list[list[Span]]:
-    """Spreads spans, in order of start, over as few lines as keep those of one line apart; at least one line."""
+    """Spread spans, in order of start, over as few lines as possible without overlap; at least one line."""
     lines: list[list[Span]] = [[]]
     for span in spans:
         free = next((line for line in lines if not line or line[-1].end_s <= span.start_s), None)
         if free is None:
-            free = []
-            lines.append(free)
+            lines.append(free := [])
         free.append(span)
     return lines
 
 
 def subtract(span: Span, others: Iterable[Span]) -> Iterator[Span]:
-    """The parts of the span during which none of the others runs."""
+    """Yield the parts of the span during which no other span runs."""
     start_s = span.start_s
     for other in sorted(others, key=lambda other: other.start_s):
         if other.end_s <= start_s or other.start_s >= span.end_s:
@@ -121,12 +111,12 @@ def subtract(span: Span, others: Iterable[Span]) -> Iterator[Span]:
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
-    """Writes the picture: one panel per variant, on one time axis, one row per track.
+    """Draw the picture: one panel per variant, on one time axis, one row per track.
 
-    Rows of computation are drawn without the time that they spent waiting, which has its own row.
+    Rows of computation leave out waits, which have their own row.
 
     Args:
-        path: ending in a format of matplotlib's, such as ``.png`` or ``.svg``.
+        path: with a suffix that matplotlib knows, such as ``.png`` or ``.svg``.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -177,7 +167,7 @@ def _draw_panel(panel: Any, timeline: Timeline, rows: dict[str, list[Span]]) -> 
 
 
 def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
-    """Writes Chrome's trace format, which Perfetto opens: one process per variant, one thread per row.
+    """Write Chrome's trace format, which Perfetto opens: one process per variant, one thread per row.
 
     Every variant's first step starts at 0.
     """
@@ -209,5 +199,5 @@ def _events(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
             }
 
 
-def _metadata(what: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
-    return {"ph": "M", "name": what, "pid": process, "tid": thread, "args": args}
+def _metadata(kind: str, process: int, thread: int, **args: Any) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": process, "tid": thread, "args": args}

@@ -17,7 +17,7 @@ from ddp_hooks.coordination.cache import ResponseCache
 from ddp_hooks.coordination.messages import children_of
 from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
 from ddp_hooks.coordination.request import Request, TensorSpec
-from ddp_hooks.planning.horovod import Agreement, Horovod
+from ddp_hooks.planning.strategies.horovod import Agreement, Horovod
 
 NEGOTIATED = ("coordinator", "hierarchical", "bitvector")
 FAN_OUT = 2

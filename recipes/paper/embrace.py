@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddp_hooks.planning import Network
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.patterns import Hop, Pattern, all_reduce, all_to_all, gathered
+from ddp_hooks.planning.rounds import Round, Rounds, all_reduce, all_to_all, gathered
 from recipes.benchmarks import embrace_workloads as workloads
 from recipes.paper import embrace_model as model
 from recipes.paper.embrace_counts import APPROACHES, DENSITY, DIM, Count, count, table_2
@@ -87,7 +87,7 @@ ALL_TO_ALL, SERVERS, APART = "AlltoAll", "PS", "PS, apart"
 EXCHANGES = (ALL_TO_ALL, "AllReduce", "AllGather", SERVERS, APART)
 
 
-def exchange_patterns(name: str, network: Network, density: float) -> list[Pattern]:
+def exchange_patterns(name: str, network: Network, density: float) -> list[Rounds]:
     """What makes every worker's rows of a table known, one collective after the other."""
     place, num_bytes = (network.workers, network.node_size), density * TABLE_BYTES
     if name == "AllReduce":
@@ -97,7 +97,7 @@ def exchange_patterns(name: str, network: Network, density: float) -> list[Patte
     if name == SERVERS:
         return [served(network, num_bytes)] * 2
     if name == APART:  # n of them, as Table 2 has it: everything of all workers passes their links
-        return [(Hop(1, num_bytes * network.node_size),)] * 2
+        return [(Round(1, num_bytes * network.node_size),)] * 2
     return [all_to_all(*place, num_bytes)] * 2
 
 

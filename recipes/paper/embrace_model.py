@@ -24,7 +24,7 @@ from ddp_hooks.planning import (
     simulate,
 )
 from ddp_hooks.planning.events import Process, Signal, Slice
-from ddp_hooks.planning.patterns import Hop, Pattern, all_reduce, all_to_all, gathered
+from ddp_hooks.planning.rounds import Round, Rounds, all_reduce, all_to_all, gathered
 from ddp_hooks.planning.simulation import Run
 from recipes.benchmarks import embrace_workloads as workloads
 from recipes.benchmarks.embrace_workloads import BACKWARD_PER_FORWARD, FLOAT32_BYTES, EmbraceWorkload
@@ -165,14 +165,14 @@ class Job:
         return profile_of_layers(layers, names, sizes)
 
 
-def served(network: Network, num_bytes: float) -> Pattern:
+def served(network: Network, num_bytes: float) -> Rounds:
     """What all workers push to servers in the memory of all nodes, or pull from them.
 
     Where a node has several GPUs, all of it passes a GPU's PCIe; with one, the network has no such level.
     """
     nodes = network.workers // network.node_size
     others_bytes = (network.workers - network.node_size) * num_bytes / nodes
-    return (Hop(1, others_bytes, num_bytes if network.node_size > 1 else 0.0),)
+    return (Round(1, others_bytes, num_bytes if network.node_size > 1 else 0.0),)
 
 
 # -- ways to communicate -----------------------------------------------------------------------------------------------
@@ -191,8 +191,8 @@ class InOrder:
 
     name: str
     tables: tuple[str, ...]
-    lookup: Pattern
-    gradient: Pattern
+    lookup: Rounds
+    gradient: Rounds
     line = ""
 
     def train(self, run: Run) -> Process:
@@ -233,9 +233,9 @@ class ByPriority:
 
     name: str
     tables: tuple[str, ...]
-    lookup: Pattern
-    prior: Pattern
-    delayed: Pattern
+    lookup: Rounds
+    prior: Rounds
+    delayed: Rounds
     line = ""
 
     def train(self, run: Run) -> Process:

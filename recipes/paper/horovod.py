@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 from ddp_hooks.planning import Ddp
-from ddp_hooks.planning.horovod import Agreement
+from ddp_hooks.planning.strategies.horovod import Agreement
 from recipes.paper.horovod_summit import (
     BACKENDS,
     BASELINE,

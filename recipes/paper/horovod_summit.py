@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Ddp, Horovod, Network, Prediction, StepProfile, simulate
-from ddp_hooks.planning.horovod import AGREEMENT_TRACK, Agreement, buffer_bytes
-from ddp_hooks.planning.patterns import Schedule
+from ddp_hooks.planning.rounds import Schedule
+from ddp_hooks.planning.strategies.horovod import AGREEMENT_TRACK, Agreement, buffer_bytes
 from ddp_hooks.planning.timeline import COMPUTE_TRACKS, subtract
 from recipes.benchmarks.workloads import BACKWARD_PER_FORWARD, LayerSpec, Workload, trace
 

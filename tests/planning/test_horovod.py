@@ -7,8 +7,8 @@ import pytest
 from ddp_hooks.comm import AlphaBeta, num_rounds
 from ddp_hooks.planning import Horovod, Network, StepProfile, TensorUse, simulate
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.horovod import AGREEMENT_TRACK, Agreement, buffer_bytes, num_levels
-from ddp_hooks.planning.patterns import all_reduce
+from ddp_hooks.planning.rounds import all_reduce
+from ddp_hooks.planning.strategies.horovod import AGREEMENT_TRACK, Agreement, buffer_bytes, num_levels
 
 NO_COST = AlphaBeta()
 TREES: tuple[Agreement, ...] = ("tree", "coordinator")
@@ -25,7 +25,7 @@ def step_of(*ready_s: float, num_bytes: int = 400) -> StepProfile:
 
 @pytest.mark.parametrize("workers", [2, 6, 7, 96, 27_600])
 def test_a_bitvector_takes_as_many_rounds_as_the_collective(workers: int) -> None:
-    rounds = sum(hop.times for hop in all_reduce("two-level-log", workers, 1, 1.0))
+    rounds = sum(each.times for each in all_reduce("two-level-log", workers, 1, 1.0))
     assert Horovod().agreement_on(workers, 1.0) == rounds == 2 * num_rounds(workers)
 
 

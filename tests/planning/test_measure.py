@@ -1,4 +1,4 @@
-"""What is measured: fits that find the line, profiles that leave the model as it was, and links of real processes."""
+"""Measurements: fits that find the line, profiles that leave the model as it was, and links of real processes."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Network, StepProfile, fit_link, measure, profile_step, slowest_of
-from ddp_hooks.planning.events import Wire
-from ddp_hooks.planning.processor import HostTime, RankTime, total_seconds
-from ddp_hooks.planning.profiling import StepWatch
+from ddp_hooks.planning.events import Link
+from ddp_hooks.planning.measurement.processor import HostTime, RankTime, total_seconds
+from ddp_hooks.planning.measurement.profiling import StepWatch
 from ddp_hooks.topk.rehearsal import compute_s
 from tests.support.workers import WorkerPools
 
@@ -31,7 +31,7 @@ def test_a_line_is_found(alpha_s: float, beta_s: float) -> None:
     fit = fit_link({size: alpha_s + beta_s * size for size in (1 << 10, 1 << 15, 1 << 20, 1 << 22)})
     assert fit.link.alpha_s == pytest.approx(alpha_s, rel=1e-3)
     assert fit.link.beta_s_per_byte == pytest.approx(beta_s, rel=1e-3)
-    assert fit.error < 1e-3 and fit.credit_s <= 1e-3 * alpha_s
+    assert fit.error < 1e-3 and fit.burst_credit_s <= 1e-3 * alpha_s
 
 
 def test_noise_shows_as_error() -> None:
@@ -63,11 +63,11 @@ def test_what_a_link_makes_up_for_is_found(credit: float) -> None:
     """Messages of which the large ones take less than their latency and their bytes, as simulated in a row."""
     sizes = (1 << 10, 1 << 14, 1 << 17, 1 << 19, 1 << 20, 1 << 22)
     alpha_s, beta_s = 2e-3, 4e-9
-    wires = {size: Wire(AlphaBeta(alpha_s, beta_s), credit * alpha_s) for size in sizes}
+    wires = {size: Link(AlphaBeta(alpha_s, beta_s), credit * alpha_s) for size in sizes}
     fit = fit_link({size: wire.send(0.0, size, 1000) / 1000 for size, wire in wires.items()})
-    assert fit.credit_s == pytest.approx(credit * alpha_s, rel=0.08, abs=1e-6)
+    assert fit.burst_credit_s == pytest.approx(credit * alpha_s, rel=0.08, abs=1e-6)
     assert fit.link.alpha_s == pytest.approx(alpha_s, rel=0.05) and fit.link.beta_s_per_byte == pytest.approx(beta_s)
-    assert fit.network(4) == Network(4, fit.link, credit_s=fit.credit_s)
+    assert fit.network(4) == Network(4, fit.link, burst_credit_s=fit.burst_credit_s)
 
 
 def test_few_sizes_have_no_error() -> None:
@@ -244,7 +244,7 @@ def test_real_processes_agree(workers: WorkerPools) -> None:
     assert found.fit.link.beta_s_per_byte > 0 and len(found.fit.seconds) == 6
     costs = found.costs
     assert min(costs.message_s, costs.copy_s_per_byte, costs.select_s_per_byte) > 0
-    assert costs.all_reduce >= 1 and costs.cores >= 1 and costs.crowd >= 1 and costs.python == costs.crowd
+    assert costs.all_reduce >= 1 and costs.cores >= 1 and costs.python == costs.oversubscription >= 1
     for (other, _), other_profile, same in outcomes:
         assert other == found, "every rank has the same"
         assert other_profile == profile and same

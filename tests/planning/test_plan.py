@@ -14,7 +14,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
-from ddp_hooks import __main__ as command_line
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planner import Plan, plan, predict
 from ddp_hooks.planning import (
@@ -28,7 +27,8 @@ from ddp_hooks.planning import (
     link_of,
     profile_of_layers,
 )
-from ddp_hooks.planning.scripts import ScriptError, profile_script
+from ddp_hooks.planning import command as command_line
+from ddp_hooks.planning.measurement.scripts import ScriptError, profile_script
 from tests.support.workers import WorkerPools
 
 STEP = profile_of_layers(

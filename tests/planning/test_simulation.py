@@ -25,6 +25,7 @@ from ddp_hooks.planning import (
     Horovod,
     MgWfbp,
     Network,
+    Prediction,
     SparDL,
     StepProfile,
     Strategy,
@@ -33,9 +34,8 @@ from ddp_hooks.planning import (
     profile_of_layers,
     simulate,
 )
-from ddp_hooks.planning.events import Processor, Slice, clock_of
-from ddp_hooks.planning.events import Wire as LinkWire
-from ddp_hooks.planning.patterns import all_reduce, all_to_all, halving, ring, sent_bytes
+from ddp_hooks.planning.events import Link, Processor, Slice, clock_of
+from ddp_hooks.planning.rounds import all_reduce, all_to_all, halving, ring, sent_bytes
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.wire import Wire
 
@@ -76,7 +76,7 @@ def test_backends_rounds_by_hand() -> None:
     assert (first, second) == ((1, 0, 300, 1), (2, 200, 0, 1)) and back == [second, first]
     network = Network(6, AlphaBeta(1.0, 0.1), 2, AlphaBeta(0.25, 0.01))
     assert clock_of([Slice((first, second))], network) == pytest.approx(0.25 + 3.0 + 2 * (1.0 + 20.0))
-    assert [hop.between_bytes for hop in halving(5, 500)] == [100, 200, 100]
+    assert [each.between_bytes for each in halving(5, 500)] == [100, 200, 100]
     assert ring(4, 1, 400) == ((3, 100, 0, 1),) and ring(4, 4, 400) == ((3, 0, 100, 1),) and ring(1, 1, 400) == ()
 
 
@@ -112,7 +112,7 @@ def test_spardl_sends_what_is_predicted(world_size: int) -> None:
             for r in range(world_size)]
     vectors = [torch.randn(numel, generator=generator) for _ in sums]
     traffic = run_on_fabric([_only(each.run(vector, None)) for each, vector in zip(sums, vectors, strict=True)])
-    pattern = SparDL(density, entry_bytes=8).pattern(world_size, numel)
+    pattern = SparDL(density, entry_bytes=8).rounds(world_size, numel)
     assert len(pattern) == traffic[0].rounds
     assert sent_bytes(pattern) == pytest.approx(max(t.sent_bytes for t in traffic), rel=0.02)
 
@@ -140,6 +140,29 @@ def test_one_tensor_by_hand() -> None:
     assert sharded.exposed_s == pytest.approx(sharded.step_s - 3)
     assert simulate(Dear(gathers=False), one_tensor(), network).step_s == pytest.approx(1 + 2 + direct_s + 0.5 / 4)
     assert simulate(Dear(scatters=False), one_tensor(), network).step_s == pytest.approx(1 + 2 + half_s + 0.5 / 4)
+
+
+def test_large_tensors_travel_in_atoms_as_in_the_hook() -> None:
+    """40 MiB on a fast link: three atoms of at most 16 MiB; the paper's buffers hold whole tensors."""
+    step, network = one_tensor(40 << 20), Network(2, AlphaBeta(0.0, 1e-9))
+    cut, whole = (simulate(Dear(in_buffers=in_buffers), step, network) for in_buffers in (False, True))
+    for predicted, count in ((cut, 3), (whole, 1)):
+        sent = {span.name for span in predicted.spans if span.track.startswith("lane")}
+        assert sent == {f"{phase} of group {i}" for phase in ("reduce-scatter", "all-gather") for i in range(count)}
+        assert predicted.sent_bytes == pytest.approx(step.num_bytes)
+
+
+def test_replicated_gathers_wait_for_their_reduce_scatters() -> None:
+    """Two layers on two lanes: the gather of each is on the lane where the other's reduce-scatter was."""
+    step = profile_of_layers([(0.0, 1.0, [0]), (0.0, 1.0, [1])], ["first", "second"], [400, 400])
+    predicted = simulate(Dear("replicated", bucket_mb=1e-6, lanes=2), step, Network(2, AlphaBeta(10.0, 0.0)))
+    spans = {name: [span for span in predicted.spans if span.name == name] for name in _names(predicted)}
+    (scattered, *_), (gathered, *_) = spans["reduce-scatter of group 1"], spans["all-gather of group 0"]
+    assert scattered.track != gathered.track and gathered.end_s >= scattered.end_s + 10.0 - 1e-9
+
+
+def _names(predicted: Prediction) -> set[str]:
+    return {span.name for span in predicted.spans}
 
 
 def test_what_the_processor_does_counts() -> None:
@@ -179,8 +202,8 @@ def test_adding_up_costs_the_processor_more() -> None:
 def test_workers_of_one_core_update_at_the_same_time() -> None:
     step = replace(one_tensor(), optimizer_cpu_s=0.4)  # of 0.5 s
     network = Network(2, AlphaBeta())
-    assert simulate(Ddp(), step, network, Costs(crowd=1.0)).step_s == pytest.approx(3.5)
-    assert simulate(Ddp(), step, network, Costs(crowd=4.0)).step_s == pytest.approx(3 + 1.6)
+    assert simulate(Ddp(), step, network, Costs(oversubscription=1.0)).step_s == pytest.approx(3.5)
+    assert simulate(Ddp(), step, network, Costs(oversubscription=4.0)).step_s == pytest.approx(3 + 1.6)
 
 
 @given(st.floats(0.0, 3.0), st.floats(0.0, 3.0), st.floats(0.0, 4.0), st.integers(1, 20))
@@ -188,7 +211,7 @@ def test_rounds_in_a_row_take_as_long_as_one_by_one(
     alpha_s: float, carrying_s: float, credit_s: float, times: int
 ) -> None:
     link = AlphaBeta(alpha_s, carrying_s)
-    in_a_row, wire, now_s = LinkWire(link, credit_s), LinkWire(link, credit_s), 100.0
+    in_a_row, wire, now_s = Link(link, credit_s), Link(link, credit_s), 100.0
     at_once = in_a_row.send(100.0, 1.0, times)
     for _ in range(times):
         now_s = wire.send(now_s, 1.0)
@@ -199,13 +222,13 @@ def test_rounds_in_a_row_take_as_long_as_one_by_one(
 
 
 def test_a_link_makes_up_for_latencies() -> None:
-    wire = LinkWire(AlphaBeta(1.0, 2.0), credit_s=1.0)
+    wire = Link(AlphaBeta(1.0, 2.0), burst_credit_s=1.0)
     arrivals = [wire.send(10.0, 1.0)]
     for _ in range(3):
         arrivals.append(wire.send(arrivals[-1], 1.0))
     assert arrivals == [12.0, 14.0, 16.0, 18.0], "two seconds each, the latency only before the first"
-    with pytest.raises(ValueError, match="credit_s must be >= 0"):
-        Network(2, AlphaBeta(), credit_s=-1.0)
+    with pytest.raises(ValueError, match="burst_credit_s must be >= 0"):
+        Network(2, AlphaBeta(), burst_credit_s=-1.0)
 
 
 def test_the_backends_all_reduce_may_be_slower() -> None:

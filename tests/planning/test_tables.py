@@ -9,8 +9,8 @@ import torch
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, Send, pairwise_exchange
 from ddp_hooks.planning import EmbRace, Network, SparseDdp, StepProfile, TableTraffic, profile_of_layers, simulate
-from ddp_hooks.planning.patterns import Hop, all_to_all, gathered
-from ddp_hooks.planning.tables import Scheduling
+from ddp_hooks.planning.rounds import Round, all_to_all, gathered
+from ddp_hooks.planning.strategies.tables import Scheduling
 
 NETWORK = Network(4, AlphaBeta(0.0, 0.01))
 TRAFFIC = TableTraffic(("table",), ids=2.0, lookup=80.0, rows=80.0, raw_rows=100.0, prior=0.25)
@@ -84,14 +84,14 @@ def test_exchanges_on_two_levels_send_what_is_counted(workers: int, node_size: i
     shares = [torch.ones(10, dtype=torch.uint8)] * workers
     exchanges = [pairwise_exchange(shares, [torch.empty_like(share) for share in shares], r) for r in range(workers)]
     between, inside = by_level(exchanges, node_size)
-    assert all_to_all(workers, node_size, 10 * workers) == (Hop(1, between, inside, workers - 1),)
+    assert all_to_all(workers, node_size, 10 * workers) == (Round(1, between, inside, workers - 1),)
     assert between == 10 * node_size * (workers - node_size)
-    in_a_ring = Hop(workers - 1, 10 * (node_size < workers), 10 * (node_size > 1))
+    in_a_ring = Round(workers - 1, 10 * (node_size < workers), 10 * (node_size > 1))
     assert gathered(workers, node_size, 10) == (in_a_ring,)
 
 
 def test_a_nodes_workers_share_its_link() -> None:
-    """Of four workers, two per node: each has two shares for the other node, and one for its neighbour."""
+    """Four workers, two per node: each has two shares for the other node, and one for its neighbour."""
     network = Network(4, AlphaBeta(0.0, 0.01), 2, AlphaBeta(0.0, 0.001))
     alone = TableTraffic(("table",), 0.0, 0.0, 80.0, 80.0)
     step = profile_of_layers([(0.0, 0.0, [0])], ["table"], [100_000])

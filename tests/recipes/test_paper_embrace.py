@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Network, simulate
-from ddp_hooks.planning.patterns import Hop, all_to_all, gathered, sent_bytes
+from ddp_hooks.planning.rounds import Round, all_to_all, gathered, sent_bytes
 from recipes.paper import embrace, embrace_training
 from recipes.paper import embrace_model as model
 from recipes.paper.embrace_counts import APPROACHES, DENSITY, count, table_2
@@ -93,9 +93,9 @@ def test_only_all_reduce_does_not_care_about_sparsity() -> None:
 
 
 def test_servers_of_a_node_get_what_all_other_nodes_send() -> None:
-    assert served(MAIN.network(16), 100.0) == (Hop(1, 12 * 100 / 4, 100.0),)
+    assert served(MAIN.network(16), 100.0) == (Round(1, 12 * 100 / 4, 100.0),)
     assert sent_bytes(served(MAIN.network(16), 100.0)) == sent_bytes(all_to_all(16, 4, 100.0))
-    assert served(MAIN.network(4), 100.0) == (Hop(1, 0.0, 100.0),), "all within one node"
+    assert served(MAIN.network(4), 100.0) == (Round(1, 0.0, 100.0),), "all within one node"
 
 
 # -- steps -------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hooks.comm import num_rounds
-from ddp_hooks.planning.patterns import all_reduce, sent_bytes
+from ddp_hooks.planning.rounds import all_reduce, sent_bytes
 from recipes.paper import horovod, horovod_summit
 from recipes.paper.horovod_summit import (
     BACKENDS,

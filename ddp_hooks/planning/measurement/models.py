@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.planning.profiling import profile_step
+from ddp_hooks.planning.measurement.profiling import profile_step
 from ddp_hooks.planning.step import StepProfile
+
+_ModelAndLoss: TypeAlias = tuple[nn.Module, Callable[[], Tensor]]
 
 
 def profile_model(
@@ -20,25 +22,20 @@ def profile_model(
     steps: int,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> tuple[StepProfile, nn.Module]:
-    """Profile a model's step with SGD and momentum on this machine.
+    """Profile a model's step with SGD and momentum on ``batch`` samples, for transformers of ``length`` tokens.
 
-    Args:
-        name: of a torchvision model, or of a class of transformers, which gets its default configuration.
-        batch: samples.
-        length: tokens per sample, for transformers.
-        device: where.
-        steps: timed.
-        progress: wraps the numbers of the steps.
+    ``name`` is a torchvision model, or a class of transformers, which gets its default configuration.
 
     Raises:
         ValueError: there is no such model, or it cannot be trained on noise.
     """
-    model, loss = _image_model(name, batch, device) or _language_model(name, batch, length, device) or (None, None)
-    if model is None or loss is None:
+    made = _image_model(name, batch, device) or _language_model(name, batch, length, device)
+    if made is None:
         raise ValueError(
             f"there is no model {name!r}: give a torchvision model such as resnet50 or a class of transformers such as "
             f"BertForMaskedLM (both packages must be installed)"
         )
+    model, loss = made
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-6, momentum=0.9)
 
     def step() -> None:
@@ -54,10 +51,7 @@ def profile_model(
         ) from error
 
 
-_Made = tuple[nn.Module, Callable[[], Tensor]]
-
-
-def _image_model(name: str, batch: int, device: torch.device) -> _Made | None:
+def _image_model(name: str, batch: int, device: torch.device) -> _ModelAndLoss | None:
     try:
         import torchvision
     except ImportError:
@@ -76,7 +70,7 @@ def _image_model(name: str, batch: int, device: torch.device) -> _Made | None:
     return model, loss
 
 
-def _language_model(name: str, batch: int, length: int, device: torch.device) -> _Made | None:
+def _language_model(name: str, batch: int, length: int, device: torch.device) -> _ModelAndLoss | None:
     try:
         import transformers
     except ImportError:

@@ -1,4 +1,4 @@
-"""Processor time of what ranks do together, and of the interrupts that it causes."""
+"""Processor time of an action of all ranks, with the interrupts that it causes; and workers per core."""
 
 from __future__ import annotations
 
@@ -7,21 +7,24 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch.distributed as dist
 
+T = TypeVar("T")
+
+
+def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
+    """Return the values of all ranks; collective."""
+    found = [value] * dist.get_world_size(group)
+    dist.all_gather_object(found, value, group=group)
+    return found
+
 
 def cpu_seconds(group: dist.ProcessGroup, action: Callable[[], object], repeats: int) -> float:
-    """Processor seconds of an action, of a rank on average, all of its threads; collective.
+    """Return the mean processor seconds of an action per rank, of all threads, after a first one; collective.
 
-    The kernel moves what arrives in interrupts, whose time is not all accounted to the process that they are for. They
-    count, too.
-
-    Args:
-        group: the ranks, which all do it.
-        action: done once before it counts.
-        repeats: how often it is done.
+    The kernel receives in interrupts, whose time is not all accounted to the receiving process. It counts.
     """
     action()
     dist.barrier(group)
@@ -30,9 +33,7 @@ def cpu_seconds(group: dist.ProcessGroup, action: Callable[[], object], repeats:
         action()
     own_s = time.process_time() - start_s
     dist.barrier(group)
-    mine = RankTime(socket.gethostname(), own_s, HostTime.now().since(since))
-    found = [mine] * dist.get_world_size(group)
-    dist.all_gather_object(found, mine, group=group)
+    found = gather(RankTime(socket.gethostname(), own_s, HostTime.now().since(since)), group)
     return total_seconds(found) / len(found) / repeats
 
 
@@ -44,21 +45,21 @@ class HostTime(NamedTuple):
 
     @staticmethod
     def now() -> HostTime:
-        """Of this host."""
+        """Return the time of this host."""
         try:
             numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
             user, nice, system, _, _, hard, soft, steal = (int(number) / os.sysconf("SC_CLK_TCK") for number in numbers)
-        except (OSError, ValueError):  # not Linux, or one that counts otherwise
+        except (OSError, ValueError):  # not Linux, or a kernel that counts otherwise
             return HostTime(0.0, 0.0)
         return HostTime(user + nice + system + hard + soft + steal, hard + soft)
 
     def since(self, before: HostTime) -> HostTime:
-        """What has gone by."""
+        """Return the time that has passed."""
         return HostTime(self.busy_s - before.busy_s, self.interrupts_s - before.interrupts_s)
 
 
 class RankTime(NamedTuple):
-    """What a rank has used, and what its host has meanwhile."""
+    """Processor time of a rank, and of its host meanwhile."""
 
     host: str
     own_s: float
@@ -66,7 +67,7 @@ class RankTime(NamedTuple):
 
 
 def total_seconds(ranks: Sequence[RankTime]) -> float:
-    """Of all ranks, and of interrupts that were accounted to none of them; other programs do not count."""
+    """Return the time of all ranks, and of interrupts accounted to none of them; other programs do not count."""
     total_s = 0.0
     for host in {rank.host for rank in ranks}:
         neighbours = [rank for rank in ranks if rank.host == host]
@@ -74,3 +75,11 @@ def total_seconds(ranks: Sequence[RankTime]) -> float:
         of_host = max((rank.of_host for rank in neighbours), key=lambda each: each.busy_s)
         total_s += own_s + max(0.0, min(of_host.interrupts_s, of_host.busy_s - own_s))
     return total_s
+
+
+def oversubscription(group: dist.ProcessGroup) -> tuple[float, int]:
+    """Return workers per core of the busiest host, and whole cores per worker, both at least 1; collective."""
+    hosts = gather((socket.gethostname(), len(os.sched_getaffinity(0))), group)
+    names = [name for name, _ in hosts]
+    per_core = max(names.count(name) / cores for name, cores in hosts)
+    return max(1.0, per_core), max(1, int(1 / per_core))

@@ -1,12 +1,10 @@
-"""The cost model, measured on the processes that are there: links, messages, and what the processor does for them.
+"""The cost model, measured on the running processes: links, messages, and processor time for them.
 
-Everything here is collective: all ranks measure at the same time, as they would communicate, and the slowest counts.
+All functions here are collective: all ranks measure at the same time, as they would communicate; the slowest counts.
 """
 
 from __future__ import annotations
 
-import os
-import socket
 import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -20,45 +18,37 @@ from torch import Tensor
 from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Recv, Send, Work
 from ddp_hooks.comm.executors.slices import scatter_message_bytes
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.network import Network
-from ddp_hooks.planning.patterns import all_reduce
-from ddp_hooks.planning.processor import cpu_seconds
-from ddp_hooks.planning.simulation import Costs
+from ddp_hooks.planning.measurement.processor import cpu_seconds, gather, oversubscription
+from ddp_hooks.planning.network import Costs, Network
+from ddp_hooks.planning.rounds import all_reduce
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages that are timed."""
 
-_TRAIN_BYTES = 8 << 20  # sent one after the other: links that save up let the first ones through unshaped
-_FEWEST, _MOST = 4, 64  # messages of a train
+_TRAIN_BYTES = 8 << 20  # sent in a row: links with burst credit let the first messages through unshaped
+_MIN_MESSAGES, _MAX_MESSAGES = 4, 64  # in a row
 _REPEATS = 3
 _TOGETHER = 4  # collectives
 _REDUCED_BYTES = 16 << 20
 _COPY_BYTES = 32 << 20
 _SELECT_NUMEL = 6 << 20  # as many as a group has
+_CPU_SECONDS = ("message_s", "byte_s", "scatter_byte_s", "all_reduce_byte_s")  # other costs are by the clock
 
 
 @dataclass(frozen=True)
 class LinkFit:
-    """The alpha-beta model of a link, and how well it fits.
+    """The alpha-beta model of a link, and its error."""
 
-    Args:
-        link: seconds per message, and per byte.
-        credit_s: how much of a latency the link makes up for, see :class:`~ddp_hooks.planning.Network`.
-        alpha_error_s, beta_error_s_per_byte: how sure the two are.
-        error: the largest deviation of a measured size from the line, relative.
-        seconds: per message, by size in bytes.
-    """
-
-    link: AlphaBeta
-    credit_s: float
-    alpha_error_s: float
-    beta_error_s_per_byte: float
-    error: float
-    seconds: dict[int, float]
+    link: AlphaBeta  #: seconds per message, and per byte
+    burst_credit_s: float  #: part of a latency that the link makes up for, see :class:`~ddp_hooks.planning.Network`
+    alpha_error_s: float  #: standard error
+    beta_error_s_per_byte: float  #: standard error
+    error: float  #: largest relative deviation of a measured size from the model
+    seconds: dict[int, float]  #: per message, by size in bytes
 
     def network(self, workers: int, native: bool = False) -> Network:
-        """So many workers behind such links."""
-        return Network(workers, self.link, native=native, credit_s=self.credit_s)
+        """Return a network of so many workers with such links."""
+        return Network(workers, self.link, native=native, burst_credit_s=self.burst_credit_s)
 
     def __str__(self) -> str:
         mb_s = 1e-6 / self.link.beta_s_per_byte if self.link.beta_s_per_byte else float("inf")
@@ -70,21 +60,21 @@ class LinkFit:
 
 @dataclass(frozen=True)
 class Measured:
-    """What a planner knows of processes: their link, and what communication costs the processor."""
+    """The link between processes, and the costs of communication for their processor."""
 
     fit: LinkFit
     costs: Costs
 
 
 def fit_link(seconds: dict[int, float]) -> LinkFit:
-    """Seconds per byte where bytes decide, and per message where messages do; none of them below zero.
+    """Fit a link to seconds per message, by size in bytes; neither latency nor seconds per byte are below zero.
 
-    The slope is that of least squares through the larger half of the sizes; what the smaller half takes beyond its
-    bytes is the latency, by its median. Large messages may take less than both together: a link that saves up while it
-    is idle makes up for latencies then, and what is missing is its credit.
+    The slope is the least-squares slope through the larger half of the sizes. The latency is the median of the times
+    of the smaller half without their bytes. Large messages may take less than latency and bytes together: a link with
+    burst credit makes up for latencies; the difference is its credit.
 
-    Args:
-        seconds: per message, by its size in bytes; at least four sizes.
+    Raises:
+        ValueError: there are fewer than four sizes.
     """
     if len(seconds) < 4:
         raise ValueError(f"a line with its error takes four sizes or more, got {sorted(seconds)}")
@@ -103,7 +93,7 @@ def fit_link(seconds: dict[int, float]) -> LinkFit:
 
 
 def _line_above_zero(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
-    """Intercept and slope by least squares, neither below zero."""
+    """Return intercept and slope by least squares, neither below zero."""
     slope = float(((x - x.mean()) * (y - y.mean())).sum() / ((x - x.mean()) ** 2).sum())
     intercept = float(y.mean() - slope * x.mean())
     if intercept < 0:
@@ -122,8 +112,8 @@ def measure(
     Args:
         group: the ranks, at least two.
         device: where gradients are.
-        select_s: seconds that one worker computes for a sparse all-reduce of a gradient, (n,) float32; see
-            :func:`ddp_hooks.topk.rehearsal.compute_s`. None: nobody asks for that.
+        select_s: runs the computation of one worker in a sparse all-reduce of a gradient, (n,) float32, and returns
+            its seconds; see :func:`ddp_hooks.topk.rehearsal.compute_s`. None: not measured.
         progress: wraps the parts of the work, as ``tqdm`` does.
 
     Raises:
@@ -131,6 +121,7 @@ def measure(
     """
     if dist.get_world_size(group) < 2:
         raise ValueError("one rank has no link to measure: start at least two, or describe the network")
+    on_cpu = device.type == "cpu"
     lanes = Lanes(group, 1, device, LaneSettings(timeout_s=120.0), Recorder())
     try:
         costs: dict[str, float] = {}
@@ -141,31 +132,24 @@ def measure(
             elif part == "all-reduce":
                 assert fit is not None
                 costs["all_reduce"] = _all_reduce_factor(lanes, fit, device)
-            elif part == "messages" and device.type == "cpu":
+            elif part == "messages" and on_cpu:
                 costs |= _message_costs(lanes, device)
-            elif part == "copies" and device.type == "cpu":
+            elif part == "copies" and on_cpu:
                 costs["copy_s_per_byte"] = _copy_s_per_byte(group)
             elif part == "selection" and select_s is not None:
                 costs["select_s_per_byte"] = _select_s_per_byte(group, device, select_s)
     finally:
         lanes.close()
     assert fit is not None
-    crowd, cores = _crowd(group)
-    if device.type == "cpu":
-        costs = {name: value * (crowd if name in _CPU_SECONDS else 1) for name, value in costs.items()}
-        costs["python"] = crowd
-    return Measured(fit, Costs(**costs, cores=cores, crowd=crowd))
+    per_core, cores = oversubscription(group)
+    if on_cpu:
+        costs = {name: value * (per_core if name in _CPU_SECONDS else 1) for name, value in costs.items()}
+        costs["python"] = per_core
+    return Measured(fit, Costs(**costs, cores=cores, oversubscription=per_core))
 
 
 def measure_alone(device: torch.device, select_s: Callable[[Tensor], float] | None = None) -> Costs:
-    """What one process can measure of a processor that it does not share: copies and selection.
-
-    What messages cost it is not among them.
-
-    Args:
-        device: where gradients are.
-        select_s: as of :func:`measure`.
-    """
+    """Measure copies and selection in one process that shares its processor with no other; not the cost of messages."""
     on_cpu = device.type == "cpu"
     return Costs(
         copy_s_per_byte=_copy_s_per_byte(None) if on_cpu else 0.0,
@@ -174,74 +158,67 @@ def measure_alone(device: torch.device, select_s: Callable[[Tensor], float] | No
     )
 
 
-# Measured in seconds of a processor, the others by the clock.
-_CPU_SECONDS = ("message_s", "byte_s", "scatter_byte_s", "all_reduce_byte_s")
-
-
 def _shift(outgoing: Tensor, incoming: Tensor, rank: int, world_size: int, rounds: int) -> Algorithm:
     for _ in range(rounds):
         yield [Recv((rank - 1) % world_size, incoming), Send((rank + 1) % world_size, outgoing)]
 
 
-def _shift_all(lanes: Lanes, num_bytes: int, device: torch.device, rounds: int) -> Callable[[], None]:
+def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
+    """Return the seconds of a round in which every rank sends to its right neighbour, among other such rounds."""
+    rounds = min(_MAX_MESSAGES, max(_MIN_MESSAGES, _TRAIN_BYTES // num_bytes))
     outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def run() -> None:
         lanes.run(_shift(outgoing, incoming, lanes.rank, lanes.world_size, rounds), "a measurement of the link").wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _synchronize(device)
 
-    return run
-
-
-def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
-    """Seconds of a round in which every rank sends to its right neighbour, behind other such rounds."""
-    rounds = min(_MOST, max(_FEWEST, _TRAIN_BYTES // num_bytes))
-    run = _shift_all(lanes, num_bytes, device, rounds)
     if num_bytes == SIZES[0]:
         run()  # connects
-    return statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS)) / rounds
+    return _median_s(lanes.group, run) / rounds
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _all_reduces(lanes: Lanes, device: torch.device) -> Callable[[], None]:
-    """Two all-reduces of the backend, both under way at once; they have run once."""
+    """Return a function that runs two all-reduces of the backend at once; it has run once."""
     gradients = [torch.zeros(_REDUCED_BYTES // 4, device=device) for _ in range(2)]
 
     def run() -> None:
         for work in [dist.all_reduce(gradient, group=lanes.group, async_op=True) for gradient in gradients]:
             assert work is not None  # None is for ranks outside the group
             work.wait()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        _synchronize(device)
 
     run()
     return run
 
 
 def _all_reduce_factor(lanes: Lanes, fit: LinkFit, device: torch.device) -> float:
-    """How many times as long as two rings on this link two all-reduces of the backend take."""
-    run = _all_reduces(lanes, device)
-    pattern = all_reduce("ring", lanes.world_size, 1, _REDUCED_BYTES)
+    """Return the time of two all-reduces of the backend, relative to two rings on this link; at least 1."""
+    rounds = all_reduce("ring", lanes.world_size, 1, _REDUCED_BYTES)
     streams = 1 if lanes.native else 2
-    expected_s = clock_of([Slice(pattern)] * (2 // streams), fit.network(lanes.world_size), streams)
-    found_s = statistics.median(_slowest_s(lanes.group, run) for _ in range(_REPEATS))
+    expected_s = clock_of([Slice(rounds)] * (2 // streams), fit.network(lanes.world_size), streams)
+    found_s = _median_s(lanes.group, _all_reduces(lanes, device))
     return max(1.0, found_s / expected_s) if expected_s else 1.0
 
 
 def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
-    """Processor seconds of a message, and of bytes, both sent and received; of bytes that are added up, too.
+    """Return the processor seconds of a message and of bytes, sent and received, with and without sums.
 
-    They are those of whole collectives: a message of its own costs less than one of a slice that waits for others.
+    Whole collectives are measured: a message of its own costs less than a message of a slice that waits for others.
     """
     workers = lanes.world_size
-    small, large = 1 << 17, _REDUCED_BYTES  # messages decide, and bytes do
+    small, large = 1 << 17, _REDUCED_BYTES  # messages limit the small one, bytes the large one
     gathering_s = {size: _collectives_cpu_s(lanes, lanes.all_gather, size) for size in (small, large)}
     scattering_s = _collectives_cpu_s(lanes, lanes.reduce_scatter, large)
     slice_bytes = LaneSettings().slice_bytes
     count = {size: (workers - 1) * -(-size // workers // slice_bytes) for size in (small, large)}
     sent = {size: size * (workers - 1) / workers for size in (small, large)}
     scatter_count = (workers - 1) * -(-large // workers // scatter_message_bytes(slice_bytes, workers - 1))
-    # Two equations: so many messages and so many bytes take so many seconds.
+    # Two equations: seconds = messages * message_s + bytes * byte_s, for each size.
     ratio = count[large] / count[small]
     byte_s = max(0.0, (gathering_s[large] - ratio * gathering_s[small]) / (sent[large] - ratio * sent[small]))
     message_s = max(0.0, gathering_s[small] - byte_s * sent[small]) / count[small]
@@ -256,7 +233,7 @@ def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
 
 
 def _collectives_cpu_s(lanes: Lanes, collective: Callable[[list[Partition], str], Work], num_bytes: int) -> float:
-    """Processor seconds of a collective, behind others."""
+    """Return the processor seconds of a collective, among others."""
     flat = torch.zeros(num_bytes // 4)
     part = flat.numel() // lanes.world_size
     partition = Partition(flat, (*(rank * part for rank in range(lanes.world_size)), flat.numel()))
@@ -270,7 +247,7 @@ def _collectives_cpu_s(lanes: Lanes, collective: Callable[[list[Partition], str]
 
 def _copy_s_per_byte(group: dist.ProcessGroup | None) -> float:
     source, target = torch.ones(_COPY_BYTES // 4), torch.ones(_COPY_BYTES // 4)
-    return statistics.median(_slowest_s(group, lambda: target.copy_(source)) for _ in range(_REPEATS)) / _COPY_BYTES
+    return _median_s(group, lambda: target.copy_(source)) / _COPY_BYTES
 
 
 def _select_s_per_byte(
@@ -279,35 +256,26 @@ def _select_s_per_byte(
     gradient = torch.randn(_SELECT_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
     seconds = []
     for _ in range(1 + _REPEATS):
-        _meet(group)
-        seconds.append(_over_ranks(group, select_s(gradient), max))
+        _barrier(group)
+        seconds.append(_slowest(group, select_s(gradient)))
     return statistics.median(seconds[1:]) / (4 * _SELECT_NUMEL)
 
 
-def _meet(group: dist.ProcessGroup | None) -> None:
+def _median_s(group: dist.ProcessGroup | None, action: Callable[[], object]) -> float:
+    """Return the median seconds of an action on the slowest rank."""
+    seconds = []
+    for _ in range(_REPEATS):
+        _barrier(group)
+        start_s = time.perf_counter()
+        action()
+        seconds.append(_slowest(group, time.perf_counter() - start_s))
+    return statistics.median(seconds)
+
+
+def _barrier(group: dist.ProcessGroup | None) -> None:
     if group is not None:
         dist.barrier(group)
 
 
-def _slowest_s(group: dist.ProcessGroup | None, action: Callable[[], object]) -> float:
-    _meet(group)
-    start_s = time.perf_counter()
-    action()
-    return _over_ranks(group, time.perf_counter() - start_s, max)
-
-
-def _over_ranks(group: dist.ProcessGroup | None, value: float, combine: Callable[[list[float]], float]) -> float:
-    if group is None:
-        return value
-    gathered: list[float] = [0.0] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, value, group=group)
-    return combine(gathered)
-
-
-def _crowd(group: dist.ProcessGroup) -> tuple[float, int]:
-    """Workers per core of this host, at least 1; and whole cores per worker, at least 1; the same on all ranks."""
-    hosts: list[tuple[str, int]] = [("", 0)] * dist.get_world_size(group)
-    dist.all_gather_object(hosts, (socket.gethostname(), len(os.sched_getaffinity(0))), group=group)
-    names = [name for name, _ in hosts]
-    crowd = max(names.count(name) / cores for name, cores in hosts)
-    return max(1.0, crowd), max(1, int(1 / crowd))
+def _slowest(group: dist.ProcessGroup | None, seconds: float) -> float:
+    return seconds if group is None else max(gather(seconds, group))

@@ -1,29 +1,26 @@
-"""What a step computes, and when, from a few real ones: a forward that reads, a backward that makes gradients."""
+"""Profile of a training step, from a few real steps: when the forward reads parameters, when gradients are ready."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_hooks.comm import torch_compat
+from ddp_hooks.planning.measurement.processor import gather
 from ddp_hooks.planning.step import StepProfile, TensorUse
 
-_TOO_LONG = 1.2  # parts of a step that make up more than this of it overlap, and were taken apart wrongly
+_TOO_LONG = 1.2  # parts of a step whose sum exceeds the step by this factor overlap
 
 
 def profile_step(
@@ -35,13 +32,14 @@ def profile_step(
 ) -> StepProfile:
     """Time the layers of real training steps without communication.
 
-    Parameters, buffers, gradients, optimizers and torch's random numbers end as they began; schedulers and gradient
-    scalers that ``step`` uses do not, nor does the data that it takes.
+    Parameters, buffers, gradients, optimizers and torch's random numbers are restored; schedulers, gradient scalers
+    and data of ``step`` are not.
 
     Args:
-        model: what is trained; of :class:`~torch.nn.parallel.DistributedDataParallel` its communication is left out.
+        model: the model that is trained; DistributedDataParallel does not communicate meanwhile.
         step: does one whole step: forward, backward, and ``optimizer.step()``.
-        steps: timed, after ``warmup`` that are not.
+        steps: number of timed steps.
+        warmup: number of steps before these.
         progress: wraps the numbers of the steps, as ``tqdm`` does.
 
     Raises:
@@ -79,32 +77,22 @@ def refuse(model: nn.Module) -> None:
         )
 
 
-class _Stopwatch:
-    """Moments of the device: of its own clock on CUDA, where the host runs ahead."""
+def _seconds(start: Any, end: Any) -> float:
+    """Return the seconds between two moments; below 0 if ``end`` is the earlier one."""
+    if isinstance(start, float):
+        return float(end - start)
+    start.synchronize()
+    end.synchronize()
+    return float(start.elapsed_time(end)) * 1e-3
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
 
-    def now(self) -> Any:
-        """A moment; :meth:`seconds` makes numbers of it."""
-        if self._device.type != "cuda":
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record(torch.cuda.current_stream(self._device))
-        return event
-
-    def seconds(self, start: Any, end: Any) -> float:
-        """From one moment to another; less than 0 if the other one was before."""
-        if self._device.type != "cuda":
-            return float(end - start)
-        start.synchronize()
-        end.synchronize()
-        return float(start.elapsed_time(end)) * 1e-3
+def _between(start: Any, end: Any) -> float:
+    return max(0.0, _seconds(start, end))
 
 
 @dataclass
-class _Seen:
-    """Moments of one step; of several forwards and backwards, those of the last."""
+class _Moments:
+    """Moments of one step; of several forwards and backwards, the last ones."""
 
     start: Any
     forward: Any = None  # begins
@@ -112,60 +100,71 @@ class _Seen:
     end: Any = None
     cpu_s: float = 0.0
     optimizer_cpu_s: float = 0.0
-    updates: list[tuple[Any, Any]] = field(default_factory=list)  # of optimizers, from where to where
+    updates: list[tuple[Any, Any]] = field(default_factory=list)  # start and end of each optimizer's step()
     read: dict[str, Any] = field(default_factory=dict)  # for the first time
     ready: dict[str, Any] = field(default_factory=dict)
 
+    @property
+    def last_ready(self) -> Any:
+        """Moment of the last gradient."""
+        return max(self.ready.values(), key=lambda moment: _seconds(self.backward, moment))
+
+    def update_s(self, start: Any, end: Any) -> float:
+        """Return the seconds of an update; of ``step(closure)``, the part after its backward."""
+        last = self.last_ready
+        has_backward = _seconds(start, last) > 0 and _seconds(last, end) > 0
+        return _between(last if has_backward else start, end)
+
 
 class StepWatch:
-    """Notes when steps of a model read its parameters, and when they have their gradients.
+    """Record when steps of a model read its parameters, and when gradients are ready.
+
+    Use it as a context around steps; call :meth:`begin` and :meth:`end` around each step.
 
     Args:
-        model: what is trained. DistributedDataParallel does not communicate meanwhile, whatever the loop says.
-
-    Use it as a context around steps, each between :meth:`begin` and :meth:`end`.
+        model: the model that is trained. DistributedDataParallel does not communicate meanwhile.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._inner = unwrapped(model)
-        self._stopwatch = _Stopwatch(next(self._inner.parameters()).device)
-        self._seen = _Seen(None)
-        self._steps: list[_Seen] = []
+        self._device = next(self._inner.parameters()).device
+        self._current = _Moments(None)
+        self._steps: list[_Moments] = []
         self._sparse: set[str] = set()
-        self._updating: Any = None  # since when
-        self._updating_cpu_s = 0.0
+        self._update_start: Any = None
+        self._update_start_cpu_s = 0.0
         self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """A step begins."""
-        self._seen = _Seen(self._stopwatch.now(), cpu_s=-time.thread_time())
+        """Begin a step."""
+        self._current = _Moments(self._now(), cpu_s=-time.thread_time())
 
     def end(self, counts: bool = True) -> None:
-        """It has ended, and counts or does not."""
-        self._seen.end = self._stopwatch.now()
-        self._seen.cpu_s += time.thread_time()
+        """End the step; it enters the profile if it ``counts``."""
+        self._current.end = self._now()
+        self._current.cpu_s += time.thread_time()
         if counts:
-            self._steps.append(self._seen)
+            self._steps.append(self._current)
 
     def __len__(self) -> int:
-        """Steps that count."""
+        """Return the number of steps that count."""
         return len(self._steps)
 
     def __enter__(self) -> StepWatch:
         name_of = {parameter: name for name, parameter in self._inner.named_parameters() if parameter.requires_grad}
-        handles = [self._model.register_forward_pre_hook(lambda *_: self._forward_begins())]
+        handles = [self._model.register_forward_pre_hook(lambda *_: self._on_forward())]
         for module in self._inner.modules():
             names = [name_of[p] for p in module.parameters(recurse=False) if p in name_of]
             if names:
-                handles.append(module.register_forward_pre_hook(lambda *_, names=names: self._reads(names)))
+                handles.append(module.register_forward_pre_hook(lambda *_, names=names: self._on_read(names)))
         for parameter, name in name_of.items():
             handles.append(
-                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._completes(name, p))
+                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._on_gradient(name, p))
             )
-        handles.append(self._model.register_forward_hook(lambda module, args, output: self._watch_outputs(output)))
-        handles.append(register_optimizer_step_pre_hook(lambda *_: self._update_begins()))
-        handles.append(register_optimizer_step_post_hook(lambda *_: self._update_ends()))
+        handles.append(self._model.register_forward_hook(lambda module, args, output: self._hook_outputs(output)))
+        handles.append(register_optimizer_step_pre_hook(lambda *_: self._on_update_start()))
+        handles.append(register_optimizer_step_post_hook(lambda *_: self._on_update_end()))
         for handle in handles:
             self._undo.callback(handle.remove)
         if isinstance(self._model, DistributedDataParallel):
@@ -176,52 +175,53 @@ class StepWatch:
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
 
-    def _forward_begins(self) -> None:
+    def _on_forward(self) -> None:
         if isinstance(self._model, DistributedDataParallel):
             # At every forward, and not once by no_sync(): a loop that accumulates sets it back.
             self._model.require_backward_grad_sync = False
-        if torch.is_grad_enabled() and (self._seen.forward is None or self._seen.backward is not None):
-            self._seen.forward, self._seen.backward = self._stopwatch.now(), None
-            self._seen.read.clear()
-            self._seen.ready.clear()
+        moments = self._current
+        if torch.is_grad_enabled() and (moments.forward is None or moments.backward is not None):
+            moments.forward, moments.backward = self._now(), None
+            moments.read.clear()
+            moments.ready.clear()
 
-    def _watch_outputs(self, output: Any) -> None:
-        """The backward begins when the first gradient of an output is there."""
+    def _hook_outputs(self, output: Any) -> None:
+        """Note the begin of the backward: the first gradient of an output."""
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._backward_begins())
+                tensor.register_hook(lambda _: self._on_backward())
 
-    def _backward_begins(self) -> None:
-        self._seen.backward = self._seen.backward or self._stopwatch.now()
+    def _on_backward(self) -> None:
+        self._current.backward = self._current.backward or self._now()
 
-    def _reads(self, names: Sequence[str]) -> None:
-        moment = self._stopwatch.now()
+    def _on_read(self, names: Sequence[str]) -> None:
+        moment = self._now()
         for name in names:
-            self._seen.read.setdefault(name, moment)
+            self._current.read.setdefault(name, moment)
 
-    def _completes(self, name: str, parameter: Tensor) -> None:
-        self._seen.ready[name] = self._stopwatch.now()
+    def _on_gradient(self, name: str, parameter: Tensor) -> None:
+        self._current.ready[name] = self._now()
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._sparse.add(name)
 
-    def _update_begins(self) -> None:
-        self._updating = self._stopwatch.now()
-        self._updating_cpu_s = time.thread_time()
+    def _on_update_start(self) -> None:
+        self._update_start = self._now()
+        self._update_start_cpu_s = time.thread_time()
 
-    def _update_ends(self) -> None:
-        if self._updating is not None:
-            self._seen.updates.append((self._updating, self._stopwatch.now()))
-            self._seen.optimizer_cpu_s += time.thread_time() - self._updating_cpu_s
-            self._updating = None
+    def _on_update_end(self) -> None:
+        if self._update_start is not None:
+            self._current.updates.append((self._update_start, self._now()))
+            self._current.optimizer_cpu_s += time.thread_time() - self._update_start_cpu_s
+            self._update_start = None
 
     def profile(self) -> StepProfile:
-        """What the steps had in common, medians.
+        """Return the medians of the steps that count.
 
         Raises:
-            ValueError: they have not trained this model, or with sparse gradients.
+            ValueError: the steps have not trained this model, have sparse gradients, or have parts that overlap.
         """
-        seen = self._steps
-        if not seen or any(each.backward is None or each.forward is None or not each.ready for each in seen):
+        steps = self._steps
+        if not steps or any(each.backward is None or each.forward is None or not each.ready for each in steps):
             raise ValueError(
                 "the steps train nothing of this model: they must call the model that was given, backward() of what "
                 "it returns, and optimizer.step()"
@@ -231,23 +231,22 @@ class StepWatch:
                 f"gradients of {', '.join(sorted(self._sparse))} are sparse, which no prediction here knows: see "
                 f"docs/tables.md, or ddp_hooks.planning.EmbRace and SparseDdp"
             )
-        forward_s = self._median(lambda each: self._between(each.forward, each.backward))
-        backward_s = self._median(lambda each: self._between(each.backward, self._last_ready(each)))
-        optimizer_s = self._median(lambda each: sum(self._update_s(each, *update) for update in each.updates))
-        whole_s = self._median(lambda each: self._between(each.start, each.end))
+        forward_s = median(_between(each.forward, each.backward) for each in steps)
+        backward_s = median(_between(each.backward, each.last_ready) for each in steps)
+        optimizer_s = median(sum(each.update_s(*update) for update in each.updates) for each in steps)
+        whole_s = median(_between(each.start, each.end) for each in steps)
         if forward_s + backward_s + optimizer_s > whole_s * _TOO_LONG:
             raise ValueError(
                 f"a step of {whole_s:.3f} s has a forward of {forward_s:.3f} s, a backward of {backward_s:.3f} s and "
                 f"updates of {optimizer_s:.3f} s: they overlap, so nothing can be said about it"
             )
-        # A step with a closure has its backward inside, and less of the processor is the update's.
-        optimizer_cpu_s = min(optimizer_s, self._median(lambda each: each.optimizer_cpu_s))
-        cpu_s = max(0.0, self._median(lambda each: each.cpu_s) - optimizer_cpu_s)
-        tensors = self._uses(forward_s, backward_s)
+        # A step with a closure contains its backward, and the update takes less of the processor.
+        optimizer_cpu_s = min(optimizer_s, median(each.optimizer_cpu_s for each in steps))
+        cpu_s = max(0.0, median(each.cpu_s for each in steps) - optimizer_cpu_s)
         first = next(parameter for parameter in self._inner.parameters() if parameter.requires_grad)
         on_cpu = first.device.type == "cpu"
         return StepProfile(
-            tensors,
+            self._uses(forward_s, backward_s),
             forward_s,
             backward_s,
             optimizer_s,
@@ -258,37 +257,28 @@ class StepWatch:
         )
 
     def _uses(self, forward_s: float, backward_s: float) -> tuple[TensorUse, ...]:
-        """Every parameter that is trained; without a gradient in some step, DDP sends it at the end."""
+        """Return all trained parameters; DDP sends a parameter without a gradient at the end of the backward."""
         uses = []
         for name, parameter in self._inner.named_parameters():
             if not parameter.requires_grad:
                 continue
-            needed_s = self._median(lambda each: self._between(each.forward, each.read.get(name, each.forward)))  # noqa: B023
-            ready_s = backward_s
-            if all(name in each.ready for each in self._steps):
-                ready_s = self._median(lambda each: self._between(each.backward, each.ready[name]))  # noqa: B023
+            needed_s = median(_between(each.forward, each.read.get(name, each.forward)) for each in self._steps)
+            ready = [_between(each.backward, each.ready[name]) for each in self._steps if name in each.ready]
+            ready_s = median(ready) if len(ready) == len(self._steps) else backward_s
             uses.append(TensorUse(name, parameter.nbytes, min(forward_s, needed_s), min(backward_s, ready_s)))
         return tuple(uses)
 
-    def _median(self, seconds: Callable[[_Seen], float]) -> float:
-        return statistics.median(seconds(each) for each in self._steps)
-
-    def _between(self, start: Any, end: Any) -> float:
-        return max(0.0, self._stopwatch.seconds(start, end))
-
-    def _last_ready(self, each: _Seen) -> Any:
-        return max(each.ready.values(), key=lambda moment: self._stopwatch.seconds(each.backward, moment))
-
-    def _update_s(self, each: _Seen, start: Any, end: Any) -> float:
-        """An update; of ``step(closure)`` what comes behind its backward."""
-        last = self._last_ready(each)
-        seconds = self._stopwatch.seconds
-        behind = seconds(start, last) > 0 and seconds(last, end) > 0
-        return self._between(last if behind else start, end)
+    def _now(self) -> Any:
+        """Return a moment, on CUDA by the device's own clock: the host runs ahead."""
+        if self._device.type != "cuda":
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """What DistributedDataParallel holds."""
+    """Return the module inside of DistributedDataParallel."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     assert isinstance(inner, nn.Module)
     return inner
@@ -297,17 +287,14 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, (list, tuple)):
-        for item in value:
+    elif isinstance(value, (dict, list, tuple)):
+        for item in value.values() if isinstance(value, dict) else value:
             yield from _tensors(item)
 
 
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
-    """Give back what a model and the optimizers that step have now: without communication ranks would part."""
+    """Restore a model and the optimizers that step in the context: without communication ranks would diverge."""
     values: dict[Tensor, Tensor] = {}
     gradients: dict[Tensor, Tensor | None] = {}
     optimizers: dict[Optimizer, tuple[list[dict[str, Any]], dict[Any, Any]]] = {}
@@ -318,13 +305,13 @@ def _restored(model: nn.Module) -> Iterator[None]:
                 values[tensor] = tensor.detach().clone()
                 gradients[tensor] = tensor.grad
 
-    def note(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def save_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in optimizers:
             save(parameter for group in optimizer.param_groups for parameter in group["params"])
             groups = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
             optimizers[optimizer] = copy.deepcopy(groups), {p: copy.deepcopy(s) for p, s in optimizer.state.items()}
 
-    handle = register_optimizer_step_pre_hook(note)
+    handle = register_optimizer_step_pre_hook(save_optimizer)
     save((*model.parameters(), *model.buffers()))
     for parameter in model.parameters():
         parameter.grad = None
@@ -348,7 +335,5 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def slowest_of(profile: StepProfile, group: dist.ProcessGroup | None) -> StepProfile:
-    """The profile of the rank that computes longest, on all of them; collective."""
-    gathered: list[dict[str, Any]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, profile.to_json(), group=group)
-    return max(map(StepProfile.from_json, gathered), key=lambda each: each.compute_s + each.optimizer_s)
+    """Return the profile of the rank that computes longest, on all ranks; collective."""
+    return max(gather(profile, group), key=lambda each: each.compute_s + each.optimizer_s)

@@ -1,4 +1,4 @@
-"""A training script's step, profiled while the script runs, unchanged: it is stopped when enough is known."""
+"""Profile of a training script's step: the script runs unchanged, and is stopped when enough is known."""
 
 from __future__ import annotations
 
@@ -18,20 +18,16 @@ from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ddp_hooks.planning.profiling import StepWatch, refuse
+from ddp_hooks.planning.measurement.profiling import StepWatch, refuse
 from ddp_hooks.planning.step import StepProfile
 
 
 class ScriptError(RuntimeError):
-    """A script that does not train, or fails."""
+    """A script does not train, or fails."""
 
 
-class _Enough(BaseException):
-    """Ends a script from within; no ``except Exception`` of its own stops it."""
-
-
-class _Refused(BaseException):
-    """Ends it because its steps cannot be profiled."""
+class _Stop(BaseException):
+    """Ends a script from within; no ``except Exception`` of its own catches it. A reason: it cannot be profiled."""
 
 
 def profile_script(
@@ -39,13 +35,13 @@ def profile_script(
 ) -> tuple[StepProfile, nn.Module]:
     """Run a script as ``python script arguments`` does, until ``warmup + steps`` optimizer steps were seen.
 
-    From the end of the warm-up on, DistributedDataParallel does not communicate: what the script trains is of no use.
+    From the end of the warm-up on, DistributedDataParallel does not communicate: the script's result is of no use.
 
     Returns:
-        The profile, and what is trained.
+        The profile, and the model that the script trains.
 
     Raises:
-        ScriptError: it ends or fails before, or its steps cannot be profiled.
+        ScriptError: the script ends or fails too soon, or its steps cannot be profiled.
     """
     if not script.is_file():
         raise ScriptError(f"there is no script {script}")
@@ -53,10 +49,10 @@ def profile_script(
     with _as_main(script, arguments), session:
         try:
             runpy.run_path(str(script), run_name="__main__")
-        except _Enough:
+        except _Stop as stop:
+            if stop.args:
+                raise ScriptError(f"{script}: {stop}") from None
             return session.profile()
-        except _Refused as error:
-            raise ScriptError(f"{script}: {error}") from None
         except SystemExit as error:
             reason = f"it called exit({error.code})"
         except Exception as error:
@@ -69,26 +65,21 @@ def profile_script(
 
 
 class _Session:
-    """Finds out what a script trains, and watches some steps of it."""
+    """Find the model that a script trains, and watch some of its steps."""
 
     def __init__(self, steps: int, warmup: int) -> None:
-        self.seen = 0
-        self._steps = steps
-        self._warmup = max(2, warmup)  # one to see what is trained, and one that is seen in part
-        self._called: dict[int, nn.Module] = {}  # modules that were called with gradients on, the outer ones first
+        self._warmup = max(2, warmup)  # the first shows what is trained, the second is seen in part
+        self.seen = 0  # optimizer steps
+        self.needed = self._warmup + steps
+        self._called: dict[int, nn.Module] = {}  # modules called with gradients on, the outer ones first
         self._optimizers: dict[Optimizer, None] = {}
         self._model: nn.Module | None = None
         self._watch: StepWatch | None = None
         self._stack = contextlib.ExitStack()
 
-    @property
-    def needed(self) -> int:
-        """Steps of the optimizer in all."""
-        return self._warmup + self._steps
-
     def __enter__(self) -> _Session:
-        self._finding = register_module_forward_pre_hook(self._called_with)
-        self._counting = register_optimizer_step_post_hook(self._stepped)
+        self._finding = register_module_forward_pre_hook(self._on_call)
+        self._counting = register_optimizer_step_post_hook(self._on_step)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -97,47 +88,47 @@ class _Session:
         self._stack.close()
 
     def profile(self) -> tuple[StepProfile, nn.Module]:
-        """What was seen."""
+        """Return the profile and the model."""
         assert self._watch is not None and self._model is not None
         try:
             return self._watch.profile(), self._model
         except ValueError as error:
             raise ScriptError(str(error)) from None
 
-    def _called_with(self, module: nn.Module, args: Any) -> None:
+    def _on_call(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and module.training:
             self._called.setdefault(id(module), module)
         if module is self._model:
             self._begin(module)
 
     def _begin(self, model: nn.Module) -> None:
-        """Watch from here on; within the optimizer's hooks none may be added."""
+        """Watch from here on; within the optimizer's hooks no hook may be added."""
         self._finding.remove()
         try:
             refuse(model)
         except ValueError as error:
-            raise _Refused(str(error)) from None
+            raise _Stop(str(error)) from None
         self._watch = self._stack.enter_context(StepWatch(model))
         self._watch.begin()
         self._counting.remove()
-        self._counting = register_optimizer_step_post_hook(self._stepped)  # after the watch has seen a step's end
+        self._counting = register_optimizer_step_post_hook(self._on_step)  # after the watch's own hook
 
-    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _on_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         self._optimizers.setdefault(optimizer)
         if optimizer is not next(iter(self._optimizers)):
             return
         self.seen += 1
         if self._watch is not None:
             self._watch.end(counts=self.seen > self._warmup)
-            if len(self._watch) >= self._steps:
-                raise _Enough
+            if len(self._watch) >= self.needed - self._warmup:
+                raise _Stop
             self._watch.begin()
         elif self.seen >= self._warmup - 1:
-            self._model = self._trained()
+            self._model = self._find_model()
 
-    def _trained(self) -> nn.Module:
-        """The module that was called and holds what the optimizers train: DDP, or the outermost one."""
-        own = {
+    def _find_model(self) -> nn.Module:
+        """Return the called module that holds everything that the optimizers train: DDP, or the outermost one."""
+        trained = {
             id(parameter)
             for optimizer in self._optimizers
             for group in optimizer.param_groups
@@ -146,10 +137,10 @@ class _Session:
         }
         wrapped = [module for module in self._called.values() if isinstance(module, DistributedDataParallel)]
         for module in wrapped or self._called.values():
-            if own <= {id(parameter) for parameter in module.parameters()}:
+            if trained <= {id(parameter) for parameter in module.parameters()}:
                 return module
         kind = "DistributedDataParallel" if wrapped else "module"
-        raise _Refused(
+        raise _Stop(
             f"no single {kind} that was called in training mode holds all parameters of the optimizers; several "
             f"models, losses with parameters of their own, and scripts that use a hook already, cannot be profiled"
         )
@@ -157,7 +148,7 @@ class _Session:
 
 @contextlib.contextmanager
 def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """What a script finds in ``sys``; and the process group outlives it, for what is measured next."""
+    """Set ``sys`` for a script, and keep its process group for the measurements that follow."""
     argv, path = sys.argv, list(sys.path)
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))

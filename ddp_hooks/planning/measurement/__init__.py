@@ -1,0 +1,1 @@
+"""Measurements for predictions: links, processors, and steps of models and scripts."""

@@ -1,0 +1,276 @@
+"""Plans: predictions for all strategies from measurements of model and network, and a recommendation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks.comm import LaneSettings, agree, broadcast_object
+from ddp_hooks.planning import timeline
+from ddp_hooks.planning.measurement.measure import LinkFit, measure, measure_alone
+from ddp_hooks.planning.measurement.profiling import profile_step, slowest_of
+from ddp_hooks.planning.network import Costs, Network
+from ddp_hooks.planning.simulation import Prediction, Strategy, simulate
+from ddp_hooks.planning.step import StepProfile
+from ddp_hooks.planning.strategies.all_reduce import Ddp
+from ddp_hooks.planning.strategies.dear import Dear, predicted_start
+from ddp_hooks.planning.strategies.sparse import SparDL
+from ddp_hooks.tuning import BucketTuner
+
+T = TypeVar("T")
+Update: TypeAlias = Literal["sharded", "replicated"]
+Progress = Callable[[Iterable[T]], Iterable[T]]
+
+DENSITY = 0.01
+_MIN_SPEEDUP = 1.03  # less is within the error of the simulator
+_MIN_LOSSY_SPEEDUP = 1.2  # of a strategy that leaves gradients out
+_HIDDEN = 0.05  # part of a step; less communication counts as hidden
+_MAX_FIT_ERROR = 0.3  # a worse fit says too little about which strategy is faster
+_SMALL_BUCKET_MB = 5.0  # of DDP; costs nothing to try beside 25 MB
+_MAX_REHEARSED = 16  # workers whose selections are rehearsed
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predicted steps of several strategies."""
+
+    profile: StepProfile  #: step of one worker
+    network: Network
+    costs: Costs
+    fit: LinkFit | None  #: measurement of the network, None if it was described
+    predictions: tuple[Prediction, ...]  #: first the present strategy, then simple ones before others
+    lines: tuple[str, ...]  #: that a user writes for each strategy
+
+    @property
+    def present(self) -> Prediction:
+        """Prediction for plain DDP."""
+        return self.predictions[0]
+
+    @property
+    def recommended(self) -> Prediction:
+        """The simplest exact strategy about as fast as the fastest exact one, or SparDL where it gains a lot more.
+
+        Plain DDP where computing limits it, and where the measurement is too noisy to tell.
+        """
+        if self.doubt is not None or self._hides(self.present):
+            return self.present
+        exact = [each for each in self.predictions if not each.strategy.startswith("SparDL")]
+        least_s = min(each.step_s for each in exact)
+        best = next(each for each in exact if each.step_s < least_s * _MIN_SPEEDUP)
+        fastest = min(self.predictions, key=lambda each: each.step_s)
+        return fastest if fastest.step_s * _MIN_LOSSY_SPEEDUP < best.step_s else best
+
+    @property
+    def recommended_line(self) -> str:
+        """Lines that a user writes for the recommended strategy."""
+        return self.lines[self.predictions.index(self.recommended)]
+
+    @property
+    def recommended_update(self) -> Update:
+        """DeAR's update if DeAR is recommended; else sharded."""
+        return "replicated" if self.recommended.strategy == Dear("replicated").name else "sharded"
+
+    @property
+    def doubt(self) -> str | None:
+        """Reason why the measurement is too noisy for a recommendation; None if it is not."""
+        if self.fit is None or self.fit.error <= _MAX_FIT_ERROR:
+            return None
+        return (
+            f"the measurement of the network is too noisy: it fits to {self.fit.error:.0%}, and a recommendation needs "
+            f"{_MAX_FIT_ERROR:.0%}. Measure again while nothing else runs on these machines and links, or describe the "
+            f"network (--workers and --rate)"
+        )
+
+    @property
+    def limit(self) -> str:
+        """Limit of the recommended strategy's speed."""
+        return self.limit_of(self.recommended)
+
+    def limit_of(self, prediction: Prediction) -> str:
+        """Return the limit of a strategy's speed."""
+        if self._hides(prediction):
+            return "computing: communication is hidden behind it, or there is none"
+        busy = prediction.sent_bytes * self.network.link.beta_s_per_byte / prediction.step_s
+        if busy > 1 - 2 * _HIDDEN:
+            return f"the link, which is busy for {busy:.0%} of a step"
+        working_s = self.costs.byte_s * prediction.sent_bytes
+        if prediction.strategy.startswith("SparDL"):
+            working_s += self.costs.select_s_per_byte * self.profile.num_bytes
+        return (
+            f"dependencies, latency or the processor: computing takes {self.profile.compute_s / prediction.step_s:.0%} "
+            f"of a step, the link is busy for {busy:.0%} of it, the processor with communication for at least "
+            f"{working_s / prediction.step_s:.0%}"
+        )
+
+    def _hides(self, prediction: Prediction) -> bool:
+        return prediction.exposed_s - self.profile.optimizer_s <= _HIDDEN * prediction.step_s
+
+    def tuner(self, update: Update | None = None, **settings: Any) -> BucketTuner:
+        """Return a tuner for ``DearConfig`` that begins with a fusion size of the fastest predicted step.
+
+        Args:
+            update: of the configuration; None: of the recommended strategy.
+            settings: of :class:`~ddp_hooks.BucketTuner`, without ``start_mb``.
+
+        Raises:
+            TypeError: ``start_mb`` is among the settings.
+        """
+        if "start_mb" in settings:
+            raise TypeError("tuner() finds start_mb itself; for one of your own write BucketTuner(start_mb=...)")
+        low_mb, high_mb = (float(settings.get(name, getattr(BucketTuner, name))) for name in ("low_mb", "high_mb"))
+        default = BucketTuner(**settings, start_mb=min(max(BucketTuner.start_mb, low_mb), high_mb))
+        return predicted_start(default, self.profile, self.network, self.costs, Dear(update or self.recommended_update))
+
+    def save(self, path: str | Path) -> None:
+        """Write everything but the spans as JSON."""
+        predictions = [{k: v for k, v in asdict(each).items() if k != "spans"} for each in self.predictions]
+        data: dict[str, Any] = {
+            "profile": self.profile.to_json(),
+            "network": asdict(self.network),
+            "costs": asdict(self.costs),
+            "fit": None if self.fit is None else asdict(self.fit),
+            "predictions": [each | {"line": line} for each, line in zip(predictions, self.lines, strict=True)],
+            "recommended": self.recommended.strategy,
+            "recommended_line": self.recommended_line,
+            "doubt": self.doubt,
+            "limit": self.limit,
+        }
+        Path(path).write_text(json.dumps(data, indent=1))
+
+    def draw(self, path: str | Path) -> None:
+        """Draw the last simulated step of every strategy; needs matplotlib."""
+        timeline.draw(self._timelines(), Path(path))
+
+    def write_trace(self, path: str | Path) -> None:
+        """Write the last simulated step of every strategy for Perfetto (https://ui.perfetto.dev)."""
+        timeline.write_trace(self._timelines(), Path(path))
+
+    def _timelines(self) -> list[timeline.Timeline]:
+        return [
+            timeline.Timeline(
+                f"{each.strategy}: {each.step_s * 1e3:.0f} ms (simulated)", each.step_ends_s[-2:], each.spans
+            )
+            for each in self.predictions
+        ]
+
+
+def strategies(bucket_mb: float = 25.0, node_size: int = 1) -> tuple[Strategy, ...]:
+    """Return the strategies of a plan, plain DDP with this bucket size first; SparDL only on one level."""
+    small = () if bucket_mb == _SMALL_BUCKET_MB else (Ddp(_SMALL_BUCKET_MB),)
+    exact: tuple[Strategy, ...] = (Ddp(bucket_mb), *small, Dear(), Dear("replicated"))
+    return (*exact, SparDL(DENSITY)) if node_size == 1 else exact
+
+
+def predict(
+    profile: StepProfile,
+    network: Network,
+    costs: Costs,
+    fit: LinkFit | None = None,
+    compared: Sequence[Strategy] | None = None,
+) -> Plan:
+    """Simulate strategies on a network; nothing runs.
+
+    ``compared`` has the present strategy first, then simple ones before others; None: :func:`strategies`.
+    """
+    chosen = tuple(compared or strategies(node_size=network.node_size))
+    predictions = tuple(simulate(strategy, profile, network, costs) for strategy in chosen)
+    return Plan(profile, network, costs, fit, predictions, tuple(strategy.line for strategy in chosen))
+
+
+def plan(
+    model: nn.Module,
+    step: Callable[[], object],
+    network: Network | None = None,
+    steps: int = 3,
+    progress: Progress[Any] = iter,
+) -> Plan:
+    """Predict a training step with plain DDP, DeAR and SparDL; collective where there are several ranks.
+
+    Model and optimizers are restored; see :func:`~ddp_hooks.planning.profile_step`.
+
+    Args:
+        model: the model that is trained, in DistributedDataParallel or not.
+        step: does one whole step: forward, backward, ``optimizer.step()``.
+        network: to predict for; None: the network between the ranks of the model's process group is measured.
+        steps: number of timed steps.
+        progress: wraps long loops, as ``tqdm`` does.
+
+    Raises:
+        ValueError: ``step`` does not train the model, or there is no network to measure; with several ranks, on all of
+            them, also if it fails on one.
+    """
+    group = _group_of(model)
+    _require_network(network, group)
+    profile, failure = None, None
+    try:
+        profile = profile_step(model, step, steps, progress=progress)
+    except Exception as error:
+        if group is None:
+            raise
+        failure = error
+    if group is not None:
+        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
+        try:
+            agree({}, problem, group, "the profile", LaneSettings())
+        except ValueError as error:
+            raise error from failure
+    assert profile is not None
+    return plan_profiled(profile, model, network, progress)
+
+
+def plan_profiled(
+    profile: StepProfile, model: nn.Module, network: Network | None = None, progress: Progress[Any] = iter
+) -> Plan:
+    """Predict the step of a profile, as :func:`plan` does; collective where there are several ranks.
+
+    Raises:
+        ValueError: there is no network to measure.
+    """
+    group, device = _group_of(model), next(model.parameters()).device
+    _require_network(network, group)
+    bucket_mb = model.bucket_bytes_cap / (1 << 20) if isinstance(model, DistributedDataParallel) else 25.0
+    native = device.type == "cuda"
+    if group is not None:
+        profile = slowest_of(profile, group)
+    if network is not None:
+        network = replace(network, native=native)
+        costs = [measure_alone(device, _rehearsal(network.workers))]
+        if group is not None:
+            costs = broadcast_object(costs, group, "plan()", LaneSettings())
+        return predict(profile, network, costs[0], None, strategies(bucket_mb, network.node_size))
+    assert group is not None
+    workers = dist.get_world_size(group)
+    found = measure(group, device, _rehearsal(workers), progress)
+    return predict(profile, found.fit.network(workers, native), found.costs, found.fit, strategies(bucket_mb))
+
+
+def _rehearsal(workers: int) -> Callable[[Tensor], float]:
+    """Return a function that runs the computation of one of SparDL's workers, and returns its seconds."""
+    from ddp_hooks.topk.rehearsal import compute_s  # here, since hooks lie above planning
+
+    return partial(compute_s, density=DENSITY, workers=min(workers, _MAX_REHEARSED))
+
+
+def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
+    """Return the process group of the model's ranks; None if there is only this rank."""
+    group = model.process_group if isinstance(model, DistributedDataParallel) else None
+    if group is None and dist.is_available() and dist.is_initialized():
+        group = dist.group.WORLD
+    return group if group is not None and dist.get_world_size(group) > 1 else None
+
+
+def _require_network(network: Network | None, group: dist.ProcessGroup | None) -> None:
+    if network is None and group is None:
+        raise ValueError(
+            "there is one process, and so no network to measure: start several (torchrun), or describe the network, "
+            "as network=Network(workers=8, link=link_of(gbit_s=10, latency_s=50e-6)) (--workers 8 --rate 10gbit "
+            "--latency 50us on the command line)"
+        )

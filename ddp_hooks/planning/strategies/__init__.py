@@ -1,0 +1,1 @@
+"""Ways to communicate, as the simulator runs them."""

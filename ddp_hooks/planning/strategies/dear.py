@@ -1,0 +1,195 @@
+"""DeAR: all-reduces in two halves, under the backward and under the next forward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from ddp_hooks.comm import mebibytes, suited_to
+from ddp_hooks.planning.atoms import (
+    Atom,
+    FusionRule,
+    ParameterShape,
+    atom_and_fusion_bytes,
+    cut_bucket,
+    fuse,
+    tuned_atom_bytes,
+)
+from ddp_hooks.planning.events import Process, Signal, Slice
+from ddp_hooks.planning.network import Costs, Network
+from ddp_hooks.planning.rounds import Phase
+from ddp_hooks.planning.simulation import Run, Strategy, simulate
+from ddp_hooks.planning.step import StepProfile
+from ddp_hooks.planning.strategies.grouping import ddp_buckets, launcher
+from ddp_hooks.tuning.candidates import Range
+from ddp_hooks.tuning.config import BucketTuner
+
+_HOOK_S = {"sharded": 23e-6, "replicated": 29e-6}  # as in ddp_hooks.planning.strategies.all_reduce
+_ALIKE = 0.005  # part of a step; closer sizes are equally fast
+_NUM_SIZES = 24  # that are simulated; the tuner goes on from the best
+
+
+@dataclass(frozen=True)
+class Dear(Strategy):
+    """DeAR: reduce-scatters under the backward, all-gathers under the next forward, on one level.
+
+    Atoms and groups are formed by :mod:`ddp_hooks.planning.atoms`, as in the hook. Settings that are None are chosen
+    for the link, as in the hook.
+    """
+
+    #: With ``"sharded"`` parameters are gathered, and a worker updates its share. With ``"replicated"`` gradients are
+    #: gathered, and every worker updates each parameter before it is read.
+    update: Literal["sharded", "replicated"] = "sharded"
+    bucket_mb: float = 5.0  #: of DDP; a gradient counts as ready with its bucket, except in the last bucket
+    fusion_mb: float | None = None  #: largest group, in MiB (section IV-B)
+    #: Largest group, in layers instead (section VI-G); tensors that are read at once are one layer.
+    fusion_layers: int | None = None
+    tuner: BucketTuner | None = None  #: may choose another fusion size, and asks for smaller atoms
+    #: A group travels in one piece of whole tensors, as in the paper; the hook moves atom after atom.
+    in_buffers: bool = False
+    lanes: int | None = None  #: streams of communication
+    slice_mb: float | None = None  #: largest message, in MiB
+    scatters: bool = True  #: take their time, or none (Fig. 8)
+    gathers: bool = True  #: the same
+
+    @property
+    def name(self) -> str:
+        halves = "" if self.scatters and self.gathers else ", RS only" if self.scatters else ", AG only"
+        return f"DeAR, {self.update}{halves}"
+
+    @property
+    def line(self) -> str:
+        is_sharded = self.update == "sharded"
+        config = "" if is_sharded else ', DearConfig(update="replicated")'
+        lines = [
+            f"ddp = DistributedDataParallel(model, bucket_cap_mb={self.bucket_mb:g}, gradient_as_bucket_view=True)",
+            f"state = DearState(ddp, optimizer{config})",
+            "ddp.register_comm_hook(state, dear_hook)",
+            "state.clip_grad_norm_(max_norm)  # where the loop clips, in place of torch.nn.utils.clip_grad_norm_",
+        ]
+        if is_sharded:
+            lines.append("state.consolidate()  # on all ranks, before rank 0 saves optimizer.state_dict()")
+        return "\n".join(lines)
+
+    def train(self, run: Run) -> Process:
+        sizes = self._sizes(run)
+        groups = _form_groups(run, self.bucket_mb, sizes)
+        lanes = run.lanes(sizes.lanes)
+        replicates = self.update == "replicated"
+
+        def update_s(tensor: int) -> float:
+            own_s = run.update_s(tensor) if replicates else 0.0
+            return own_s + _HOOK_S[self.update] * run.costs.python
+
+        def submit(phase: Phase, number: int, group: Sequence[int], after: Sequence[Signal] = ()) -> Signal:
+            atom_bytes = [groups.atoms[atom].nbytes for atom in group]
+            pieces = [sum(atom_bytes)] if self.in_buffers else atom_bytes
+            slices: list[Slice] = []
+            for num_bytes in pieces:
+                slices += run.collective(phase, num_bytes, sizes.message_bytes)
+            return lanes[number % sizes.lanes].submit(slices, f"{phase} of group {number}", after=after)
+
+        scattered: dict[int, Signal] = {}  # by atom
+
+        def launch(number: int) -> None:
+            if self.scatters:
+                group = groups.scatters[number]
+                scattered.update(dict.fromkeys(group, submit("reduce-scatter", number, group)))
+
+        arrived: dict[int, Signal] = {}  # by tensor
+        while not run.is_over:
+            yield from run.forward(arrived, update_s)
+            scattered.clear()
+            yield from run.backward(launcher(groups.gradients, launch))
+            if not replicates:
+                yield from run.wait_all(list(scattered.values()), "reduce-scatters")
+                yield from run.optimizer(1 / run.network.workers)
+            complete = dict(scattered)  # by atom
+            for number, group in enumerate(groups.gathers if self.gathers else []):
+                after = [scattered[atom] for atom in group if atom in scattered]
+                complete.update(dict.fromkeys(group, submit("all-gather", number, group, after)))
+            for tensor, atoms in groups.atoms_of.items():
+                arrived[tensor] = run.engine.all_of([complete[atom] for atom in atoms if atom in complete])
+            run.end_step()
+
+    def _sizes(self, run: Run) -> _Sizes:
+        network = run.network
+        link = suited_to(None if network.native else network.bytes_per_s)
+        message_bytes = link.message_bytes if self.slice_mb is None else mebibytes(self.slice_mb)
+        busy = self.update == "replicated" and link.outruns_processor
+        atom_bytes, fusion_bytes = atom_and_fusion_bytes(message_bytes, run.step.num_bytes, busy, network.native)
+        if self.tuner is not None:
+            low_bytes = mebibytes(self.tuner.low_mb)
+            atom_bytes = tuned_atom_bytes(atom_bytes, run.step.num_bytes, network.workers, low_bytes)
+        if self.in_buffers:
+            atom_bytes = max([atom_bytes, *(tensor.num_bytes for tensor in run.step.tensors)])
+        rule = FusionRule("size", fusion_bytes / (1 << 20) if self.fusion_mb is None else self.fusion_mb, 0)
+        if self.fusion_layers is not None:
+            rule = FusionRule("layers", 0.0, self.fusion_layers)
+        return _Sizes(self.lanes or link.num_lanes, message_bytes, atom_bytes, rule)
+
+
+class _Sizes(NamedTuple):
+    lanes: int
+    message_bytes: int
+    atom_bytes: int
+    rule: FusionRule
+
+
+class _Groups(NamedTuple):
+    """Atoms, as indices, that travel together."""
+
+    atoms: list[Atom]
+    atoms_of: dict[int, list[int]]  # by tensor
+    scatters: list[tuple[int, ...]]
+    gradients: list[list[int]]  # tensors for which each reduce-scatter waits
+    gathers: list[tuple[int, ...]]
+
+
+def _form_groups(run: Run, bucket_mb: float, sizes: _Sizes) -> _Groups:
+    """Cut DDP's buckets into atoms, and fuse them in the order of the backward and of the forward.
+
+    The last bucket, after which nothing comes, is cut finer on CPUs; its atoms are scattered one by one.
+    """
+    step = run.step
+    layers = {moment: layer for layer, moment in enumerate(sorted({tensor.needed_s for tensor in step.tensors}))}
+    shapes = [ParameterShape(tensor.num_bytes, 1, layers[tensor.needed_s]) for tensor in step.tensors]
+    buckets = ddp_buckets(run, bucket_mb)
+    has_tail = len(buckets) > 1 and not run.network.native
+    atoms: list[Atom] = []
+    for number, bucket in enumerate(buckets):
+        tail = has_tail and number == len(buckets) - 1
+        atoms += cut_bucket(number, bucket, shapes, run.network.workers, sizes.atom_bytes, tail)
+    first_of_tail = next((index for index, atom in enumerate(atoms) if atom.tail), len(atoms))
+    scatters = fuse(range(first_of_tail), atoms, shapes, sizes.rule)
+    scatters += [(index,) for index in range(first_of_tail, len(atoms))]
+    tensors_of = [[member.parameter for member in atom.members] for atom in atoms]
+    waits_for = [tensors_of[index] if atom.tail else buckets[atom.bucket] for index, atom in enumerate(atoms)]
+    gradients = [list(dict.fromkeys(tensor for index in group for tensor in waits_for[index])) for group in scatters]
+    need_of = {tensor: need for need, tensor in enumerate(step.forward_order)}
+    first_need = [min(need_of[tensor] for tensor in tensors) for tensors in tensors_of]
+    by_need = sorted(range(len(atoms)), key=lambda index: (first_need[index], -index))
+    atoms_of: dict[int, list[int]] = {}
+    for index, tensors in enumerate(tensors_of):
+        for tensor in tensors:
+            atoms_of.setdefault(tensor, []).append(index)
+    return _Groups(atoms, atoms_of, scatters, gradients, fuse(by_need, atoms, shapes, sizes.rule))
+
+
+def predicted_start(
+    tuner: BucketTuner, step: StepProfile, network: Network, costs: Costs | None = None, strategy: Dear | None = None
+) -> BucketTuner:
+    """Return the tuner with a first trial whose simulated step is the fastest.
+
+    Among equally fast sizes the middle one is taken: there an error of the model costs least. MG-WFBP keeps the groups
+    that its model chooses (DeAR, section II-C); the tuner only begins with them, and then measures.
+    ``strategy`` is DeAR as it is configured; None: with the defaults of :class:`~ddp_hooks.DearConfig`.
+    """
+    dear = replace(strategy or Dear(), tuner=tuner)
+    sizes = Range(tuner.low_mb, tuner.high_mb, tuner.scale)
+    sizes_mb = [sizes.size_at(i / (_NUM_SIZES - 1)) for i in range(_NUM_SIZES)]
+    steps_s = {mb: simulate(replace(dear, fusion_mb=mb), step, network, costs).step_s for mb in sizes_mb}
+    fast = [mb for mb, step_s in steps_s.items() if step_s <= (1 + _ALIKE) * min(steps_s.values())]
+    # Ends of the range may be off by a rounding error.
+    return replace(tuner, start_mb=min(max(fast[len(fast) // 2], tuner.low_mb), tuner.high_mb))
