@@ -25,7 +25,10 @@ WITH_PLACES = ("RuntimeError", "LaneError", "LaneTimeout")
 
 # Errors whose text was made somewhere else: where they are raised, and the function that adds the place.
 MADE_BY = {
-    ("coordination/control.py", "LaneError(outcome.failure)"): ("coordination/negotiation.py", "_failure_of"),
+    ("coordination/control/thread.py", "LaneError(result.failure)"): (
+        "coordination/negotiation/request_table.py",
+        "_failure_of",
+    ),
     ("embedding/flow.py", "RuntimeError(batch.fault)"): ("embedding/ids.py", "_first_fault"),
     ("embedding/flow.py", "RuntimeError(self._fault)"): ("embedding/ids.py", "_first_fault"),
 }

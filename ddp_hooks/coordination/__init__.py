@@ -1,4 +1,4 @@
-"""Collectives that ranks agree upon: verified once, named in any order, grouped, and for models that change."""
+"""Collectives by name, in any order; and models of which ranks use different parts."""
 
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.coordinator import Coordinator

@@ -1,4 +1,4 @@
-"""Settings of coordination, one frozen dataclass."""
+"""Settings of coordination."""
 
 from __future__ import annotations
 
@@ -10,29 +10,27 @@ from ddp_hooks.comm import at_least, check_booleans, check_slice, check_waits, c
 
 @dataclass(frozen=True)
 class CoordinatorConfig:
-    """How requests are agreed upon, and move; the same on every rank.
+    """Settings of a coordinator; the same on every rank.
 
     Args:
-        cycle_ms: a rank that has news waits so long after its last cycle before it begins another one, and at most so
-            long after its first news while more come, so that they come together; longer where agreeing
-            is slow, and, while no thread waits, where there is little to move. Ranks without news wait for nothing,
-            and cost nothing.
-        capacity: of the response cache: requests that are known by a bit. 0: everything is negotiated every time.
-        fan_out: what is negotiated is told along a tree in which every rank hears from at most so many others
-            (Horovod, section 2.2.3). None: all ranks tell the first one themselves.
-        fusion_mb: all-reduces that are ready together travel as one up to this size in MiB; what is larger by itself,
-            or a group, is not cut. 0: each alone.
-        mix_groups: whether a group may travel with others that are ready (Horovod, section 3.2); False: alone.
-        credit_mb: once requests have more than one priority, so many MiB are under way at a time, and the rest waits
-            for its turn by priority; what is fused is not larger then. The smaller, the sooner what is urgent gets
-            through, and the more often ranks agree.
+        cycle_ms: minimum delay between negotiation cycles, and maximum delay before a new request is negotiated while a
+            thread waits. While no thread waits, few bytes are delayed for up to 250 ms; see
+            :mod:`ddp_hooks.coordination.control.cycle_policy`.
+        capacity: largest number of requests in the response cache; 0: every request is negotiated every time.
+        fan_out: new requests travel to rank 0 along a tree with at most so many children per rank (Horovod, section
+            2.2.3). None: directly.
+        fusion_mb: largest message of several all-reduces in MiB; a group or a larger all-reduce is not cut. 0: each
+            travels alone.
+        mix_groups: a group may travel with other requests (Horovod, section 3.2). False: alone.
+        credit_mb: once requests have more than one priority, so many MiB are under way at a time, and messages are not
+            larger. A smaller credit lets urgent requests leave sooner, and takes more cycles.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
-        slice_mb: largest message in MiB, at least 1 KiB; those that are summed are
+        slice_mb: largest message of an all-gather in MiB, at least 1 KiB; of a reduce-scatter
             ``min(slice_mb / 3, 2 * slice_mb / (P - 1))``. None: chosen by the same measurement.
         trace: record spans for :meth:`Coordinator.timeline`.
-        timeout_s: what was asked for on some ranks only fails on all of them after so long, and so does a wait for a
+        timeout_s: a request that only some ranks make fails on all ranks after so long, and so does a wait for a
             message.
-        stall_warning_s: after so long it is logged, with the ranks that have not asked for it.
+        stall_warning_s: a late request is logged after so long, with the ranks that have not made it.
     """
 
     cycle_ms: float = 1.0

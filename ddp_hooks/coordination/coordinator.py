@@ -1,12 +1,9 @@
-"""Named collectives in any order, from any thread: ranks agree what is next, and everybody does the same.
-
-What is asked for lies on a :class:`~ddp_hooks.coordination.desk.Desk`, from which a thread of its own takes it; see
-:mod:`ddp_hooks.coordination.control`.
-"""
+"""Collectives by name, requested in any order and from any thread."""
 
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -31,44 +28,52 @@ from ddp_hooks.comm import (
     profile_link,
     see,
 )
-from ddp_hooks.comm.control import ControlChannel
 from ddp_hooks.coordination.config import CoordinatorConfig
-from ddp_hooks.coordination.control import ControlThread
-from ddp_hooks.coordination.desk import Begun, Desk
-from ddp_hooks.coordination.execution import Submission
-from ddp_hooks.coordination.handle import Agreement, Handle
+from ddp_hooks.coordination.control.channel import ControlChannel
+from ddp_hooks.coordination.control.cycle_policy import CyclePolicy
+from ddp_hooks.coordination.control.request_queue import RequestQueue
+from ddp_hooks.coordination.control.stalls import StallMonitor
+from ddp_hooks.coordination.control.submission import PartialGroup, Submission
+from ddp_hooks.coordination.control.thread import ControlThread
+from ddp_hooks.coordination.handle import Agreement, Handle, WaitContext
 from ddp_hooks.coordination.request import Operation, Request, spec_of
 from ddp_hooks.coordination.stats import CoordinationStats
 
 logger = logging.getLogger("ddp_hooks")
 
-_KNOWN = 2  # times the cache's capacity, and a few: requests that are kept, as they are the same in every step
-_WORTH_S = 0.01  # of moving what was agreed upon, for which it is worth agreeing while nobody waits
+_REQUESTS_PER_ENTRY = 2  # kept requests per entry of the response cache; steps repeat them
+_WORTH_S = 0.01  # of moving bytes: worth a cycle while no thread waits
 _MIB = 1 << 20
 JOIN = "join()"
-"""What messages call the end of a rank's data."""
+"""Name of the end of a rank's data in messages."""
 
 
 class Coordinator:
-    """Collectives by name; each is done when all ranks have asked for it, whatever the order, and by whichever thread.
+    """Collectives by name; each is done when all ranks have requested it, in any order, from any thread.
 
         coordinator = Coordinator()
         handle = coordinator.all_reduce(gradient, name="layer3.weight", mean=True)
         …
         handle.wait()
 
-    Ranks agree once on what a name means: operation, shape, type, root, group and priority. From then on a bit says
-    that a rank has it, until it asks for something else under that name. Names may be used again when they are done.
+    Ranks agree once on the meaning of a name: operation, shape, type, root, group and priority. Later a bit says that a
+    rank has made the request, until it requests something else under that name. A name may be used again when its
+    request is done.
+
+    All methods that return a :class:`Handle` raise ValueError if this rank's request is wrong or of a name that is not
+    done, RuntimeError after :meth:`close`, and LaneError or LaneTimeout after a failure.
 
     Args:
-        group: the ranks; None: all of them. Creating a coordinator is collective over it.
-        config: the settings.
-        device: where tensors are.
-        groups: tensors that travel together, by the group's name: the names of its members. None of them goes before
-            all of them are there, on all ranks.
+        group: the ranks; None: all of them. Creating a coordinator is collective.
+        config: settings.
+        device: of tensors; CPUs only so far.
+        groups: names of tensors that travel together, by the name of the group. A group is requested when all its
+            members are.
 
     Raises:
         ValueError: on every rank, if settings or groups differ.
+        LaneError: ranks cannot connect.
+        LaneTimeout: a rank did not come to connect.
     """
 
     def __init__(
@@ -82,39 +87,46 @@ class Coordinator:
         group = group if group is not None else dist.group.WORLD
         if group is None:
             raise ValueError(f"torch.distributed is not initialised{see('set-up-is-refused')}")
+        device = torch.device(device)
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         entries = {"config": self.config, "groups": self.groups, "torch": torch.__version__}
-        problem = _problem_of(self.config, self.groups, torch.device(device))
+        problem = _problem_of(self.config, self.groups, device)
         agree(entries, problem, group, "the set-up of Coordinator", config)
         self.recorder = Recorder(self.config.trace)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._group_of = {member: name for name, members in self.groups.items() for member in members}
-        self._known: dict[Hashable, Request] = {}
-        device = torch.device(device)
-        self._lanes, worth_bytes = _make_lanes(group, self.config, device, self.recorder)
-        assert self._lanes.witness is not None, "on CPUs there is one"
+        self._requests: dict[Hashable, Request] = {}
+        self._lanes, min_bytes = _make_lanes(group, self.config, device, self.recorder)
+        self._set_up_traffic = self._lanes.traffic
+        witness, limits_s = self._lanes.witness, (self.config.timeout_s, self.config.stall_warning_s)
+        assert witness is not None, "on CPUs there is one"
         try:
-            self._channel = ControlChannel(group, self.config.timeout_s, self._lanes.witness)
+            self._channel = ControlChannel(group, self.config.timeout_s, witness)
         except LaneError as error:
-            self._lanes.witness.report_self(str(error))
+            witness.report_self(str(error))
             self._lanes.abandon(error)
             raise
-        self._desk = Desk(self.config, self.groups, self._channel.wake, worth_bytes)
-        self._control = ControlThread(self._desk, self._lanes, self._channel, self.config, device, self.recorder)
-        self._before = self._lanes.traffic  # what measuring the link has moved
+        policy, stalls = CyclePolicy(self.config.cycle_ms / 1000, min_bytes), StallMonitor(*limits_s)
+        self._queue = RequestQueue(policy, stalls, self._channel.wake)
+        self._waits = WaitContext(witness, self._channel.describe, self._queue.fail, self._queue.waiting, *limits_s)
+        self._control = ControlThread(self._queue, self._lanes, self._channel, self.config, device, self.recorder)
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
-        self._control.start()
+        self._control.thread.start()
 
-    # -- what can be asked for -----------------------------------------------------------------------------------------
+    # -- collectives ---------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, name: str, mean: bool = False, priority: int = 0) -> Handle:
-        """Sum ``tensor`` over all ranks, in place; with ``mean`` divide by their number, also if some have joined.
+        """Sum ``tensor`` over all ranks, in place.
 
-        Of what was agreed upon and has not left yet, the largest ``priority`` leaves first, the same on all ranks; see
-        ``CoordinatorConfig(credit_mb=…)``.
+        A member of one of :attr:`groups` travels with its group.
 
-        A member of one of :attr:`groups` travels with its group, which is asked for when all of it is there.
+        Args:
+            tensor: of the same shape and type on all ranks.
+            name: of the request.
+            mean: divide the sum by the number of ranks, including ranks that have joined.
+            priority: of agreed requests that have not left, the largest priority leaves first, the same on all ranks;
+                see ``CoordinatorConfig(credit_mb=…)``.
         """
         group = self._group_of.get(name)
         if group is None:
@@ -124,7 +136,7 @@ class Coordinator:
     def grouped_all_reduce(
         self, tensors: Sequence[Tensor], names: Sequence[str], name: str, mean: bool = False, priority: int = 0
     ) -> Handle:
-        """All-reduce several tensors as one request, ``name``: all of them or none. The result is the first of them."""
+        """All-reduce tensors of one type as one request, ``name``; the handle returns the first of them."""
         named = list(zip(names, tensors, strict=True))
         dtypes = {tensor.dtype for tensor in tensors}
         if len(dtypes) != 1:
@@ -132,7 +144,7 @@ class Coordinator:
         return self._ask("all_reduce", name, named, mean=mean, priority=priority, grouped=True)
 
     def broadcast(self, tensor: Tensor, name: str, root: int = 0, priority: int = 0) -> Handle:
-        """Copy rank ``root``'s tensor to all ranks of the group, in place; it must lie in one piece."""
+        """Copy the contiguous ``tensor`` of rank ``root`` of the group to all ranks, in place."""
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: broadcast takes a contiguous tensor, got strides {tensor.stride()}")
         if not 0 <= root < self.world_size:
@@ -140,13 +152,13 @@ class Coordinator:
         return self._ask("broadcast", name, [(name, tensor)], root=root, priority=priority)
 
     def all_gather(self, tensor: Tensor, name: str, priority: int = 0) -> Handle:
-        """Everybody's rows, (n, …), one below the other, (sum of n, …); n may differ."""
+        """Gather the rows of all ranks, (n, …), to (sum of n, …); n may differ by rank."""
         if not tensor.dim():
             raise ValueError(f"{name}: all_gather takes rows, got a number: pass tensor.view(1)")
         return self._ask("all_gather", name, [(name, tensor.contiguous())], priority=priority)
 
     def reduce_scatter(self, tensor: Tensor, name: str, mean: bool = False, priority: int = 0) -> Handle:
-        """Of the sum of all ranks' (P * n, …) this rank's n rows; ``tensor`` stays as it is."""
+        """Sum (P * n, …) over all ranks, and return n rows of it to each; ``tensor`` stays as it is."""
         if tensor.dim() == 0 or tensor.shape[0] % self.world_size:
             raise ValueError(
                 f"{name}: reduce_scatter takes rows that divide by {self.world_size} ranks, got {tuple(tensor.shape)}"
@@ -154,10 +166,10 @@ class Coordinator:
         return self._ask("reduce_scatter", name, [(name, tensor)], mean=mean, priority=priority)
 
     def all_to_all(self, tensor: Tensor, name: str, splits: Sequence[int] | None = None, priority: int = 0) -> Handle:
-        """Send each rank its rows of ``tensor``, (sum of splits, …), and receive those for this one, in ranks' order.
+        """Send every rank its rows of ``tensor``, and return the rows for this rank, in the order of ranks.
 
         Args:
-            tensor: first the rows for rank 0, and so on.
+            tensor: (sum of splits, …), first the rows for rank 0, and so on.
             name: of the request.
             splits: numbers of rows by rank; None: equal ones.
             priority: see :meth:`all_reduce`.
@@ -173,37 +185,42 @@ class Coordinator:
     def exchange(
         self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Work | Handle] = ()
     ) -> Handle:
-        """Run an algorithm of one's own, :data:`ddp_hooks.comm.Algorithm`, when all ranks have asked for theirs.
+        """Run an algorithm of your own, :data:`ddp_hooks.comm.Algorithm`, when all ranks have requested theirs.
 
         Args:
-            algorithm: this rank's part.
+            algorithm: part of this rank.
             name: of the request.
             priority: see :meth:`all_reduce`.
-            after: it is asked for when this work is done, here.
+            after: the request is made when this work of this rank is done.
         """
         return self._ask("exchange", name, [], priority=priority, algorithm=algorithm, after=after)
 
     def any(self, flags: Tensor, name: str, priority: int = 0) -> Handle:
-        """Of every flag, (n,), whether it is set on any rank: a bit each, and no lane."""
+        """Return for each of the ``flags``, (n,), if it is set on any rank; takes a bit per flag, and no lane."""
         if flags.dim() != 1:
             raise ValueError(f"{name}: any takes flags in one row, (n,), got {tuple(flags.shape)}")
-        submission_flags = sum(1 << index for index, flag in enumerate(flags.tolist()) if flag)
-        return self._ask("any", name, [(name, flags)], priority=priority, flags=submission_flags)
+        bits = sum(1 << index for index, flag in enumerate(flags.tolist()) if flag)
+        return self._ask("any", name, [(name, flags)], priority=priority, flags=bits)
 
     def join(self) -> None:
-        """This rank has no more data: stand in with zeros for what others all-reduce, until all ranks have joined."""
-        with self._desk.changed:
-            self._desk.raise_if_ended()
-            if self._desk.joined is not None:
+        """Stand in with zeros for all-reduces of other ranks until all ranks have joined: this rank has no more data.
+
+        Raises:
+            RuntimeError: after :meth:`close`, or if another thread of this rank has joined.
+            LaneError: another rank died, or a request timed out.
+        """
+        with self._queue.changed:
+            self._queue.raise_if_ended()
+            if self._queue.joined is not None:
                 raise RuntimeError(f"this rank has joined already, on another thread{see('a-rank-is-missing')}")
-            agreement = self._desk.joined = self._new_agreement(JOIN, timeout_s=None)
-            self._desk.tell()
+            agreement = self._queue.joined = Agreement(JOIN, replace(self._waits, timeout_s=math.inf))
+            self._queue.notify()
         agreement.wait()
 
     def stats(self) -> CoordinationStats:
-        """Totals so far, on this rank."""
-        control, moved = self._channel.traffic, self._lanes.traffic - self._before
-        with self._desk.changed:
+        """Return totals of this rank so far."""
+        control, moved = self._channel.traffic, self._lanes.traffic - self._set_up_traffic
+        with self._queue.changed:
             return replace(
                 self._control.stats,
                 message_sizes=dict(self._control.stats.message_sizes),
@@ -214,38 +231,38 @@ class Coordinator:
             )
 
     def timeline(self) -> list[Span]:
-        """What was waited for and moved, in order of start; needs ``CoordinatorConfig(trace=True)``."""
+        """Return spans of waits and moves, in order of start; needs ``CoordinatorConfig(trace=True)``."""
         return self.recorder.snapshot()
 
     def close(self, farewell_s: float = 10.0) -> None:
-        """Finish what was asked for, and end; collective.
+        """Finish all requests, and end; collective.
 
-        Waits at most ``farewell_s`` for ranks that do not close, or do not ask for what is pending here; that fails.
+        Waits at most ``farewell_s`` for ranks that do not close, or do not make this rank's pending requests, which
+        then fail.
         """
-        deadline_s = time.monotonic() + farewell_s
-        with self._desk.changed:
-            if self._desk.closing:
+        deadline_s, queue = time.monotonic() + farewell_s, self._queue
+        with queue.changed:
+            if queue.closing:
                 return
-            self._desk.closing = True
-            self._desk.tell(is_urgent=True)
-            # What is pending is done when others ask for it, or fails because they close, too.
-            self._desk.changed.wait_for(lambda: not self._desk.is_awaiting or self._desk.error is not None, farewell_s)
-            names = self._desk.awaited
+            queue.closing = True
+            queue.notify(is_urgent=True)
+            # A pending request is done when other ranks make it, or fails because they close, too.
+            queue.changed.wait_for(lambda: not queue.has_unsent or queue.error is not None, farewell_s)
+            names = queue.undecided
         ended = self._control.ended.wait(max(0.0, deadline_s - time.monotonic()))
-        # Those that still wait for something shall know why.
         lacking = f" after {farewell_s:g} s; other ranks have not asked for {', '.join(names[:5])}" if names else ""
-        if names and self._desk.error is None:
+        if names and queue.error is None:
             logger.error("close() gives up%s", lacking)
-        self._desk.fail(LaneError(f"this coordinator was closed{lacking}{see('the-state-was-closed')}"))
+        queue.fail(LaneError(f"this coordinator was closed{lacking}{see('the-state-was-closed')}"))
         if not ended:
-            self._channel.let_go()
-        self._control.join(farewell_s)
+            self._channel.abort()
+        self._control.thread.join(farewell_s)
         self._lanes.close(farewell_s)
         self._close_channel()
         if not self._is_stuck():
             self._handle.remove()
 
-    # -- asking --------------------------------------------------------------------------------------------------------
+    # -- requests ------------------------------------------------------------------------------------------------------
 
     def _ask(
         self,
@@ -259,23 +276,16 @@ class Coordinator:
         **settings: Any,
     ) -> Handle:
         request = self._request(name, operation, named, **settings)
-        desk = self._desk
-        with desk.changed:
-            desk.raise_if_ended()
-            desk.refuse_twice(name)
+        tensors, agreement = [tensor for _, tensor in named], Agreement(name, self._waits)
+        with self._queue.changed:
+            self._queue.raise_if_ended()
+            self._queue.refuse_duplicate(name)
             now_s = time.perf_counter()
             submission = Submission(
-                request,
-                [t for _, t in named],
-                self._new_agreement(name),
-                list(splits),
-                flags,
-                algorithm,
-                began_s=now_s,
-                asked_s=now_s,
+                request, tensors, agreement, list(splits), flags, algorithm, began_s=now_s, asked_s=now_s
             )
-            desk.ask(submission, after)
-        return Handle(submission.agreement, lambda: _result_of(submission))
+            self._queue.submit(submission, after)
+        return Handle(agreement, lambda: submission.output)
 
     def _request(
         self,
@@ -287,92 +297,67 @@ class Coordinator:
         priority: int = 0,
         grouped: bool = False,
     ) -> Request:
-        """What other ranks are told; whatever numbers the caller has, as JSON takes them."""
+        """Return the request for other ranks: a kept one if there is, as equal requests are found by identity."""
         for each in (name, *(n for n, _ in named)):
             if not isinstance(each, str):
                 raise TypeError(f"names are texts, got {each!r}")
         key = (name, operation, mean, root, priority, grouped, *((n, t.shape, t.dtype) for n, t in named))
-        if (known := self._known.get(key)) is not None:
+        if (known := self._requests.get(key)) is not None:
             return known
         if mean and not all(tensor.is_floating_point() or tensor.is_complex() for _, tensor in named):
             raise ValueError(f"{name}: means are of floating-point numbers, got {named[0][1].dtype}")
         specs = tuple(spec_of(n, tensor, operation) for n, tensor in named)
+        # JSON takes Python's numbers only.
         request = Request(name, operation, specs, bool(mean), int(root), int(priority), grouped)
-        if len(self._known) >= _KNOWN * self.config.capacity + 32:
-            self._known.clear()
-        self._known[key] = request
+        if len(self._requests) >= _REQUESTS_PER_ENTRY * self.config.capacity + 32:
+            self._requests.clear()
+        self._requests[key] = request
         return request
 
     def _add_to_group(self, group: str, name: str, tensor: Tensor, mean: bool, priority: int) -> Handle:
-        self._request(name, "all_reduce", [(name, tensor)], mean, priority=priority)  # to be refused by itself
-        desk = self._desk
-        with desk.changed:
-            desk.raise_if_ended()
-            if group not in desk.begun:
-                desk.refuse_twice(group)
-                agreement = self._new_agreement(group)
-                desk.begin(group, Begun({}, agreement, mean, priority, tensor.dtype, time.perf_counter()))
-            begun = desk.begun[group]
-            if name in begun.members:
-                raise ValueError(f"{name} was asked for already, and {group} is not complete: wait for it first")
-            if (mean, priority, tensor.dtype) != (begun.mean, begun.priority, begun.dtype):
-                raise ValueError(
-                    f"{name} was asked for with mean={mean}, priority={priority}, {tensor.dtype}, and others of "
-                    f"{group} with mean={begun.mean}, priority={begun.priority}, {begun.dtype}: a group has one of each"
-                )
-            begun.members[name] = tensor
-            if len(begun.members) == len(self.groups[group]):
-                self._complete(group, desk.begun.pop(group))
-        return Handle(begun.agreement, lambda: tensor)
-
-    def _complete(self, group: str, begun: Begun) -> None:
-        named = [(name, begun.members[name]) for name in self.groups[group]]
-        request = self._request(group, "all_reduce", named, begun.mean, priority=begun.priority, grouped=True)
-        tensors, asked_s = [tensor for _, tensor in named], time.perf_counter()
-        self._desk.ask(Submission(request, tensors, begun.agreement, began_s=begun.began_s, asked_s=asked_s))
-
-    def _new_agreement(self, name: str, timeout_s: float | None = -1.0) -> Agreement:
-        config = self.config
-        return Agreement(
-            name,
-            self._channel.witness,
-            self._channel.describe,
-            self._desk.fail,
-            self._desk.being_waited_for,
-            config.timeout_s if timeout_s == -1.0 else timeout_s,
-            config.stall_warning_s,
-        )
+        self._request(name, "all_reduce", [(name, tensor)], mean, priority=priority)  # raises if it is wrong
+        queue = self._queue
+        with queue.changed:
+            queue.raise_if_ended()
+            if group not in queue.partial_groups:
+                queue.refuse_duplicate(group)
+                agreement, kind = Agreement(group, self._waits), (mean, priority, tensor.dtype)
+                queue.begin_group(group, PartialGroup(self.groups[group], agreement, *kind, time.perf_counter()))
+            partial = queue.partial_groups[group]
+            partial.add(name, tensor, mean, priority)
+            if partial.is_complete:
+                del queue.partial_groups[group]
+                named = [(member, partial.members[member]) for member in partial.names]
+                request = self._request(group, "all_reduce", named, mean, priority=priority, grouped=True)
+                tensors, now_s = [tensor for _, tensor in named], time.perf_counter()
+                began_s = partial.began_s
+                queue.submit(Submission(request, tensors, partial.agreement, began_s=began_s, asked_s=now_s))
+        return Handle(partial.agreement, lambda: tensor)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
     def _abandon(self, error: BaseException) -> None:
         self._lanes.abandon(error)
-        self._desk.fail(LaneError(f"this rank ends: {type(error).__name__}: {error}{see('a-rank-died', quoted=error)}"))
-        self._control.join(2.0)
+        text = f"{type(error).__name__}: {error}"
+        self._queue.fail(LaneError(f"this rank ends: {text}{see('a-rank-died', quoted=error)}"))
+        self._control.thread.join(2.0)
         self._close_channel()
 
     def _close_channel(self) -> None:
-        if self._control.is_alive:
-            self._channel.let_go()
-            self._control.join(2.0)
-        if not self._control.is_alive:
+        if self._control.thread.is_alive():
+            self._channel.abort()
+            self._control.thread.join(2.0)
+        if not self._control.thread.is_alive():
             self._channel.close()
 
     def _is_stuck(self) -> bool:
-        return self._lanes.stuck or self._control.is_alive
-
-
-def _result_of(submission: Submission) -> Tensor:
-    if submission.result is not None:
-        result: Tensor = submission.result[0]
-        return result
-    return submission.tensors[0] if submission.tensors else torch.empty(0)
+        return self._lanes.stuck or self._control.thread.is_alive()
 
 
 def _make_lanes(
     group: dist.ProcessGroup, config: CoordinatorConfig, device: torch.device, recorder: Recorder
 ) -> tuple[Lanes, int]:
-    """And the bytes that keep the link busy for :data:`_WORTH_S`, or are one message of its."""
+    """Make lanes; return them, and the bytes that are worth a cycle while no thread waits."""
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, 1, device, settings, recorder)
     link = LinkProfile(None, 1, _MIB)
@@ -380,8 +365,8 @@ def _make_lanes(
         link = profile_link(lanes)
     settings.slice_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
     lanes.grow(config.lanes or link.num_lanes)
-    worth_bytes = settings.slice_bytes if link.goodput_bytes_s is None else int(link.goodput_bytes_s * _WORTH_S)
-    return lanes, min(worth_bytes, _MIB)
+    min_bytes = settings.slice_bytes if link.goodput_bytes_s is None else int(link.goodput_bytes_s * _WORTH_S)
+    return lanes, min(min_bytes, _MIB)
 
 
 def _problem_of(config: object, groups: Mapping[str, Sequence[str]], device: torch.device) -> str | None:

@@ -1,33 +1,32 @@
 """Data parallelism for models whose used parameters differ by rank and by step: multi-task, mixtures, early exits.
 
-DDP with ``find_unused_parameters=True`` reduces every bucket in every step, zeros for what nobody used among them. Here
-a group of parameters is reduced as soon as all ranks have its gradients, in whatever order, and at the end of the
-backward ranks tell each other what they have used: what no rank has used is left alone, and where only some have, the
-others give zeros.
+DDP with ``find_unused_parameters=True`` reduces every bucket in every step, also zeros of unused parameters. Here a
+group of parameters is reduced as soon as all ranks have its gradients, in any order. At the end of the backward ranks
+exchange a bit per parameter: was it used? A parameter that only some ranks have used gets zeros from the other ranks; a
+parameter that no rank has used stays as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import agree, mebibytes, positive, see, whole
+from ddp_hooks.comm import agree, mebibytes, see
 from ddp_hooks.comm import torch_compat as comm_compat
-from ddp_hooks.coordination import groups as grouping
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.coordinator import Coordinator
+from ddp_hooks.coordination.grouping import at_most_bytes, groups_of
 from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.stats import CoordinationStats
 
 _USED = "used parameters"
-_GROUP_MB = 5.0
-_BROADCAST_MB = 32  # of a message in which the first rank's values travel
+_BROADCAST_MB = 32  # largest message with values of rank 0
 _ATTRIBUTE = "_ddp_hooks_coordinated"
 
 
@@ -43,7 +42,7 @@ def coordinate(
     config: CoordinatorConfig | None = None,
     coordinator: Coordinator | None = None,
 ) -> CoordinatedModel:
-    """Let ranks train one model together, whichever parts of it each of them uses in each step; in place::
+    """Reduce the gradients of ``model``, in place, whichever parts of it each rank uses in each step; collective::
 
         coordinated = coordinate(model, optimizer)
         for batch in loader:
@@ -51,27 +50,26 @@ def coordinate(
             loss_of(model(batch)).backward()  # .grad is the mean over all ranks when it returns
             optimizer.step()
 
-    The result is that of DDP with ``find_unused_parameters=True``: what no rank has used keeps ``.grad`` as it was,
-    None after ``zero_grad()``. Clipping, loss scaling and checkpoints are as without it; accumulation with
+    The result is the same as of DDP with ``find_unused_parameters=True``: a parameter that no rank has used keeps its
+    ``.grad``, None after ``zero_grad()``. Clipping, loss scaling and checkpoints need no change; accumulate with
     :meth:`CoordinatedModel.no_sync`.
 
     Args:
-        model: whose parameters and buffers become those of rank 0; its forward begins a step.
-        optimizer: compared with the model, so that it updates nothing that is not reduced.
-        num_groups: tensors are split into so many groups of equal numbers (Horovod, section 3.2).
-        group_mb: without ``num_groups`` and ``groups``, neighbours of one branch travel together up to this size in
-            MiB: those within one child of a list of modules, or of the model. None: 5.
-        groups: names of parameters that travel together; those that are in none travel alone.
-        broadcast_buffers: whether rank 0's buffers are those of all ranks in every forward in training mode, as in DDP.
+        model: gets the parameters and buffers of rank 0; its forward begins a step.
+        optimizer: checked: it must not update parameters that are not the model's.
+        num_groups: split parameters into so many groups of equal numbers of parameters (Horovod, section 3.2).
+        group_mb: without ``num_groups`` and ``groups``, neighbours within one branch travel together up to this size in
+            MiB; a branch is a child of a list of modules, or of the model. None: 5.
+        groups: names of parameters that travel together; other parameters travel alone.
+        broadcast_buffers: copy rank 0's buffers to all ranks in every forward in training mode, as DDP does.
         group: the ranks; None: all of them.
-        config: of the :class:`Coordinator`.
-        coordinator: one that moves other things, too, such as tables; without it the model has one of its own. Its
-            ranks are the model's, and so are its settings.
+        config: of the model's own :class:`Coordinator`.
+        coordinator: shared with tables or collectives of your own, and of the same ranks; None: the model's own.
 
     Raises:
         ValueError: on every rank, if this cannot work or ranks differ.
-
-    Collective.
+        LaneError: ranks cannot connect.
+        LaneTimeout: a rank did not come.
     """
     group = group if group is not None else dist.group.WORLD
     if group is None:
@@ -81,52 +79,74 @@ def coordinate(
     parameters = _trained(model) if problem is None else {}
     if problem is None:
         try:
-            members = _groups_of(model, parameters, num_groups, group_mb, groups)
+            members = groups_of(model, parameters, num_groups, group_mb, groups)
         except (TypeError, ValueError) as error:
             problem = str(error)
     entries: dict[str, object] = {"broadcast_buffers": broadcast_buffers, "groups": members}
     entries["coordinator"] = coordinator is not None
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-            entries[name] = f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}, {_trained_or_not(tensor)}"
+            trained = "trained" if tensor.requires_grad else "not trained"
+            entries[name] = f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}, {trained}"
     agree(entries, problem, group, "the set-up of coordinate", config)
     return CoordinatedModel(model, parameters, members, broadcast_buffers, group, config, coordinator)
 
 
-@dataclass
 class _Group:
-    """Parameters that travel together.
+    """Parameters of one type whose gradients travel as one all-reduce."""
 
-    Args:
-        name: of the request.
-        members: names of the parameters, with their places in the group's memory, in elements.
-        flat: the memory that gradients travel in, of this backward; (numel,).
-        present: members whose gradients are in it.
-        handle: of the collective, once it was asked for.
-    """
+    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+        self.name = name
+        self.parameters = parameters
+        self.reset()
 
-    name: str
-    members: dict[str, slice]
-    flat: Tensor | None = None
-    present: set[str] = field(default_factory=set)
-    handle: Handle | None = None
+    def reset(self) -> None:
+        """Forget the gradients of a backward."""
+        self.handle: Handle | None = None  # of the all-reduce
+        self.missing = set(self.parameters)  # gradients that are not in ``flat``
+        self.flat: Tensor | None = None  # (numel,)
+        self._slots: dict[str, Tensor] = {}  # views of ``flat``
+
+    def pack(self, name: str, gradient: Tensor | None) -> None:
+        """Copy a gradient, or zeros: autograd may still use the memory of the gradient."""
+        if self.flat is None:
+            numels = [parameter.numel() for parameter in self.parameters.values()]
+            self.flat = torch.empty(sum(numels), dtype=self.parameters[name].dtype)
+            self._slots = dict(zip(self.parameters, self.flat.split(numels), strict=True))
+        slot = self._slots[name].view(self.parameters[name].shape)
+        slot.zero_() if gradient is None else slot.copy_(gradient)
+        self.missing.discard(name)
+
+    def request(self, coordinator: Coordinator) -> None:
+        """Request the all-reduce."""
+        assert self.flat is not None
+        self.handle = coordinator.all_reduce(self.flat, self.name, mean=True)
+
+    def hand_out(self, used: Collection[str]) -> None:
+        """Wait for means, and copy them to ``.grad`` of used parameters."""
+        assert self.handle is not None
+        self.handle.wait()
+        for name, parameter in self.parameters.items():
+            if name in used:
+                if parameter.grad is None:
+                    parameter.grad = torch.empty_like(parameter)
+                parameter.grad.copy_(self._slots[name].view(parameter.shape))
+        self.reset()
 
 
 @dataclass
 class _Backward:
-    """The backward that runs.
-
-    Args:
-        task: the engine's number of it.
-        has_asked: whether gradients of it are on their way.
-    """
+    """Running backward: the engine's number of it, and True if gradients of it are on their way."""
 
     task: int
     has_asked: bool = False
 
 
 class CoordinatedModel:
-    """What serves one model: made by :func:`coordinate`."""
+    """Hooks of a model, made by :func:`coordinate`.
+
+    A backward raises RuntimeError where it cannot be coordinated, and LaneError or LaneTimeout if communication fails.
+    """
 
     def __init__(
         self,
@@ -140,14 +160,16 @@ class CoordinatedModel:
     ) -> None:
         self._model = model
         self._parameters = parameters
-        self._groups = [_Group(f"group {index}", _places(names, parameters)) for index, names in enumerate(members)]
-        self._group_of = {name: each for each in self._groups for name in each.members}
+        self._groups = [
+            _Group(f"group {index}", {name: parameters[name] for name in names}) for index, names in enumerate(members)
+        ]
+        self._group_of = {name: each for each in self._groups for name in each.parameters}
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._broadcasts_buffers = broadcast_buffers
-        self._used: set[str] = set()  # here, since gradients were reduced
+        self._used: set[str] = set()  # on this rank, since gradients were reduced
         self._backward: _Backward | None = None
         self._syncs = True
-        _begin_alike(model, group)
+        _copy_from_rank_0(model, group)
         self._owns_coordinator = coordinator is None
         self.coordinator = coordinator if coordinator is not None else Coordinator(group, config)
         setattr(model, _ATTRIBUTE, self)
@@ -159,7 +181,7 @@ class CoordinatedModel:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backwards inside add up gradients on each rank; the next one outside of it reduces them."""
+        """Accumulate gradients of backwards inside on each rank; the next backward outside reduces them."""
         before, self._syncs = self._syncs, False
         try:
             yield
@@ -167,11 +189,11 @@ class CoordinatedModel:
             self._syncs = before
 
     def stats(self) -> CoordinationStats:
-        """Totals so far, on this rank."""
+        """Return totals of this rank so far."""
         return self.coordinator.stats()
 
     def close(self) -> None:
-        """Leave the model as it was; collective."""
+        """Remove all hooks, and close the coordinator if it is the model's own; collective."""
         while self._handles:
             self._handles.pop().remove()
         vars(self._model).pop(_ATTRIBUTE, None)
@@ -181,15 +203,15 @@ class CoordinatedModel:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, *ignored: object) -> None:
-        if comm_compat.in_backward():  # of an activation checkpoint
+        if comm_compat.in_backward():  # recomputation of an activation checkpoint
             return
         if self._backward is not None:
-            self._refuse_to_go_on(self._backward)
+            self._end_failed(self._backward)
         if self._broadcasts_buffers and self._model.training and torch.is_grad_enabled() and self._syncs:
             self._broadcast_buffers()
 
-    def _refuse_to_go_on(self, failed: _Backward) -> None:
-        """A backward did not come to its end."""
+    def _end_failed(self, failed: _Backward) -> None:
+        """Raise RuntimeError if gradients of a backward that failed are on their way."""
         self._backward = None
         if failed.has_asked:
             raise RuntimeError(
@@ -214,22 +236,22 @@ class CoordinatedModel:
 
     @torch.no_grad()
     def _note_gradient(self, parameter: Tensor) -> None:
-        """The gradient of a parameter is complete."""
+        """Request the group of a parameter whose gradient is ready, if it is complete."""
         name = self._names[parameter]  # type: ignore[index]
         backward = self._running_backward(name)
         self._used.add(name)
         if not self._syncs:
             return
         group = self._group_of[name]
-        if name in group.present:
+        if name not in group.missing:
             raise RuntimeError(
                 f"the gradient of {name} was complete, and was added to again, in one backward: checkpoint activations "
                 f"with use_reentrant=False, or reduce once, after backwards under no_sync(){see('coordinated-models')}"
             )
-        self._pack(group, name, parameter.grad)
-        if len(group.present) == len(group.members):
+        group.pack(name, parameter.grad)
+        if not group.missing:
             backward.has_asked = True
-            self._ask_for(group)
+            group.request(self.coordinator)
 
     def _running_backward(self, name: str) -> _Backward:
         if comm_compat.inside_reentrant_checkpoint():
@@ -239,34 +261,17 @@ class CoordinatedModel:
             )
         task = torch._C._current_graph_task_id()
         if self._backward is not None and self._backward.task != task:
-            self._refuse_to_go_on(self._backward)
+            self._end_failed(self._backward)
         if self._backward is None:
             self._backward = _Backward(task)
             for group in self._groups:
-                group.flat, group.handle = None, None
-                group.present.clear()
+                group.reset()
             comm_compat.queue_engine_callback(self._end_backward)
         return self._backward
 
-    def _pack(self, group: _Group, name: str, gradient: Tensor | None) -> None:
-        """Copy it to where it travels; None: zeros.
-
-        Not in place: autograd may still be handing on the memory that it has made the gradient of.
-        """
-        if group.flat is None:
-            numel = max(place.stop for place in group.members.values())
-            group.flat = torch.empty(numel, dtype=self._parameters[name].dtype)
-        place = group.flat[group.members[name]].view(self._parameters[name].shape)
-        place.zero_() if gradient is None else place.copy_(gradient)
-        group.present.add(name)
-
-    def _ask_for(self, group: _Group) -> None:
-        assert group.flat is not None
-        group.handle = self.coordinator.all_reduce(group.flat, group.name, mean=True)
-
     @torch.no_grad()
     def _end_backward(self) -> None:
-        """Hear what was used anywhere, send what is missing, and give every parameter the mean of its gradients."""
+        """Exchange used parameters, request groups that are not complete, and set ``.grad`` to means."""
         if not self._syncs:
             self._backward = None
             return
@@ -275,43 +280,21 @@ class CoordinatedModel:
         used_here = torch.tensor([name in self._used for name in self._parameters])
         used = self.coordinator.any(used_here, _USED).wait()
         used_anywhere = {name for name, is_used in zip(self._parameters, used.tolist(), strict=True) if is_used}
-        travelling = [group for group in self._groups if not used_anywhere.isdisjoint(group.members)]
+        travelling = [group for group in self._groups if not used_anywhere.isdisjoint(group.parameters)]
         for group in travelling:
             if group.handle is None:
-                for name in group.members.keys() - group.present:
-                    # What came of earlier backwards counts, too, but not of what nobody has used: that stays.
-                    self._pack(group, name, self._parameters[name].grad if name in used_anywhere else None)
-                self._ask_for(group)
+                for name in list(group.missing):
+                    # Gradients of earlier backwards count, too, but a parameter that no rank has used keeps its own.
+                    group.pack(name, self._parameters[name].grad if name in used_anywhere else None)
+                group.request(self.coordinator)
         for group in travelling:
-            self._hand_out(group, used_anywhere)
+            group.hand_out(used_anywhere)
         self._used.clear()
         self._backward = None
-
-    def _hand_out(self, group: _Group, used_anywhere: Collection[str]) -> None:
-        assert group.handle is not None
-        means = group.handle.wait()
-        for name, place in group.members.items():
-            parameter = self._parameters[name]
-            if name in used_anywhere:
-                mean = means[place].view(parameter.shape)
-                if parameter.grad is None:
-                    parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(mean)
-        group.flat, group.handle = None, None
 
 
 def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _places(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> dict[str, slice]:
-    """One after the other."""
-    places: dict[str, slice] = {}
-    start = 0
-    for name in names:
-        places[name] = slice(start, start + parameters[name].numel())
-        start = places[name].stop
-    return places
 
 
 def _problem_of(model: object, optimizer: object) -> str | None:
@@ -363,69 +346,13 @@ def _problem_of_coordinator(
     return None
 
 
-def _groups_of(
-    model: nn.Module,
-    parameters: dict[str, nn.Parameter],
-    num_groups: int | None,
-    group_mb: float | None,
-    groups: Sequence[Sequence[str]] | None,
-) -> list[list[str]]:
-    """In the order in which gradients usually come, the last parameters first; each of one type."""
-    names = list(parameters)[::-1]
-    if num_groups is not None and not whole(num_groups, 1):
-        raise ValueError(f"num_groups must be None, or a whole number >= 1, got {num_groups!r}")
-    if group_mb is not None and not positive(group_mb):
-        raise ValueError(f"group_mb must be None, or > 0 and finite, got {group_mb!r}")
-    if group_mb is not None and (groups is not None or num_groups is not None):
-        given = "groups" if groups is not None else "num_groups"
-        raise ValueError(f"group_mb={group_mb!r} has no effect with {given}: leave it out")
-    if groups is not None and num_groups is not None:
-        raise ValueError("pass num_groups or groups, not both")
-    if groups is not None:
-        chosen = grouping.checked(groups, names)
-        for names_of_one in chosen:
-            dtypes = {parameters[name].dtype for name in names_of_one}
-            if len(dtypes) > 1:
-                raise ValueError(
-                    f"the group of {names_of_one[0]} has parameters of {dtypes}: one type travels together"
-                )
-        return chosen
-    if num_groups is not None:
-        return [part for run in grouping.equal_counts(names, num_groups) for part in _of_one_dtype(run, parameters)]
-    limit_mb = group_mb if group_mb is not None else _GROUP_MB
-    kinds = {name: (branch_of(model, name), parameters[name].dtype) for name in names}
-    return grouping.at_most_bytes({name: parameters[name].nbytes for name in names}, mebibytes(limit_mb), kinds)
-
-
-def _of_one_dtype(names: Sequence[str], parameters: dict[str, nn.Parameter]) -> list[list[str]]:
-    by_dtype: dict[torch.dtype, list[str]] = {}
-    for name in names:
-        by_dtype.setdefault(parameters[name].dtype, []).append(name)
-    return list(by_dtype.values())
-
-
-def branch_of(model: nn.Module, name: str) -> str:
-    """The part of the model that a parameter is used with: a child of the model, or of the innermost list in it."""
-    path = name.split(".")[:-1]
-    branch = ".".join(path[:1])
-    for depth in range(1, len(path)):
-        container = model.get_submodule(".".join(path[:depth]))
-        if isinstance(container, nn.ModuleList | nn.ModuleDict):
-            branch = ".".join(path[: depth + 1])
-    return branch
-
-
-def _trained_or_not(tensor: Tensor) -> str:
-    return "trained" if tensor.requires_grad else "not trained"
-
-
 @torch.no_grad()
-def _begin_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Give all ranks the parameters and buffers of rank 0, in few messages."""
+def _copy_from_rank_0(model: nn.Module, group: dist.ProcessGroup) -> None:
+    """Copy the parameters and buffers of rank 0 to all ranks, in few messages."""
     source = dist.get_global_rank(group, 0)
     tensors = {str(index): each for index, each in enumerate((*model.parameters(), *model.buffers()))}
     nbytes = {name: each.numel() * each.element_size() for name, each in tensors.items()}
-    for names in grouping.at_most_bytes(nbytes, mebibytes(_BROADCAST_MB)):
+    for names in at_most_bytes(nbytes, mebibytes(_BROADCAST_MB)):
         message = torch.cat([_bytes_of(tensors[name]) for name in names])
         dist.broadcast(message, source, group=group)
         for name, part in zip(names, message.split([nbytes[name] for name in names]), strict=True):
@@ -434,5 +361,5 @@ def _begin_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:
-    """The elements, row by row whatever the strides, as bytes; (n * element size,)."""
+    """Return the elements in row order, whatever the strides, as bytes; (n * element size,)."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8)

@@ -1,4 +1,4 @@
-"""What is asked for, and how it is written down for other ranks."""
+"""Requests for collectives, and their form in messages between ranks."""
 
 from __future__ import annotations
 
@@ -16,31 +16,25 @@ Operation: TypeAlias = Literal[
     "all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "exchange", "any"
 ]
 
-_UNEVEN = ("all_gather", "all_to_all")  # whose tensors may have another number of rows on every rank
+_UNEVEN = ("all_gather", "all_to_all")  # numbers of rows may differ by rank
 
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """One tensor of a request.
-
-    Args:
-        name: of the tensor.
-        shape: of the tensor; -1 for rows of which ranks may have different numbers.
-        dtype: as text.
-    """
+    """Description of a tensor."""
 
     name: str
-    shape: tuple[int, ...]
+    shape: tuple[int, ...]  # -1 for numbers of rows that may differ by rank
     dtype: str
 
     @property
     def numel(self) -> int:
-        """Elements; negative if ranks may have different numbers."""
+        """Number of elements; negative if it may differ by rank."""
         return math.prod(self.shape)
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type that is written down as text."""
+        """Data type of the tensor."""
         dtype = getattr(torch, self.dtype.removeprefix("torch."))
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -48,46 +42,39 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Request:
-    """A collective that is wanted, of one tensor or of a group that travels together.
-
-    Equal on all ranks, or the collective cannot be done: that is what ranks compare.
-
-    Args:
-        name: under which ranks find each other's.
-        operation: what is to be done.
-        tensors: in the order in which they travel.
-        mean: whether sums are divided by the number of ranks.
-        root: of a broadcast, a rank within the group; else -1.
-        priority: larger ones go first.
-        grouped: whether it was asked for as a group, also if that has one tensor.
-    """
+    """Request for a collective of one tensor, or of a group that travels together; equal on all ranks."""
 
     name: str
     operation: Operation
-    tensors: tuple[TensorSpec, ...]
-    mean: bool = False
-    root: int = -1
-    priority: int = 0
-    grouped: bool = False
+    tensors: tuple[TensorSpec, ...]  # in the order in which they travel
+    mean: bool = False  # divide sums by the number of ranks
+    root: int = -1  # of a broadcast, a rank within the group
+    priority: int = 0  # larger ones go first
+    grouped: bool = False  # requested as a group, also of one tensor
+
+    @property
+    def works_without_data(self) -> bool:
+        """True if zeros can stand in for a rank that has run out of data."""
+        return self.operation in ("all_reduce", "any")
 
     @cached_property
     def nbytes(self) -> int:
-        """Of its tensors, as far as all ranks have the same."""
+        """Size of the tensors whose shapes are the same on all ranks."""
         return sum(max(0, spec.numel) * spec.torch_dtype.itemsize for spec in self.tensors)
 
     @cached_property
     def known_nbytes(self) -> float:
-        """Likewise; infinite where ranks may have different numbers, or an algorithm of one's own moves them."""
+        """Size of the tensors; infinite for an exchange, and if numbers of rows may differ by rank."""
         is_known = self.tensors and all(spec.numel >= 0 for spec in self.tensors)
-        return self.nbytes if is_known else float("inf")
+        return self.nbytes if is_known else math.inf
 
     @cached_property
     def dtypes(self) -> frozenset[str]:
-        """Of its tensors."""
+        """Data types of the tensors."""
         return frozenset(spec.dtype for spec in self.tensors)
 
     def entries(self) -> dict[str, object]:
-        """Everything that must be the same, by name, for messages."""
+        """Return everything that must be the same on all ranks, by name, for messages."""
         settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "tensors"}
         names = {"tensors": [spec.name for spec in self.tensors]}
         shapes = {spec.name: f"{list(spec.shape)} of {spec.dtype}" for spec in self.tensors}
@@ -95,18 +82,18 @@ class Request:
 
 
 def spec_of(name: str, tensor: Tensor, operation: Operation) -> TensorSpec:
-    """What other ranks are told of a tensor."""
+    """Describe a tensor of a request."""
     shape = tuple(tensor.shape)
     return TensorSpec(name, (-1, *shape[1:]) if operation in _UNEVEN else shape, str(tensor.dtype))
 
 
-def packed(requests: Sequence[Request]) -> list[Any]:
-    """Requests as JSON takes them."""
+def pack(requests: Sequence[Request]) -> list[Any]:
+    """Return requests in a form for JSON."""
     return [astuple(request) for request in requests]
 
 
-def unpacked(items: Sequence[Any]) -> list[Request]:
-    """The reverse of :func:`packed`."""
+def unpack(items: Sequence[Any]) -> list[Request]:
+    """Reverse :func:`pack`."""
     return [
         Request(name, operation, tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in specs), *rest)
         for name, operation, specs, *rest in items
@@ -114,10 +101,10 @@ def unpacked(items: Sequence[Any]) -> list[Request]:
 
 
 def encode(message: object) -> bytes:
-    """A message between ranks."""
+    """Encode a message between ranks."""
     return json.dumps(message, separators=(",", ":")).encode()
 
 
 def decode(data: bytes) -> Any:
-    """The reverse of :func:`encode`."""
+    """Reverse :func:`encode`."""
     return json.loads(data)

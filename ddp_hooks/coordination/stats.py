@@ -1,4 +1,4 @@
-"""What coordination has cost, and what it has moved."""
+"""Totals of coordination: its cost, and the messages that it has moved."""
 
 from __future__ import annotations
 
@@ -7,23 +7,22 @@ from dataclasses import dataclass, field
 
 @dataclass
 class CoordinationStats:
-    """Totals on this rank.
+    """Totals of one rank; seconds of requests are added up over all requests.
 
     Args:
-        cycles: agreements that this rank took part in.
-        collectives: messages that were moved, each of one request or of several that were fused.
-        message_sizes: those messages by size: number of them by ``nbytes.bit_length()``, so that under 20 are those of
-            512 KiB up to less than 1 MiB. Rows of which ranks may have different numbers, and exchanges,
-            count as nothing.
-        requests: that were done.
-        control_messages, control_bytes: that this rank has sent to agree.
-        control_s: seconds in which the control thread agreed; mostly it waited for others.
-        control_cpu_s: seconds of the processor that it took for that.
-        sent_bytes, received_bytes: payload of all messages, without those that measured the link at the start.
-        waited_for_data_s: seconds from a group's first tensor to its last one, added over requests.
-        waited_for_others_s: seconds from there until all ranks had asked for it, likewise.
-        queued_s: seconds from there until a lane began, likewise.
-        moved_s: seconds from there to the end, likewise.
+        cycles: negotiation cycles.
+        collectives: messages that were moved, of one request or of several that were fused.
+        requests: requests that were done.
+        control_messages, control_bytes: sent to negotiate.
+        control_s: seconds in cycles; mostly waits for other ranks.
+        control_cpu_s: seconds of processor time in cycles.
+        sent_bytes, received_bytes: payload of all messages, without the measurement of the link.
+        waited_for_data_s: seconds from a group's first tensor to its last one.
+        waited_for_others_s: seconds from there until all ranks have made the request.
+        queued_s: seconds from there until a lane begins.
+        moved_s: seconds from there to the end.
+        message_sizes: numbers of messages by ``nbytes.bit_length()``; key 20 is 512 KiB up to less than 1 MiB.
+            Exchanges, and rows whose numbers may differ by rank, count as 0 bytes.
     """
 
     cycles: int = 0
@@ -42,7 +41,7 @@ class CoordinationStats:
     message_sizes: dict[int, int] = field(default_factory=dict)
 
     def note_message(self, nbytes: int) -> None:
-        """Count a message that is to be moved."""
+        """Count a message."""
         self.collectives += 1
         size = nbytes.bit_length()
         self.message_sizes[size] = self.message_sizes.get(size, 0) + 1

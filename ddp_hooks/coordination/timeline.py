@@ -1,7 +1,7 @@
-"""What requests have waited for, and when they moved: totals by name, a picture, and a trace for Perfetto.
+"""Phases of requests: totals by name, a picture, and a trace for Perfetto (figure 9 of the paper).
 
-The paper's figure 9 of one's own training: waiting for *data* is the computation's, waiting for *others* is what ranks
-that are late cost, waiting for *a lane* says that the link is busy.
+Waiting for *data* is computation, waiting for *others* is the cost of late ranks, and waiting for *a lane* means that
+the link is busy.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ PHASES: Final = {
     "waits for a lane": "#999999",
     "moves": "#56b4e9",
 }
-"""Of a request, in this order, with their colours (Okabe and Ito's); tracks of :meth:`Coordinator.timeline`."""
+"""Phases of a request in order, which are tracks of :meth:`Coordinator.timeline`, with colours (Okabe and Ito's)."""
 
 
 def seconds_by_name(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
-    """Of every request the seconds of each phase, added up over all times that it was asked for."""
+    """Return the seconds of each phase by name of the request, added up over all requests of that name."""
     totals: dict[str, dict[str, float]] = {}
     for span in spans:
         if span.track in PHASES:
@@ -33,10 +33,10 @@ def seconds_by_name(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
 
 
 def write_trace(spans: Sequence[Span], path: Path, title: str = "coordination") -> None:
-    """Write what ``Coordinator.timeline()`` returns as a trace that https://ui.perfetto.dev opens.
+    """Write spans as a trace for https://ui.perfetto.dev.
 
     Args:
-        spans: at least one of them.
+        spans: of ``Coordinator.timeline()``, at least one.
         path: a ``.json`` file.
         title: of the process in the trace.
     """
@@ -45,12 +45,12 @@ def write_trace(spans: Sequence[Span], path: Path, title: str = "coordination") 
 
 
 def draw_phases(spans: Sequence[Span], path: Path, num_requests: int = 30) -> None:
-    """Draw a bar for each request, of its phases; those that took longest, the longest on top.
+    """Draw a bar of phases for each request, the longest on top.
 
     Args:
-        spans: what ``Coordinator.timeline()`` returns.
-        path: ending in a format of matplotlib's, such as ``.png`` or ``.svg``.
-        num_requests: that are shown at most.
+        spans: of ``Coordinator.timeline()``.
+        path: a ``.png`` file, or another format of matplotlib.
+        num_requests: largest number of bars; the longest requests are shown.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.

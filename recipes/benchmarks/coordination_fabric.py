@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from ddp_hooks.comm import AlphaBeta, num_rounds, run_on_fabric
-from ddp_hooks.coordination.cache import ResponseCache
-from ddp_hooks.coordination.messages import children_of
-from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
+from ddp_hooks.coordination.negotiation.cache import ResponseCache
+from ddp_hooks.coordination.negotiation.messages import children_of
+from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec
 from ddp_hooks.planning.strategies.horovod import Agreement, Horovod
 
@@ -83,8 +83,8 @@ def agree_on_fabric(variant: str, ranks: int, num_tensors: int, costs: Costs) ->
     negotiators = [Negotiator(rank, range(ranks), CAPACITY, fan_out) for rank in range(ranks)]
     for negotiator in negotiators:
         negotiator.cache = cache
-    situation = Situation({request.name: request for request in requests})
-    outcomes = [Outcome() for _ in negotiators]
+    situation = CycleInput({request.name: request for request in requests})
+    outcomes = [CycleResult() for _ in negotiators]
     cycles = [each.cycle(situation, outcome) for each, outcome in zip(negotiators, outcomes, strict=True)]
     traffic = run_on_fabric(cycles, AlphaBeta(costs.alpha_s), costs.handling_s)
     assert all(outcome.ready == requests for outcome in outcomes)

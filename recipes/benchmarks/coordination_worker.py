@@ -27,7 +27,7 @@ from ddp_hooks.comm import (
     run_on_fabric,
 )
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig
-from ddp_hooks.coordination.groups import equal_counts
+from ddp_hooks.coordination.grouping import equal_counts
 from recipes.benchmarks.coordination_job import ControlJob, GroupingJob, Pattern, load
 from recipes.benchmarks.emulation import SleepClock
 from recipes.benchmarks.worker import over_ranks, report, run, spare_the_collector

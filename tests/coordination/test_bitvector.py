@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hooks.comm import num_rounds, run_on_fabric
-from ddp_hooks.coordination.bitvector import (
-    Messages,
+from ddp_hooks.coordination.negotiation.bitvector import (
+    VectorBuffers,
     and_of_all,
     from_vector,
     indices,
@@ -43,14 +43,14 @@ def test_all_ranks_have_the_same(world_size: int, num_bits: int) -> None:
 
 def test_memory_is_used_again() -> None:
     world_size, chance = 5, random.Random(0)
-    messages = [Messages(rank, world_size) for rank in range(world_size)]
-    before = messages[0].rounds(vector_nbytes(50))
+    buffers = [VectorBuffers(rank, world_size) for rank in range(world_size)]
+    before = buffers[0].rounds(vector_nbytes(50))
     for num_bits in (50, 50, 50, 333, 0, 50):
         bits = [chance.getrandbits(num_bits) | chance.getrandbits(num_bits) for _ in range(world_size)]
         vectors = [to_vector(7, each, num_bits) for each in bits]
-        run_on_fabric([and_of_all(vectors[rank], rank, world_size, messages[rank]) for rank in range(world_size)])
+        run_on_fabric([and_of_all(vectors[rank], rank, world_size, buffers[rank]) for rank in range(world_size)])
         assert [from_vector(vector) for vector in vectors] == [(7, reduce(lambda a, b: a & b, bits))] * world_size
-        rounds = messages[0].rounds(len(vectors[0]))
+        rounds = buffers[0].rounds(len(vectors[0]))
         assert (rounds is before) == (len(before[0][1]) == len(vectors[0])), "of one length"
         before = rounds
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hooks.coordination.cache import ResponseCache
+from ddp_hooks.coordination.negotiation.cache import ResponseCache
 from ddp_hooks.coordination.request import Request
 
 

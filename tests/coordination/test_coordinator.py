@@ -323,8 +323,8 @@ def idle(rank: int, world_size: int) -> dict[str, int]:
         coordinator.all_reduce(torch.ones(1), "x").wait()
     before = coordinator.stats()
     turns = []
-    begin_s = coordinator._desk.begin_s
-    coordinator._desk.begin_s = lambda *has_heard: turns.append(1) or begin_s(*has_heard)  # type: ignore[method-assign, func-returns-value]
+    delay_s = coordinator._queue.delay_s
+    coordinator._queue.delay_s = lambda peer_has_begun: turns.append(1) or delay_s(peer_has_begun)  # type: ignore[method-assign, func-returns-value]
     time.sleep(1.0)
     num_turns = len(turns)
     after = coordinator.stats()
@@ -338,7 +338,7 @@ def idle(rank: int, world_size: int) -> dict[str, int]:
         "cycles": after.cycles - before.cycles,
         "files": len(os.listdir("/proc/self/fd")) - files,
         "threads": threading.active_count() - threads,
-        "pending": len(coordinator._desk.pending),
+        "pending": len(coordinator._queue.pending),
         "sent": after.control_messages - before.control_messages,
     }
     coordinator.close()
@@ -369,7 +369,7 @@ def one_rank_asks(rank: int, world_size: int, seen: str) -> Any:
         if rank < world_size - 1:
             coordinator.all_reduce(torch.ones(1), "x").wait()
         else:
-            while coordinator._desk.error is None:
+            while coordinator._queue.error is None:
                 time.sleep(0.05)
             coordinator.all_reduce(torch.ones(1), "y")
     except LaneError as error:
@@ -414,7 +414,7 @@ def closes_with_a_request(rank: int, world_size: int) -> str:
         with pytest.raises(LaneError) as error:
             handle.wait()
         message = str(error.value)
-    agree({}, None, dist.group.WORLD, "the end", None)  # type: ignore[arg-type]
+    dist.barrier()  # a meeting would hear that rank 0 has given up, and end
     coordinator.close(farewell_s=3)
     return message
 

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hooks.coordination.fusion import fused
-from ddp_hooks.coordination.groups import at_most_bytes, checked, equal_counts
-from ddp_hooks.coordination.request import Operation, Request, TensorSpec, decode, encode, packed, unpacked
+from ddp_hooks.coordination.control.send_queue import fuse
+from ddp_hooks.coordination.grouping import at_most_bytes, complete, equal_counts
+from ddp_hooks.coordination.request import Operation, Request, TensorSpec, decode, encode, pack, unpack
 
 
 @given(st.integers(1, 40), st.integers(1, 50))
@@ -35,7 +35,7 @@ def test_at_most_bytes(sizes: list[int], limit: int) -> None:
 
 
 def test_lists_of_the_users() -> None:
-    assert checked([["b", "a"]], "abcd") == [["b", "a"], ["c"], ["d"]]
+    assert complete([["b", "a"]], "abcd") == [["b", "a"], ["c"], ["d"]]
     for groups, message in (
         ([["a"], []], "group 1 is empty"),
         ([["a", "x"]], "group 0 has 'x', which is no trained parameter"),
@@ -43,7 +43,7 @@ def test_lists_of_the_users() -> None:
         ([["a", "a"]], "'a' is in groups 0 and 0"),
     ):
         with pytest.raises(ValueError, match=message):
-            checked(groups, "ab")
+            complete(groups, "ab")
     with pytest.raises(ValueError, match="num_groups must be >= 1, got 0"):
         equal_counts(["a"], 0)
 
@@ -53,7 +53,7 @@ def reduce(name: str, numel: int = 10, dtype: str = "torch.float32", **settings:
 
 
 def messages(*requests: Request, limit_bytes: int = 100, mix_groups: bool = True) -> list[str]:
-    return ["".join(request.name for request in message) for message in fused(requests, limit_bytes, mix_groups)]
+    return ["".join(request.name for request in message) for message in fuse(requests, limit_bytes, mix_groups)]
 
 
 def test_neighbours_are_fused_up_to_a_size() -> None:
@@ -63,7 +63,7 @@ def test_neighbours_are_fused_up_to_a_size() -> None:
     assert reduce("a", 7, "torch.float64").nbytes == 56
 
 
-def test_what_differs_is_not_fused() -> None:
+def test_what_differs_is_not_fuse() -> None:
     half = "torch.float16"
     assert messages(reduce("a"), reduce("b", dtype=half), reduce("c", dtype=half), reduce("d")) == ["a", "bc", "d"]
     assert messages(reduce("a"), reduce("b", mean=True), reduce("c", mean=True)) == ["a", "bc"]
@@ -94,4 +94,4 @@ def test_requests_travel_as_they_are() -> None:
         Request("b", "broadcast", (TensorSpec("b", (), "torch.bool"),), root=2),
         Request("c", "all_gather", (TensorSpec("c", (-1, 5), "torch.int64"),), grouped=True),
     ]
-    assert unpacked(decode(encode(packed(requests)))) == requests
+    assert unpack(decode(encode(pack(requests)))) == requests

@@ -21,9 +21,11 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.coordination import Coordinator, CoordinatorConfig, desk
-from ddp_hooks.coordination.cache import REMEMBERED
-from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
+from ddp_hooks.coordination import Coordinator, CoordinatorConfig
+from ddp_hooks.coordination.control.cycle_policy import PATIENCE_S
+from ddp_hooks.coordination.negotiation.bitvector import vector_nbytes
+from ddp_hooks.coordination.negotiation.cache import REMEMBERED
+from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec
 from tests.support.workers import WorkerPools
 
@@ -46,8 +48,8 @@ class Asking:
         self._late = {}
         for _ in range(2):
             self._ask()
-        situations = [Situation(dict(pending)) for pending in self._pending]
-        outcomes = [Outcome(), Outcome()]
+        situations = [CycleInput(dict(pending)) for pending in self._pending]
+        outcomes = [CycleResult(), CycleResult()]
         before = set(self.ranks[0].cache._entries)
         run_on_fabric([n.cycle(s, o) for n, s, o in zip(self.ranks, situations, outcomes, strict=True)])
         done = [request.name for request in outcomes[0].ready] + [*outcomes[0].answers, *outcomes[0].refused]
@@ -111,9 +113,9 @@ def test_many_cycles_leave_nothing(num_cycles: int) -> None:
     finally:
         tracemalloc.stop()
     assert end_bytes - middle_bytes < 100_000
-    assert {"cache._entries", "cache._names", "cache._free", "_told", "_table._waiting"} <= largest.keys()
+    assert {"cache._entries", "cache._names", "cache._free", "_announced", "_table._waiting"} <= largest.keys()
     assert all(size <= max(REMEMBERED, 2 * CAPACITY) for size in largest.values()), largest
-    assert asking.ranks[0].vector_nbytes == 2, "numbers of what was dropped are used again"
+    assert vector_nbytes(asking.ranks[0].cache.num_bits) == 2, "numbers of what was dropped are used again"
     # All of it happened, and not rarely.
     assert asking.num_done > num_cycles and min(asking.num_refused, asking.num_evicted) > num_cycles / 100
 
@@ -151,8 +153,8 @@ def many_requests(rank: int, world_size: int, number: int) -> dict[str, Any]:
     finally:
         tracemalloc.stop()
     found: dict[str, Any] = {f"more {name}": after[name] - before[name] for name in before}
-    desk = coordinator._desk
-    found["kept"] = [len(each) for each in (desk.pending, desk.begun, desk.moving)]
+    queue = coordinator._queue
+    found["kept"] = [len(each) for each in (queue.pending, queue.partial_groups, queue.moving)]
     found["cycles"] = coordinator.stats().cycles
     found["largest"] = max(sizes(coordinator._control._negotiator).values())
     coordinator.close()
@@ -188,7 +190,7 @@ def idle(rank: int, world_size: int, during: Callable[[Coordinator], None]) -> d
     going_on = torch.ones(1)
     while going_on:  # a cycle that nobody waits for may follow
         cycles = coordinator.stats().cycles
-        time.sleep(2 * desk._PATIENCE_S)
+        time.sleep(2 * PATIENCE_S)
         going_on = torch.tensor([float(coordinator.stats().cycles > cycles)])
         dist.all_reduce(going_on)
     before = cpu_ticks()
@@ -205,10 +207,10 @@ def doing_nothing(coordinator: Coordinator) -> None:
 
 def spinning(coordinator: Coordinator) -> None:
     """The control thread looks again and again, as it must not."""
-    coordinator._desk.begin_s = lambda has_heard: time.perf_counter() + 1e-5  # type: ignore[method-assign]
+    coordinator._queue.delay_s = lambda peer_has_begun: 1e-5  # type: ignore[method-assign]
     coordinator._channel.wake()
     time.sleep(1.0)
-    del coordinator._desk.begin_s
+    del coordinator._queue.delay_s
 
 
 def test_an_idle_coordinator_does_not_run(workers: WorkerPools) -> None:

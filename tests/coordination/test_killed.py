@@ -24,8 +24,9 @@ from torch import nn
 
 from ddp_hooks import LaneError
 from ddp_hooks.comm import Round
-from ddp_hooks.coordination import Coordinator, CoordinatorConfig, coordinate, negotiation
+from ddp_hooks.coordination import Coordinator, CoordinatorConfig, coordinate
 from ddp_hooks.coordination.model import CoordinatedModel
+from ddp_hooks.coordination.negotiation import negotiator
 from tests.support.workers import WorkerPools
 
 # Nothing here may end because of a timeout: they are longer than a test may take.
@@ -58,7 +59,7 @@ class Victim:
         """Die in a cycle: ``and 1`` when the second round of the AND is about to be posted, or when it is complete."""
         part, _, number = phase.partition(" ")
         function = {"and": "and_of_all", "forget": "or_of_all", "any": "or_of_all"}.get(part, part)
-        original = getattr(negotiation, function)
+        original = getattr(negotiator, function)
 
         def until_death(*arguments: Any) -> Generator[Round, None, Any]:
             rounds, index = original(*arguments), 0
@@ -74,7 +75,7 @@ class Victim:
                 yield next_round
                 index += 1
 
-        setattr(negotiation, function, until_death)
+        setattr(negotiator, function, until_death)
 
     def die_on_lane(self, label: str) -> None:
         """Die when a lane has been given the messages of the first round of something that is called so."""
@@ -90,7 +91,7 @@ class Victim:
         """Die when this rank, which does nothing, has heard another one begin a cycle."""
         while self._coordinator.stats().cycles == self._cycles:
             time.sleep(0.01)
-        self.die(f"{doing}: {len(self._coordinator._desk.pending)} pending")
+        self.die(f"{doing}: {len(self._coordinator._queue.pending)} pending")
 
 
 def step_of(coordinator: Coordinator, rank: int, step: int, phase: str) -> list[str]:
@@ -135,7 +136,7 @@ def prepare_to_die(victim: Victim, coordinator: Coordinator, phase: str) -> None
     """What the rank does that dies; only what makes it die, if that happens in a step."""
     if phase == "idle":
         wait_for(lambda: coordinator._channel.describe().endswith("idle"))
-        victim.die(f"{phase}: {len(coordinator._desk.pending)} pending")
+        victim.die(f"{phase}: {len(coordinator._queue.pending)} pending")
     elif phase in OTHERS_ACT:
         if phase == "asked":
             coordinator.all_reduce(torch.ones(1), "alone")
@@ -152,8 +153,8 @@ def act(coordinator: Coordinator, note: Path, phase: str) -> list[str]:
         wait_for(note.exists)
     if phase == "close":
         coordinator.close()
-        assert coordinator._desk.error is not None, "all ranks have closed"
-        raise coordinator._desk.error
+        assert coordinator._queue.error is not None, "all ranks have closed"
+        raise coordinator._queue.error
     handle = coordinator.all_reduce(torch.ones(1), "alone")
     if phase == "close, asked":
         coordinator.close()
@@ -278,7 +279,7 @@ def die_in_backward(victim: Victim, coordinated: CoordinatedModel, model: Sums, 
     elif phase == "telling what was used":
         victim.die_in_cycle("any 0")
     else:
-        coordinated._hand_out = lambda *_: victim.die(  # type: ignore[method-assign]
+        coordinated._groups[0].hand_out = lambda used: victim.die(  # type: ignore[method-assign]
             f"{phase}: {sum(map(asked, coordinated._groups))} asked"
         )
 

@@ -10,7 +10,7 @@ from collections.abc import Generator
 import pytest
 
 from ddp_hooks.comm import Algorithm, Recv, Round, run_on_fabric
-from ddp_hooks.coordination.messages import broadcast, children_of, gather
+from ddp_hooks.coordination.negotiation.messages import broadcast, children_of, gather
 
 
 def message_of(rank: int) -> bytes:

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 from ddp_hooks.coordination import CoordinatorConfig, coordinate
-from ddp_hooks.coordination.model import branch_of
+from ddp_hooks.coordination.grouping import branch_of
 from tests.support.workers import WorkerPools
 
 CONFIG = CoordinatorConfig(lanes=2, slice_mb=0.002, timeout_s=20, stall_warning_s=10, cycle_ms=0.2)

@@ -12,8 +12,8 @@ from dataclasses import replace
 import pytest
 
 from ddp_hooks.comm import RankTraffic, num_rounds, run_on_fabric
-from ddp_hooks.coordination.bitvector import vector_nbytes
-from ddp_hooks.coordination.negotiation import Negotiator, Outcome, Situation
+from ddp_hooks.coordination.negotiation.bitvector import vector_nbytes
+from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec
 
 
@@ -25,18 +25,18 @@ def negotiators(world_size: int, capacity: int = 1024, fan_out: int | None = Non
     return [Negotiator(rank, range(world_size), capacity, fan_out) for rank in range(world_size)]
 
 
-def cycle(ranks: Sequence[Negotiator], situations: Sequence[Situation]) -> tuple[Outcome, list[RankTraffic]]:
+def cycle(ranks: Sequence[Negotiator], situations: Sequence[CycleInput]) -> tuple[CycleResult, list[RankTraffic]]:
     """One cycle of all ranks, which must find the same, and know the same afterwards."""
-    outcomes = [Outcome() for _ in ranks]
+    outcomes = [CycleResult() for _ in ranks]
     traffic = run_on_fabric([n.cycle(s, o) for n, s, o in zip(ranks, situations, outcomes, strict=True)])
     assert all(outcome == outcomes[0] for outcome in outcomes)
     known = [[(bit, n.cache.at(bit)) for bit in n.cache.bits()] for n in ranks]
-    assert all(each == known[0] for each in known) and len({n.vector_nbytes for n in ranks}) == 1
+    assert all(each == known[0] for each in known) and len({n.cache.num_bits for n in ranks}) == 1
     return outcomes[0], traffic
 
 
-def pending(*requests: Request, **more: object) -> Situation:
-    return Situation({each.name: each for each in requests}, **more)  # type: ignore[arg-type]
+def pending(*requests: Request, **more: object) -> CycleInput:
+    return CycleInput({each.name: each for each in requests}, **more)  # type: ignore[arg-type]
 
 
 def names(requests: Sequence[Request]) -> list[str]:
@@ -77,7 +77,7 @@ def test_any_order_and_any_subset(world_size: int, capacity: int, fan_out: int |
         while any(state.todo or state.pending for state in states):
             for state in states:
                 state.ask(chance.randrange(20))
-            outcome, _ = cycle(ranks, [Situation(dict(state.pending)) for state in states])
+            outcome, _ = cycle(ranks, [CycleInput(dict(state.pending)) for state in states])
             for each in outcome.ready:
                 done.append(each.name)
                 for state in states:
@@ -193,7 +193,7 @@ def test_joining_is_news_for_what_waits() -> None:
     outcome, _ = cycle(ranks, [pending(a), pending(joined=True)])
     assert outcome.ready == [a]
     _, traffic = cycle(ranks, [pending(), pending(joined=True)])
-    assert traffic[1].sent_bytes == ranks[1].vector_nbytes, "it is told once"
+    assert traffic[1].sent_bytes == vector_nbytes(ranks[1].cache.num_bits), "it is told once"
     outcome, _ = cycle(ranks, [pending(joined=True)] * 2)
     assert outcome.all_joined
     b = request("b")  # in the next epoch

@@ -51,14 +51,14 @@ def train(rank: int, world_size: int, prefetch: bool) -> tuple[float, list[str],
 
     left: list[str] = []
     priorities: dict[str, int] = {}
-    start = coordinator._control._execution.start
+    start = coordinator._control._executor.start
 
     def note(message: Any, mine: Any) -> Any:
         left.extend(request.name for request in message.requests)
         priorities.update({request.name: request.priority for request in message.requests})
         return start(message, mine)
 
-    coordinator._control._execution.start = note  # type: ignore[method-assign]
+    coordinator._control._executor.start = note  # type: ignore[method-assign]
     chance = torch.Generator().manual_seed(rank)
     data = [torch.randint(0, 200, (9,), generator=chance) for _ in range(8)]
     for step, ids in enumerate(tables.prefetch(data, lambda ids: ids) if prefetch else data):

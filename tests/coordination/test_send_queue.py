@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from hypothesis import strategies as st
 
 from ddp_hooks.comm import Algorithm, LaneError, Recv, Send, without_messages
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig
-from ddp_hooks.coordination.execution import Execution, Submission
-from ddp_hooks.coordination.release import MAX_UNDER_WAY, Message, ReleaseQueue
+from ddp_hooks.coordination.control import request_queue
+from ddp_hooks.coordination.control.executor import Executor
+from ddp_hooks.coordination.control.send_queue import MAX_UNDER_WAY, Message, SendQueue
+from ddp_hooks.coordination.control.submission import Submission
 from ddp_hooks.coordination.request import Request, TensorSpec
 from tests.support.workers import WorkerFailed, WorkerPools
 
@@ -30,9 +33,8 @@ def request(name: str, priority: int, nbytes: int = MIB) -> Request:
     return Request(name, "all_reduce", (TensorSpec(name, (nbytes // 4,), "torch.float32"),), priority=priority)
 
 
-def put(queue: ReleaseQueue, *requests: Request) -> None:
-    queue.note_priorities(each.priority for each in requests)
-    queue.add([[each] for each in requests])
+def put(queue: SendQueue, *requests: Request) -> None:
+    queue.add(requests)
 
 
 def names(messages: Sequence[Message]) -> list[str]:
@@ -40,13 +42,13 @@ def names(messages: Sequence[Message]) -> list[str]:
 
 
 def test_one_priority_holds_nothing_back() -> None:
-    queue = ReleaseQueue(2 * MIB)
+    queue = SendQueue(2 * MIB, fusion_bytes=0)
     put(queue, *(request(f"r{i}", 0) for i in range(100)))
     assert names(queue.take()) == [f"r{i}" for i in range(100)] and not queue.under_way
 
 
 def test_what_is_urgent_overtakes_what_has_not_left() -> None:
-    queue = ReleaseQueue(2 * MIB)
+    queue = SendQueue(2 * MIB, fusion_bytes=0)
     put(queue, request("low 0", -1), request("low 1", -1), request("low 2", -1), request("early", 0))
     assert names(queue.take()) == ["early", "low 0"]
     put(queue, request("urgent", 5), request("small", 5, 4))
@@ -60,7 +62,7 @@ def test_what_is_urgent_overtakes_what_has_not_left() -> None:
 
 
 def test_large_ones_leave_alone_and_not_too_many_at_once() -> None:
-    queue = ReleaseQueue(MIB)
+    queue = SendQueue(MIB, fusion_bytes=0)
     put(queue, request("large", 1, 9 * MIB), *(request(f"r{i}", 0, 4) for i in range(100)))
     assert names(queue.take()) == ["large"]
     queue.end(queue.under_way)
@@ -71,7 +73,7 @@ def test_large_ones_leave_alone_and_not_too_many_at_once() -> None:
 
 @given(st.lists(st.tuples(st.integers(-2, 2), st.integers(0, 3 * MIB)), min_size=1, max_size=30), st.randoms())
 def test_everything_leaves_once(asked: list[tuple[int, int]], chance: random.Random) -> None:
-    queue, left = ReleaseQueue(2 * MIB), list[str]()
+    queue, left = SendQueue(2 * MIB, fusion_bytes=0), list[str]()
     for index, (priority, nbytes) in enumerate(asked):
         put(queue, request(f"r{index}", priority, nbytes))
         if chance.random() < 0.5:
@@ -84,7 +86,7 @@ def test_everything_leaves_once(asked: list[tuple[int, int]], chance: random.Ran
     assert sorted(left) == sorted(f"r{index}" for index in range(len(asked)))
 
 
-class Slow(Execution):
+class Slow(Executor):
     """Messages take a while, so that there is something to overtake."""
 
     def start(self, message: Message, mine: Sequence[Submission | None]) -> Any:
@@ -104,9 +106,9 @@ def overtake(rank: int, world_size: int, hold_back: bool) -> tuple[list[str], li
         order.extend(each.request.name for each in submissions)
         note_end(number, submissions)
 
-    coordinator._control._execution = Slow(coordinator._lanes, torch.device("cpu"), note)
+    coordinator._control._executor = Slow(coordinator._lanes, torch.device("cpu"), note)
     coordinator.all_reduce(torch.ones(1), "first", priority=1).wait()  # there are several priorities, from now on
-    with coordinator._desk.changed:  # one cycle takes all of them; a later one would order the rest anew
+    with coordinator._queue.changed:  # one cycle takes all of them; a later one would order the rest anew
         low = [coordinator.all_reduce(torch.full((200_000,), float(rank)), f"low {i}", priority=-1) for i in range(8)]
     low[0].wait()
     if rank % 2:
@@ -115,7 +117,7 @@ def overtake(rank: int, world_size: int, hold_back: bool) -> tuple[list[str], li
     results = [float(urgent.wait()[0]), *(float(handle.wait()[-1]) for handle in low)]
     stats = coordinator.stats()
     coordinator.close()
-    assert not coordinator._desk.queued and not coordinator._desk.held and stats.requests == 10
+    assert not coordinator._queue.queued and not coordinator._queue.blocked and stats.requests == 10
     return order, results
 
 
@@ -138,8 +140,12 @@ def pass_on(rank: int, world_size: int, value: torch.Tensor) -> Algorithm:
     value.copy_(incoming)
 
 
+@mock.patch.object(request_queue, "_CHECK_LANES_S", 1000.0)
 def chains(rank: int, world_size: int) -> list[list[float]]:
-    """Exchanges that follow others, and lie between collectives of other priorities, from two threads."""
+    """Exchanges that follow others, and lie between collectives of other priorities, from two threads.
+
+    The control thread does not look for the end of others by itself: it is woken.
+    """
     config = CoordinatorConfig(lanes=2, slice_mb=1, credit_mb=0.5, timeout_s=30)
     coordinator = Coordinator(config=config)
     results: list[list[float]] = [[], []]

@@ -20,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, LaneError, LaneTimeout, Recv, Send, mesh, torch_compat
-from ddp_hooks.comm.control import ControlChannel
+from ddp_hooks.comm import Algorithm, LaneError, LaneTimeout, Recv, Send, torch_compat
 from ddp_hooks.comm.failure import FailureStore
+from ddp_hooks.coordination.control import mesh
+from ddp_hooks.coordination.control.channel import ControlChannel
 from tests.support.workers import WorkerPools
 
 # -- connections ------------------------------------------------------------------------------------------------------
@@ -196,20 +197,20 @@ def wake_up(rank: int, world_size: int) -> dict[str, Any]:
     sleep("woken meanwhile", 30)
     sleep("for itself", 0.05)
     dist.barrier()
-    heard = made.has_heard
+    heard = made.peer_has_begun
     dist.barrier()
     token = torch.zeros(1)
     if rank == 0:
         made.run(iter([[Send(1, token)]]), "a message")  # type: ignore[arg-type]
     else:
         sleep("a message", 30)
-        assert made.has_heard
+        assert made.peer_has_begun
         sleep("the same message again", 30)  # it may have come after the caller has looked
         start_s = time.monotonic()
-        made.sleep(0.1, knows=True)
+        made.sleep(0.1, ignore_peers=True)
         assert time.monotonic() - start_s > 0.05
         made.run(iter([[Recv(0, token)]]), "a message")  # type: ignore[arg-type]
-        assert not made.has_heard
+        assert not made.peer_has_begun
     dist.barrier()
     made.close()
     made.wake()
@@ -225,7 +226,7 @@ def fails(rank: int, world_size: int, way: str) -> str:
     made = channel(1.0 if way == "nothing" else 20.0)
     try:
         if rank == 1:
-            made.let_go() if way == "let go" else made.close() if way == "close" else time.sleep(2.0)
+            made.abort() if way == "abort" else made.close() if way == "close" else time.sleep(2.0)
             return ""
         made.run(iter([[Recv(1, torch.zeros(1))]]), "a message")  # type: ignore[arg-type]
         return "nothing was raised"
@@ -239,7 +240,7 @@ def fails(rank: int, world_size: int, way: str) -> str:
 @pytest.mark.parametrize(
     ("way", "expected"),
     [
-        ("let go", "LaneError: rank 0, control: a message, round 0, from rank 1 failed (connection closed by peer)"),
+        ("abort", "LaneError: rank 0, control: a message, round 0, from rank 1 failed (connection closed by peer)"),
         ("close", "LaneError: rank 0, control: a message, round 0, from rank 1 failed (connection closed by peer)"),
         ("nothing", "LaneTimeout: rank 0, control: a message, round 0, from rank 1 timed out waiting for rank 1"),
     ],
@@ -257,7 +258,7 @@ def let_go_while_waiting(rank: int, world_size: int) -> str:
     while "round 0" not in made.describe():
         time.sleep(0.01)
     dist.barrier()
-    made.let_go()
+    made.abort()
     error = future.exception(20)
     dist.barrier()
     made.close()

@@ -1,70 +1,48 @@
-"""What was agreed upon is submitted to lanes: all-reduces that are fused, and all else by itself."""
+"""Submits agreed messages to lanes: fused all-reduces, and every other collective by itself."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Lanes, Partition, Work, aligned_bounds, without_messages
+from ddp_hooks.comm import (
+    Algorithm,
+    Lanes,
+    Partition,
+    Recv,
+    Send,
+    Work,
+    aligned_bounds,
+    pairwise_exchange,
+    ring_all_gather,
+    round_of,
+    without_messages,
+)
 from ddp_hooks.comm.executors.lanes import Lane
-from ddp_hooks.coordination.collectives import all_gather_rows, all_to_all_rows, broadcast
-from ddp_hooks.coordination.handle import Agreement
-from ddp_hooks.coordination.release import Message
+from ddp_hooks.coordination.control.send_queue import Message
+from ddp_hooks.coordination.control.submission import Submission
 from ddp_hooks.coordination.request import Request
 
 
-@dataclass
-class Submission:
-    """A request with its tensors, on the rank that made it.
+class Executor:
+    """Submits messages on one thread, in agreed order.
 
     Args:
-        request: what other ranks are told.
-        tensors: changed in place by all-reduces and broadcasts.
-        agreement: that callers wait for.
-        splits: of an all-to-all, numbers of rows by rank.
-        flags: of a request for ``"any"``.
-        algorithm: of an exchange.
-        result: what came of it, where that is no tensor of the caller's.
-        began_s, asked_s, agreed_s, started_s, ended_s: in seconds of ``time.perf_counter()``.
-        warned_s: when it was last said who is missing.
+        lanes: carry all messages.
+        device: of zeros that stand in for tensors of a rank without data.
+        on_end: called on a lane's thread with number and submissions of a message that has ended.
     """
 
-    request: Request
-    tensors: list[Tensor]
-    agreement: Agreement
-    splits: list[int] = field(default_factory=list)
-    flags: int = 0
-    algorithm: Algorithm | None = None
-    result: Any = None
-    began_s: float = 0.0
-    asked_s: float = 0.0
-    agreed_s: float = 0.0
-    started_s: float = 0.0
-    ended_s: float = 0.0
-    warned_s: float = 0.0
-
-
-class Execution:
-    """Submits to lanes; on one thread, in the order that all ranks have agreed upon.
-
-    Args:
-        lanes: that carry everything.
-        device: of tensors that stand in where this rank has none.
-        when_done: told of every message's number and submissions when they have ended, on a lane's thread.
-    """
-
-    def __init__(self, lanes: Lanes, device: torch.device, when_done: Callable[[int, list[Submission]], None]) -> None:
+    def __init__(self, lanes: Lanes, device: torch.device, on_end: Callable[[int, list[Submission]], None]) -> None:
         self._lanes = lanes
         self._device = device
-        self._when_done = when_done
+        self._on_end = on_end
 
     def start(self, message: Message, mine: Sequence[Submission | None]) -> Work:
-        """Move one message, with this rank's submissions or None where it has none."""
+        """Move a message; ``mine``: a submission of this rank for every request, or None."""
         requests = message.requests
         submissions = [each for each in mine if each is not None]
         label = ", ".join(request.name for request in requests[:3]) + (", …" if len(requests) > 3 else "")
@@ -86,24 +64,24 @@ class Execution:
         return [torch.zeros(spec.shape, dtype=spec.torch_dtype, device=self._device) for spec in request.tensors]
 
     def _all_reduce(self, lane: Lane, tensors: Sequence[Tensor], divisor: int, label: str) -> None:
-        """Reduce-scatter and all-gather, in place where one tensor lies in one piece, else in a copy."""
+        """Reduce-scatter and all-gather a single contiguous tensor in place, and several tensors in a copy."""
         in_place = len(tensors) == 1 and tensors[0].is_contiguous()
         flat = tensors[0].view(-1) if in_place else tensors[0].new_empty(sum(map(Tensor.numel, tensors)))
         parts = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
         partition = Partition(flat, aligned_bounds(flat.numel(), self._lanes.world_size, flat.element_size()))
-        # Submitted in any case: another rank's tensor may lie otherwise, and a lane's tags count what was submitted.
+        # Submitted in any case: another rank's tensor may have other strides, and a lane's tags count submissions.
         lane.run(without_messages(lambda: None if in_place else _copy(parts, tensors)), label)
         lane.reduce_scatter([partition], label, divisor)
         lane.all_gather([partition], label)
         lane.run(without_messages(lambda: None if in_place else _copy(tensors, parts)), label)
 
     def _reduce_scatter(self, lane: Lane, submission: Submission, divisor: int, label: str) -> None:
-        """In a copy: the caller's tensor stays as it is."""
+        """Reduce-scatter a copy: the caller's tensor stays as it is."""
         (tensor,), world_size = submission.tensors, self._lanes.world_size
         rows = tensor.clone(memory_format=torch.contiguous_format)
         share = rows.numel() // world_size
         partition = Partition(rows.view(-1), tuple(share * rank for rank in range(world_size + 1)))
-        submission.result = (rows.chunk(world_size)[self._lanes.rank],)
+        submission.result = rows.chunk(world_size)[self._lanes.rank]
         lane.reduce_scatter([partition], label, divisor)
 
     def _algorithm(self, submission: Submission) -> Algorithm:
@@ -114,11 +92,11 @@ class Execution:
             return submission.algorithm
         (tensor,) = submission.tensors
 
-        def keep(*result: Any) -> None:
+        def keep(result: Tensor) -> None:
             submission.result = result
 
         if request.operation == "broadcast":
-            return broadcast(tensor, rank, world_size, request.root)
+            return broadcast_tensor(tensor, rank, world_size, request.root)
         if request.operation == "all_gather":
             return all_gather_rows(tensor, rank, world_size, keep)
         if request.operation == "all_to_all":
@@ -129,7 +107,7 @@ class Execution:
         now_s = time.perf_counter()
         for submission in submissions:
             submission.ended_s = now_s
-        self._when_done(number, submissions)
+        self._on_end(number, submissions)
 
 
 def _note_start(submissions: Sequence[Submission]) -> None:
@@ -140,3 +118,61 @@ def _note_start(submissions: Sequence[Submission]) -> None:
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
     torch._foreach_copy_(list(targets), list(sources))
+
+
+# -- collectives beside those of ddp_hooks.comm ------------------------------------------------------------------------
+
+
+def broadcast_tensor(tensor: Tensor, rank: int, world_size: int, root: int) -> Algorithm:
+    """Copy the contiguous ``tensor`` from rank ``root`` to all ranks, in place: a scatter, then an all-gather.
+
+    The root sends ``2 * (P - 1) / P`` of it.
+    """
+    flat = tensor.view(-1)
+    chunks = Partition(flat, aligned_bounds(flat.numel(), world_size, flat.element_size())).ranges
+    if rank == root:
+        yield round_of(*(Send(peer, chunk) for peer, chunk in enumerate(chunks) if peer != root))
+    else:
+        yield round_of(Recv(root, chunks[rank]))
+    yield from ring_all_gather(chunks, rank)
+
+
+def all_gather_rows(rows: Tensor, rank: int, world_size: int, finish: Callable[[Tensor], None]) -> Algorithm:
+    """Gather the rows of all ranks, in the order of ranks.
+
+    Args:
+        rows: (n, …), contiguous; n may differ by rank.
+        rank, world_size: of the group.
+        finish: called with the result, (sum of n, …).
+    """
+    counts = torch.zeros(world_size, dtype=torch.int64)
+    counts[rank] = rows.shape[0]
+    yield from ring_all_gather(list(counts.split(1)), rank)
+    result = rows.new_empty(int(counts.sum()), *rows.shape[1:])
+    parts = list(result.split(counts.tolist()))
+    parts[rank].copy_(rows)
+    yield from ring_all_gather([part.view(-1) for part in parts], rank)
+    finish(result)
+
+
+def all_to_all_rows(
+    rows: Tensor, splits: Sequence[int], rank: int, world_size: int, finish: Callable[[Tensor], None]
+) -> Algorithm:
+    """Send every rank its rows, and receive the rows for this rank, in the order of ranks.
+
+    Args:
+        rows: (sum of splits, …), contiguous: first the rows for rank 0, and so on.
+        splits: numbers of rows, by rank.
+        rank, world_size: of the group.
+        finish: called with the result.
+    """
+    outgoing_counts = list(torch.tensor(splits, dtype=torch.int64).split(1))
+    counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
+    counts[rank].copy_(outgoing_counts[rank])
+    yield from pairwise_exchange(outgoing_counts, counts, rank)
+    received = [int(number) for number in counts]
+    result = rows.new_empty(sum(received), *rows.shape[1:])
+    outgoing, incoming = rows.split(list(splits)), result.split(received)
+    incoming[rank].copy_(outgoing[rank])
+    yield from pairwise_exchange([part.view(-1) for part in outgoing], [part.view(-1) for part in incoming], rank)
+    finish(result)

@@ -1,44 +1,40 @@
-"""A channel for short messages between ranks that mostly have nothing to say.
+"""Channel for short messages between ranks that mostly have nothing to say.
 
-Algorithms run one after the other on the thread that calls. In between that thread sleeps until another rank's message
-comes, which begins the next algorithm, or until another thread wakes it. Nobody asks again and again, so that waiting
-costs nothing, and no other thread stands between a message and who waits for it.
+One thread runs algorithms, one after the other. In between it sleeps until another rank's message begins the next
+algorithm, or until another thread wakes it.
 """
 
 from __future__ import annotations
 
 import contextlib
-import logging
 import select
 import socket
 import time
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import torch_compat
-from ddp_hooks.comm.accounting import Traffic
-from ddp_hooks.comm.algorithms.bruck import num_rounds
-from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round, Send
-from ddp_hooks.comm.failure import FailureStore, LaneError
-from ddp_hooks.comm.mesh import connect_all
-
-logger = logging.getLogger("ddp_hooks")
+from ddp_hooks.comm import Algorithm, LaneError, Recv, Round, Send, Traffic, num_rounds, torch_compat
+from ddp_hooks.comm.failure import FailureStore
+from ddp_hooks.coordination.control.mesh import connect_all
 
 _LONGEST_SLEEP_S = 3600.0
-_SMALL_BYTES, _NUM_REMEMBERED = 1024, 64  # of tensors whose memory is found without asking torch
+_SMALL_BYTES, _MAX_VIEWS = 1024, 64  # tensors whose memory is found without asking torch
+
+_Message: TypeAlias = tuple[int, memoryview]
+"""A peer, and the rest of what is sent to it or received."""
 
 
 class ControlChannel:
-    """See the module.
+    """Connections of this rank to all others; creating them is collective.
 
     Args:
-        group: the ranks; creating the channel is collective over them, and connects each with all others.
-        timeout_s: a message that is expected within an algorithm fails after so long.
-        witness: who knows of ranks that failed.
+        group: the ranks.
+        timeout_s: longest wait for a message within an algorithm.
+        witness: knows of ranks that failed.
     """
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, witness: FailureStore) -> None:
@@ -48,38 +44,38 @@ class ControlChannel:
         self.ranks = dist.get_process_group_ranks(group)  # as messages call them
         self.witness = witness
         self._timeout_s = timeout_s
-        self._doing: _Doing | None = None
-        self._views: dict[int, tuple[Tensor, memoryview]] = {}  # by the tensor's id, which is its own while it is here
+        self._state: tuple[str, int, str, tuple[int, ...]] | None = None  # label, round, direction, peers
+        self._views: dict[int, tuple[Tensor, memoryview]] = {}  # by id of the tensor, which is kept alive
         key = f"{witness.prefix}/control"
         self._peers = connect_all(torch_compat.default_store(), key, self.rank, self.world_size, timeout_s, witness)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
-        self._heard, self._wakes, self._anything = select.poll(), select.poll(), select.poll()
-        for poll in (self._wakes, self._anything):
+        self._poll_peers, self._poll_wakes, self._poll_both = select.poll(), select.poll(), select.poll()
+        for poll in (self._poll_wakes, self._poll_both):
             poll.register(self._woken, select.POLLIN)
-        # Who begins an algorithm is heard of by one of these: to them the first rounds' messages go.
+        # A rank that begins an algorithm sends the messages of its first rounds to these neighbours.
         for neighbour in {(self.rank - (1 << index)) % self.world_size for index in range(num_rounds(self.world_size))}:
-            for poll in (self._heard, self._anything):
+            for poll in (self._poll_peers, self._poll_both):
                 poll.register(self._peers[neighbour], select.POLLIN)
 
     @property
-    def has_heard(self) -> bool:
-        """Whether another rank has begun the next algorithm, or its message cannot come any more."""
-        return bool(self._peers) and bool(self._heard.poll(0))
+    def peer_has_begun(self) -> bool:
+        """True if another rank has begun the next algorithm, or its connection is broken."""
+        return bool(self._peers) and bool(self._poll_peers.poll(0))
 
-    def sleep(self, longest_s: float, knows: bool = False) -> None:
-        """Until :attr:`has_heard`, unless the caller ``knows`` that already, or :meth:`wake`, or for so long."""
+    def sleep(self, longest_s: float, ignore_peers: bool = False) -> None:
+        """Sleep until :meth:`wake`, a message of another rank (unless ``ignore_peers``), or ``longest_s`` seconds."""
         if longest_s < 0.001:  # poll counts milliseconds
             time.sleep(max(0.0, longest_s))
         else:
-            poll = self._wakes if knows else self._anything
+            poll = self._poll_wakes if ignore_peers else self._poll_both
             poll.poll(min(longest_s, _LONGEST_SLEEP_S) * 1e3)
         with contextlib.suppress(BlockingIOError):
             self._woken.recv(4096)
 
     def wake(self) -> None:
-        """End :meth:`sleep`, on another thread, or the next one."""
+        """End :meth:`sleep` of another thread, or its next one."""
         with contextlib.suppress(OSError):  # it is full, so that sleep ends anyway; or closed
             self._waker.send(b"\0")
 
@@ -93,24 +89,26 @@ class ControlChannel:
         """
         for index, next_round in enumerate(algorithm):
             self._run_round(next_round, label, index)
-        self._doing = None
+        self._state = None
 
     def describe(self) -> str:
-        """Where this rank is, for messages."""
-        doing = self._doing  # of another thread, mostly
-        return f"rank {self.ranks[self.rank]}, control: {'idle' if doing is None else doing.text(self.ranks)}"
+        """Return the state of this rank, for messages; on any thread."""
+        text, state = "idle", self._state
+        if state is not None:
+            label, round_index, direction, peers = state
+            others = sorted(self.ranks[peer] for peer in peers)
+            whom = f"ranks {others}" if direction == "with" else f"rank {others[0]}"
+            text = f"{label}, round {round_index}, {direction} {whom}"
+        return f"rank {self.ranks[self.rank]}, control: {text}"
 
     def close(self) -> None:
-        """End. Nothing may be expected any more."""
+        """Close all connections; no message may be under way."""
         for each in (*self._peers.values(), self._woken, self._waker):
             each.close()
         self._views.clear()
 
-    def let_go(self) -> None:
-        """Break the connections, after a failure that is noted: whoever waits for this rank reads the note, and ends.
-
-        Also the thread of this rank that waits.
-        """
+    def abort(self) -> None:
+        """Break all connections and wake the thread that waits, after the failure is noted: peers read the note."""
         for each in self._peers.values():
             with contextlib.suppress(OSError):  # the other side has ended it
                 each.shutdown(socket.SHUT_RDWR)
@@ -126,8 +124,8 @@ class ControlChannel:
                     receiving.append((exchange.peer, data))
                 self.traffic.received_bytes += len(data)
             elif isinstance(exchange, Send):
-                self._doing = _Doing(label, index, "to", (exchange.peer,))
-                # Nothing overtakes what is left over.
+                self._state = label, index, "to", (exchange.peer,)
+                # Nothing overtakes a message that is left over.
                 is_full = bool(unsent) and any(peer == exchange.peer for peer, _ in unsent)
                 num_sent = 0 if is_full else self._send(exchange.peer, data)
                 self.num_sent += 1
@@ -139,15 +137,14 @@ class ControlChannel:
             self._run_interleaved(unsent, receiving, label, index)
             return
         for peer, data in receiving:
-            self._doing = _Doing(label, index, "from", (peer,))
+            self._state = label, index, "from", (peer,)
             while data:
                 data = data[self._receive(peer, data, socket.MSG_WAITALL) :]
 
     def _run_interleaved(
-        self, unsent: Sequence[_Message], receiving: Sequence[_Message], label: str, index: int
+        self, outgoing: Sequence[_Message], incoming: Sequence[_Message], label: str, index: int
     ) -> None:
-        """More than connections hold: two ranks that only sent would wait for each other."""
-        outgoing, incoming = list(unsent), list(receiving)
+        """Send and receive at once more than connections hold: two ranks that only send would wait for each other."""
         while outgoing or incoming:
             ways = dict.fromkeys((peer for peer, _ in incoming), select.POLLIN)
             for peer, _ in outgoing:
@@ -155,29 +152,29 @@ class ControlChannel:
             poll = select.poll()
             for peer, way in ways.items():
                 poll.register(self._peers[peer], way)
-            self._doing = _Doing(label, index, "with", tuple(ways))
+            self._state = label, index, "with", tuple(ways)
             numbers = {number for number, _ in poll.poll(self._timeout_s * 1e3)}
             ready = {peer for peer in ways if self._peers[peer].fileno() in numbers}
             if not ready:
-                raise self._failure(TimeoutError(f"timed out after {self._timeout_s:g} s"), next(iter(ways)))
-            outgoing = _moved(outgoing, ready, self._send)
-            incoming = _moved(incoming, ready, lambda peer, data: self._receive(peer, data, socket.MSG_DONTWAIT))
+                raise self._failure(self._timeout(), next(iter(ways)))
+            outgoing = _move(outgoing, ready, self._send)
+            incoming = _move(incoming, ready, lambda peer, data: self._receive(peer, data, socket.MSG_DONTWAIT))
 
     def _bytes_of(self, tensor: Tensor) -> memoryview:
-        """Its memory; of small tensors, which algorithms use again and again, remembered."""
+        """Return the memory of ``tensor``; remember it for small tensors, which algorithms use again and again."""
         known = self._views.get(id(tensor))
         if known is not None and known[0] is tensor:
             return known[1]
         array: Any = tensor.numpy()
         data = memoryview(array).cast("B") if tensor.numel() else memoryview(b"")
         if tensor.untyped_storage().nbytes() <= _SMALL_BYTES:
-            if len(self._views) >= _NUM_REMEMBERED:
+            if len(self._views) >= _MAX_VIEWS:
                 self._views.clear()
             self._views[id(tensor)] = (tensor, data)
         return data
 
     def _send(self, peer: int, data: memoryview) -> int:
-        """As many bytes as the connection takes at once."""
+        """Send as many bytes as the connection takes at once; return their number."""
         try:
             return self._peers[peer].send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -191,42 +188,27 @@ class ControlChannel:
         except BlockingIOError as error:
             if flags & socket.MSG_DONTWAIT:
                 return 0
-            raise self._failure(TimeoutError(f"timed out after {self._timeout_s:g} s"), peer) from error
+            raise self._failure(self._timeout(), peer) from error
         except OSError as error:
             raise self._failure(error, peer) from error
         if num_received == 0:
             raise self._failure(ConnectionError("connection closed by peer"), peer)
         return num_received
 
+    def _timeout(self) -> TimeoutError:
+        return TimeoutError(f"timed out after {self._timeout_s:g} s")
+
     def _failure(self, error: OSError, peer: int) -> LaneError:
         return self.witness.failure_of(error, self.ranks[peer], self.describe())
 
 
-class _Doing(NamedTuple):
-    """What a rank does; put into words only when somebody asks."""
-
-    label: str
-    round_index: int
-    way: str  # "to", "from" or "with"
-    peers: tuple[int, ...]
-
-    def text(self, ranks: Sequence[int]) -> str:
-        others = sorted(ranks[peer] for peer in self.peers)
-        whom = f"ranks {others}" if self.way == "with" else f"rank {others[0]}"
-        return f"{self.label}, round {self.round_index}, {self.way} {whom}"
-
-
-_Message: TypeAlias = tuple[int, memoryview]
-"""A peer, and what is still to be sent to it or received."""
-
-
-def _moved(
-    waiting: Sequence[_Message], ready: Collection[int], move: Callable[[int, memoryview], int]
+def _move(
+    messages: Sequence[_Message], ready: Collection[int], move: Callable[[int, memoryview], int]
 ) -> list[_Message]:
-    """What is left when of each peer that is ready the first message has moved as far as it does."""
+    """Move the first message of each ready peer as far as it goes; return the rest of all messages."""
     left: list[_Message] = []
     seen: set[int] = set()
-    for peer, data in waiting:
+    for peer, data in messages:
         rest = data[move(peer, data) :] if peer in ready and peer not in seen else data
         seen.add(peer)
         if rest:

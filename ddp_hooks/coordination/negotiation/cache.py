@@ -1,8 +1,7 @@
-"""The response cache (Horovod, section 3.1.1): what was agreed upon before has a number, the same on every rank.
+"""Response cache (Horovod, section 3.1.1): a number for every agreed request, the same on every rank.
 
-Only calls that all ranks make in the same order change it, so caches never differ: looking something up changes
-nothing, also not what was used last. It holds what was agreed for single requests, not what was fused of them, other
-than Algorithm 1, line 23, has it.
+Only calls that all ranks make in the same order change it, so caches never differ; looking up changes nothing. Unlike
+in Algorithm 1, line 23, it holds single requests, before fusion.
 """
 
 from __future__ import annotations
@@ -11,14 +10,14 @@ import heapq
 from collections import OrderedDict
 from typing import NamedTuple
 
-from ddp_hooks.coordination.bitvector import indices
+from ddp_hooks.coordination.negotiation.bitvector import indices
 from ddp_hooks.coordination.request import Request
 
-REMEMBERED = 16  # combinations of requests, as most steps agree on the same ones
+REMEMBERED = 16  # combinations of requests; most steps agree on the same ones
 
 
 class Entry(NamedTuple):
-    """A request with its number, of a bit that ``mask`` has set."""
+    """A request with its number; ``mask`` is ``1 << bit``."""
 
     bit: int
     request: Request
@@ -26,15 +25,15 @@ class Entry(NamedTuple):
 
 
 class ResponseCache:
-    """Requests by name and by number; of more than ``capacity`` the one whose last use is longest ago is dropped."""
+    """Requests by name and by number, at most ``capacity``: the least recently used one is dropped."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity
         self._entries: OrderedDict[str, Entry] = OrderedDict()  # in the order of their last use
         self._names: dict[int, str] = {}
-        self._free: list[int] = []  # a heap of numbers below ``num_bits`` that nothing has
+        self._free: list[int] = []  # a heap of unused numbers below ``num_bits``
         self._num_bits = 0
-        self._uses: OrderedDict[int, None] = OrderedDict()  # that are not in the entries' order so far
+        self._uses: OrderedDict[int, None] = OrderedDict()  # not yet in the order of ``_entries``
         self._selections: dict[int, tuple[Request, ...]] = {}
 
     def __len__(self) -> int:
@@ -42,23 +41,23 @@ class ResponseCache:
 
     @property
     def num_bits(self) -> int:
-        """Bits of a vector that has one for each request."""
+        """Length of a vector with a bit for every request."""
         return self._num_bits
 
     def find(self, name: str) -> Entry | None:
-        """What is known under a name."""
+        """Return the entry of a name."""
         return self._entries.get(name)
 
     def at(self, bit: int) -> Request:
-        """What has this number."""
+        """Return the request of a number."""
         return self._entries[self._names[bit]].request
 
     def bits(self) -> list[int]:
-        """All numbers in use, ascending."""
+        """Return all numbers in use, ascending."""
         return sorted(self._names)
 
     def select(self, bits: int) -> tuple[Request, ...]:
-        """What these numbers have, in ascending order."""
+        """Return the requests of these numbers, in ascending order."""
         found = self._selections.get(bits)
         if found is None:
             if len(self._selections) >= REMEMBERED:
@@ -69,7 +68,7 @@ class ResponseCache:
         return found
 
     def use(self, bits: int) -> None:
-        """Note that these were used, the lower ones before the higher; in agreed order."""
+        """Note a use of these numbers, the lower before the higher ones; in agreed order."""
         self._uses[bits] = None
         self._uses.move_to_end(bits)  # only the last time counts
         if len(self._uses) >= REMEMBERED:
@@ -82,7 +81,7 @@ class ResponseCache:
         self._uses.clear()
 
     def put(self, request: Request) -> None:
-        """Add what was agreed upon, under the lowest free number; in agreed order."""
+        """Add an agreed request under the lowest free number; in agreed order."""
         if self._capacity == 0:
             return
         self._begin_change()
@@ -98,12 +97,12 @@ class ResponseCache:
         self._names[bit] = request.name
 
     def drop(self, bit: int) -> None:
-        """Forget it, so that it has to be agreed upon anew; in agreed order."""
+        """Drop a request; in agreed order."""
         self._begin_change()
         del self._entries[self._names.pop(bit)]
         heapq.heappush(self._free, bit)
 
     def _begin_change(self) -> None:
-        """Numbers are about to mean something else."""
+        """Prepare for another meaning of numbers."""
         self._note_uses()
         self._selections.clear()

@@ -1,0 +1,1 @@
+"""Agreement of ranks on requests: algorithms and tables that know no sockets and no threads."""

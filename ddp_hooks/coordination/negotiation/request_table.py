@@ -1,0 +1,95 @@
+"""Table of rank 0: the ranks that have made each request that is not cached (Horovod, section 2.2.2)."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from ddp_hooks.comm import see
+from ddp_hooks.comm.agreement import first_difference
+from ddp_hooks.coordination.request import Request, pack, unpack
+
+
+class RequestTable:
+    """Answers the questions of all ranks (Horovod, Algorithm 1, line 20).
+
+    Args:
+        ranks: as messages call them.
+    """
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self._ranks = ranks
+        self._waiting: dict[str, dict[int, Request]] = {}  # by name, in the order of the first request; by rank
+
+    def answer(self, questions: Sequence[Mapping[str, Any]], names_missing: bool) -> dict[str, Any]:
+        """Return ready and refused requests and, if ``names_missing``, the ranks that requests wait for.
+
+        Args:
+            questions: of all ranks, in their order; see ``Negotiator``.
+            names_missing: some rank has a late request, or closes.
+        """
+        for rank, question in enumerate(questions):
+            for request in unpack(question["new"]):
+                self._waiting.setdefault(request.name, {})[rank] = request
+        joined = {rank for rank, question in enumerate(questions) if question["joined"]}
+        ready, refused = self._take_ready(joined)
+        answer: dict[str, Any] = {"ready": pack(ready), "refused": refused}
+        if names_missing:
+            done = refused.keys() | {request.name for request in ready}
+            answer |= self._missing(questions, joined, done)
+        return answer
+
+    def _take_ready(self, joined: Collection[int]) -> tuple[list[Request], dict[str, str]]:
+        """Return requests that all ranks have made, in the order of the table, and refusals of differing ones."""
+        ready: list[Request] = []
+        refused: dict[str, str] = {}
+        for name, asked in list(self._waiting.items()):
+            request = next(iter(asked.values()))
+            # Any of them, so that ranks that disagree hear of it.
+            standing_in = set(joined) if any(each.works_without_data for each in asked.values()) else set()
+            if len(asked.keys() | standing_in) < len(self._ranks):
+                continue
+            del self._waiting[name]
+            if all(other == request for other in asked.values()):
+                ready.append(request)
+            else:
+                refused[name] = self._difference(name, asked)
+        return ready, refused
+
+    def _difference(self, name: str, asked: dict[int, Request]) -> str:
+        ranks = sorted(asked)
+        lines = [{key: str(value) for key, value in asked[rank].entries().items()} for rank in ranks]
+        found = first_difference(lines, self._names_of(ranks))
+        return f"ranks ask for different collectives under the name {name!r}: {found}{see('ranks-differ')}"
+
+    def _missing(
+        self, questions: Sequence[Mapping[str, Any]], joined: Collection[int], done: Collection[str]
+    ) -> dict[str, Any]:
+        having: dict[str, set[int]] = {}
+        for rank, question in enumerate(questions):
+            for name, works_without_data in question["waiting"]:
+                if name not in done:
+                    having.setdefault(name, set(joined if works_without_data else ())).add(rank)
+        missing = {name: set(range(len(self._ranks))) - ranks for name, ranks in having.items()}
+        overdue = {name for question in questions for name in question["overdue"] if name in missing}
+        expired = {name for question in questions for name in question["expired"]}
+        closing = {rank for rank, question in enumerate(questions) if question["closing"]}
+        failures = (self._failure_of(name, having[name], missing[name], name in expired, closing) for name in missing)
+        return {
+            "missing": {name: self._names_of(ranks) for name, ranks in missing.items() if name in overdue},
+            "failure": next((failure for failure in failures if failure is not None), None),
+        }
+
+    def _failure_of(
+        self, name: str, having: Collection[int], missing: set[int], is_expired: bool, closing: set[int]
+    ) -> str | None:
+        """Return the reason why a request ends everything: it waits for a rank that closes, or for too long."""
+        if gone := self._names_of(missing & closing):
+            return f"{name} waits for ranks {gone}, which have closed their coordinator{see('a-rank-is-missing')}"
+        if is_expired:
+            sides = f"ranks {self._names_of(having)} have asked for it, ranks {self._names_of(missing)} have not"
+            return f"{name} was waited for too long: {sides}{see('a-rank-is-missing')}"
+        return None
+
+    def _names_of(self, ranks: Collection[int]) -> list[int]:
+        return [self._ranks[rank] for rank in sorted(ranks)]
