@@ -1,9 +1,8 @@
 """FSDP2 on ordinary networks: real reduce-scatters and all-gathers that overlap, on gloo too."""
 
 from fsdp_ext.config import ExtConfig
-from fsdp_ext.extension import Extension, extend, restore
-from fsdp_ext.granularity import shard_by_size
-from fsdp_ext.stats import ExtStats
+from fsdp_ext.context import ExtStats
+from fsdp_ext.extension import Extension, extend, restore, shard_by_size
 from fsdp_ext.tuning import TuneConfig, Tuned, tune
 
 __all__ = [

@@ -1,29 +1,32 @@
-"""What cannot work is refused before anything is changed, with the module's name and what to do instead."""
+"""Refusals before anything is changed, with the module's name and a way out; agreement of ranks about the set-up."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
+from ddp_hooks.comm import agree, see
 from fsdp_ext import compat
 from fsdp_ext.config import ExtConfig
 
 ROOT = "the root module"
-"""What messages call the module without a name."""
+"""Name in messages of the module without a name."""
 
-_OURS = ("Ring", "Native")
+_OURS = ("Lane", "Native")
 _STOCK = ("DefaultAllGather", "DefaultReduceScatter")
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
-    """``model`` and what is inside of it, as far as FSDP2 wraps it, with names; that of ``model`` is empty.
+    """Yield the FSDP modules of ``model`` with names; the name of ``model`` is empty.
 
-    Of modules that were wrapped together, ``fully_shard([first, second])``, the first one stands for all.
+    Of modules wrapped together, ``fully_shard([first, second])``, the first one stands for all.
     """
     seen: set[int] = set()
     for name, module in model.named_modules():
@@ -35,14 +38,14 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 
 def is_on_cpu(module: FSDPModule) -> bool:
-    """Whether its parameters are on CPUs."""
+    """Return True if the module's parameters are on CPUs."""
     assert isinstance(module, nn.Module)
     sharded = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
     return all(parameter.device_mesh.device_type == "cpu" for parameter in sharded)
 
 
 def find_problem(model: object, config: object, extended: bool = False) -> str | None:
-    """Why ``model`` cannot be extended, or None; ``extended``: whether it, as a whole, has been before."""
+    """Return a reason against extending ``model``, or None; ``extended``: the whole model has been before."""
     if not isinstance(config, ExtConfig):
         return f"config must be an ExtConfig(...), got {type(config).__name__}"
     if not isinstance(model, nn.Module):
@@ -50,9 +53,9 @@ def find_problem(model: object, config: object, extended: bool = False) -> str |
     for name, module in model.named_modules():
         if isinstance(module, FullyShardedDataParallel):
             return (
-                f"{name or ROOT} is wrapped by FSDP1 (FullyShardedDataParallel), which cannot be "
-                f"extended: wrap with torch.distributed.fsdp.fully_shard instead; in Trainer's fsdp_config set "
-                f'"fsdp_version": 2, in Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)'
+                f"{name or ROOT} is wrapped by FSDP1 (FullyShardedDataParallel), which cannot be extended: wrap with "
+                f'torch.distributed.fsdp.fully_shard instead; in Trainer\'s fsdp_config set "fsdp_version": 2, in '
+                f"Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)"
             )
     modules = list(fsdp_modules(model))
     if not modules:
@@ -73,13 +76,13 @@ def find_problem(model: object, config: object, extended: bool = False) -> str |
 
 
 def unused_settings(config: ExtConfig) -> list[str]:
-    """Settings that were given, and have an effect on CPUs only."""
+    """Return the given settings that have an effect on CPUs only."""
     names = ("pending_mb", "prefetch", "lanes", "slice_mb")
     return [name for name in names if getattr(config, name) is not None]
 
 
 def _problem_of_torch(name: str, module: FSDPModule, config: ExtConfig) -> str | None:
-    """Why this version of torch cannot be extended, or rounds nothing: it keeps elsewhere what settings need."""
+    """Facts that settings need, and this version of torch keeps in another place."""
     if compat.num_param_groups(module) == 0:
         return None  # it has no parameters of its own
     needed: dict[str, object] = {"the communication": compat.communication_of(module)}
@@ -87,7 +90,7 @@ def _problem_of_torch(name: str, module: FSDPModule, config: ExtConfig) -> str |
         needed["the number of shards"] = compat.num_shards(module)
     if config.keeps_residuals_of(name):
         needed["the places of gradients"] = compat.columns_of(module)
-    missing = [what for what, found in needed.items() if found is None]
+    missing = [fact for fact, found in needed.items() if found is None]
     if not missing:
         return None
     return (
@@ -107,8 +110,8 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
         )
     if compat.is_replicated(module):
         return (
-            f"{name} is not sharded, but replicated (replicate_with_fsdp), so that nothing of it is gathered or "
-            f"reduce-scattered: wrap it with fully_shard(...), or extend only what is sharded"
+            f"{name} is not sharded, but replicated (replicate_with_fsdp), so nothing of it is gathered or "
+            f"reduce-scattered: wrap it with fully_shard(...), or extend only sharded modules"
         )
     if config.reduce_scatter == "sparse" and not is_on_cpu(module):
         return (
@@ -127,14 +130,12 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
                 f"{name} takes memory from its process group (set_allocate_memory_from_process_group_for_comm), which "
                 f"needs FSDP2's own communication: call it with False first, or do not extend this model"
             )
-        if kind.startswith(_OURS):
-            if extended:
-                continue
+        if kind.startswith(_OURS) and not extended:
             return (
                 f"{name} is extended already, with another module: call restore(...) with that one first, or extend "
-                f"only the outermost module, which covers what is inside of it"
+                f"only the outermost module, which covers all modules inside of it"
             )
-        if kind not in _STOCK:
+        if not kind.startswith(_OURS) and kind not in _STOCK:
             return (
                 f"{name} already has a communication object of its own, {kind}: leave its set_custom_... call out, or "
                 f"do not extend this model"
@@ -143,27 +144,26 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
 
 
 def find_problem_of_state(state: Mapping[str, object], kept: Mapping[str, DTensor]) -> str | None:
-    """Why a state of what gradients have lost cannot take the place of what is ``kept``, or None."""
+    """Return a reason against loading ``state`` in the place of the residuals ``kept``, or None."""
     if state.keys() != kept.keys():
         name = min(state.keys() ^ kept.keys())
         where = "kept only now" if name in kept else "only in this state"
         return (
-            f"what is left of the gradients of {name} is {where}: extend(...) the model with the settings of the run "
-            f"that has saved it (reduce_scatter, density, error_feedback), or go on without its state"
+            f"the residual of {name} is {where}: extend(...) the model with the settings of the run that has saved it "
+            f"(reduce_scatter, density, error_feedback), or go on without its state"
         )
     for name, own in kept.items():
-        expected, found = _layout_of(own), _layout_of(state[name])
+        expected, found = _describe(own), _describe(state[name])
         if found != expected:
             return (
-                f"what is left of the gradients of {name} must be {expected}, as extension.state_dict() has it, but "
-                f"this state has {found}: load the state of a model of the same shapes into "
-                f"extension.state_dict() by torch.distributed.checkpoint.load, which divides it among these ranks, "
-                f"and pass that"
+                f"the residual of {name} must be {expected}, as extension.state_dict() has it, but this state has "
+                f"{found}: load the state of a model of the same shapes into extension.state_dict() by "
+                f"torch.distributed.checkpoint.load, which divides it among these ranks, and pass that"
             )
     return None
 
 
-def _layout_of(value: object) -> str:
+def _describe(value: object) -> str:
     if not isinstance(value, DTensor):
         return f"a plain tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
     mesh = value.device_mesh
@@ -173,10 +173,56 @@ def _layout_of(value: object) -> str:
     )
 
 
-def fingerprint(model: nn.Module, config: ExtConfig) -> dict[str, object]:
-    """What all ranks must have in common."""
-    modules = [name for name, _ in fsdp_modules(model)]
-    entries: dict[str, object] = {"torch": torch.__version__, "config": config, "modules": modules}
-    for name, parameter in model.named_parameters():
-        entries[name] = (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
-    return entries
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
+
+def agree_to_extend(model: nn.Module, config: ExtConfig, extended: str) -> None:
+    """Compare the set-up of all ranks with these parameters; raise the same error on all of them.
+
+    Args:
+        model, config: arguments of ``extend``.
+        extended: "no", "with these settings", or "with others": the whole model before.
+
+    Raises:
+        ValueError: the model cannot be extended, or ranks differ.
+    """
+    problem = find_problem(model, config, extended != "no")
+    if not dist.is_initialized():
+        raise ValueError(problem or "torch.distributed is not initialised" + see("set-up-is-refused"))
+    entries: dict[str, object] = {}
+    if problem is None:
+        modules = [name for name, _ in fsdp_modules(model)]
+        entries = {"torch": torch.__version__, "config": config, "modules": modules}
+        for name, parameter in model.named_parameters():
+            entries[name] = (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
+    entries["extended already"] = extended
+    failure = None
+    for group in _groups_of(_meshes_of(model)):
+        try:
+            agree(entries, problem, group, "the set-up of fsdp_ext.extend", config)
+        except ValueError as error:  # ranks of the mesh's other dimensions are to hear of it, too
+            if group is dist.group.WORLD:
+                raise  # everybody has
+            failure = failure or error
+            problem = problem or str(error)
+    if failure is not None:
+        raise failure
+
+
+def _meshes_of(model: object) -> list[DeviceMesh]:
+    meshes: list[DeviceMesh] = []
+    for parameter in model.parameters() if isinstance(model, nn.Module) else ():
+        if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
+            meshes.append(parameter.device_mesh)
+    return meshes
+
+
+def _groups_of(meshes: Sequence[DeviceMesh]) -> Iterator[dist.ProcessGroup]:
+    """The group of all ranks, if a mesh is part of one that has them all; else all dimensions of the meshes."""
+    if not meshes or any(compat.num_ranks_around(mesh) == dist.get_world_size() for mesh in meshes):
+        assert dist.group.WORLD is not None
+        yield dist.group.WORLD
+        return
+    for mesh in meshes:
+        for dimension in range(mesh.ndim):
+            yield mesh.get_group(dimension)

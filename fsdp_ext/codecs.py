@@ -1,6 +1,6 @@
-"""Numbers in fewer bits, as bytes for messages: bfloat16, and int8 with one scale per block.
+"""Codecs of numbers in fewer bits: bfloat16, and int8 with one scale per block.
 
-Blocks of int8 with scales of their own are ZeRO++'s (Wang et al., 2023, section 3.1), which gathers parameters so.
+ZeRO++ gathers parameters in such blocks of int8 (Wang et al., 2023, section 3.1).
 """
 
 from __future__ import annotations
@@ -17,35 +17,35 @@ CodecName: TypeAlias = Literal["exact", "bf16", "int8"]
 _SCALE_BYTES = 4  # float32
 _LARGEST = 127
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a reciprocal may be infinite
-# Elements worked on at a time, so that what is computed on the way is not much, and calls cost little.
+# Elements worked on at a time: few, so that scratch memory is small, and enough, so that calls cost little.
 _PIECE_NUMEL = 1 << 20
 _PIECE_NUMEL_ON_ACCELERATORS = 1 << 24
 
 
 class Codec(Protocol):
-    """Encodes floating-point tensors, (numel,), as uint8 tensors, (nbytes(numel),), and back."""
+    """Code of floating-point tensors, (numel,), in uint8 tensors, (nbytes(numel),)."""
 
     def nbytes(self, numel: int) -> int:
-        """Bytes of so many elements."""
+        """Return the bytes of ``numel`` elements."""
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
         """Write ``values`` to ``payload``."""
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        """Write what ``payload`` says to ``values``."""
+        """Write the payload's values to ``values``."""
 
     def add(self, payload: Tensor, values: Tensor) -> None:
-        """Add what ``payload`` says to ``values``."""
+        """Add the payload's values to ``values``."""
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
-        """Write ``values`` and ``residual`` to ``payload``, and what that loses to ``residual``.
+        """Write ``values + residual`` to ``payload``, and the loss to ``residual``.
 
-        What is not finite has been said, and must not stay: a scaler skips the step, and goes on.
+        Infinity and NaN travel, but do not stay: a scaler skips the step, and goes on.
         """
 
 
 class Bf16:
-    """Half of float32's bytes. Relative error at most 2^-8; what is not finite stays so."""
+    """Half of float32's bytes. Relative error at most 2^-8; infinity and NaN stay as they are."""
 
     def nbytes(self, numel: int) -> int:
         return 2 * numel
@@ -68,7 +68,7 @@ class Bf16:
 class Int8Blocks:
     """A quarter of float32's bytes, and four for every block. Error at most 1/254 of the block's largest magnitude.
 
-    If anything in a block is not finite, nothing in it is. Blocks without anything of at least 1.5e-36 are zero.
+    With infinity or NaN in a block, no number of the block is finite. Blocks of numbers below 1.5e-36 become 0.
 
     Args:
         block: elements that share a scale; a multiple of 4.
@@ -80,27 +80,21 @@ class Int8Blocks:
         return -(-numel // self.block) * (_SCALE_BYTES + self.block)
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
-        scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(values):
-            self._encode(values[where], scales[blocks], codes[blocks])
+        for piece, scale, code in self._pieces(values, payload):
+            self._encode(piece, scale, code)
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(values):
-            piece = values[where]
-            piece.copy_(self._decode(scales[blocks], codes[blocks], piece.numel()))
+        for piece, scale, code in self._pieces(values, payload):
+            piece.copy_(self._decode(scale, code, piece.numel()))
 
     def add(self, payload: Tensor, values: Tensor) -> None:
-        scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(values):
-            piece = values[where]
-            piece.add_(self._decode(scales[blocks], codes[blocks], piece.numel()))
+        for piece, scale, code in self._pieces(values, payload):
+            piece.add_(self._decode(scale, code, piece.numel()))
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
-        scales, codes = self._parts(payload)
-        for where, blocks in self._pieces(values):
-            piece, scale, code = residual[where].add_(values[where]), scales[blocks], codes[blocks]
-            self._encode(piece, scale, code)
+        pieces = zip(self._pieces(residual, payload), self._pieces(values, payload), strict=True)
+        for (piece, scale, code), (added, _, _) in pieces:
+            self._encode(piece.add_(added), scale, code)
             piece.sub_(self._decode(scale, code, piece.numel()))
             if scale.device.type != "cpu" or not scale.isfinite().all():  # to ask an accelerator is to wait for it
                 piece.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
@@ -120,24 +114,23 @@ class Int8Blocks:
     def _decode(self, scale: Tensor, code: Tensor, numel: int) -> Tensor:
         return code.float().mul_(scale[:, None]).view(-1)[:numel]
 
-    def _pieces(self, values: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Where elements are, and their blocks; only the last piece may end inside of a block."""
-        numel = values.numel()
+    def _pieces(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Views of values, (n,), their scales, (blocks,), float32, and their codes, (blocks, block), int8.
+
+        Only the last piece may end inside of a block.
+        """
+        num_blocks = payload.numel() // (_SCALE_BYTES + self.block)
+        packed_scales, packed_codes = payload.split([num_blocks * _SCALE_BYTES, num_blocks * self.block])
+        scales, codes = packed_scales.view(torch.float32), packed_codes.view(torch.int8).view(num_blocks, self.block)
         piece_numel = _PIECE_NUMEL if values.device.type == "cpu" else _PIECE_NUMEL_ON_ACCELERATORS
         step = max(1, piece_numel // self.block)
-        for first in range(0, -(-numel // self.block), step):
-            begin = first * self.block
-            yield slice(begin, min(begin + step * self.block, numel)), slice(first, first + step)
-
-    def _parts(self, payload: Tensor) -> tuple[Tensor, Tensor]:
-        """Views of scales, (blocks,), float32, and codes, (blocks, block), int8."""
-        num_blocks = payload.numel() // (_SCALE_BYTES + self.block)
-        scales, codes = payload.split([num_blocks * _SCALE_BYTES, num_blocks * self.block])
-        return scales.view(torch.float32), codes.view(torch.int8).view(num_blocks, self.block)
+        for first in range(0, -(-values.numel() // self.block), step):
+            blocks = slice(first, first + step)
+            yield values[first * self.block : (first + step) * self.block], scales[blocks], codes[blocks]
 
 
 def codec_of(name: CodecName, block: int, dtype: torch.dtype) -> Codec | None:
-    """What to encode tensors of a type with; None: they travel as they are, since it would save nothing."""
+    """Return the codec of tensors of a type; None: they travel as they are, since a code would save nothing."""
     if name == "exact" or not dtype.is_floating_point:
         return None
     if name == "bf16":

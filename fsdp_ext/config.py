@@ -1,4 +1,4 @@
-"""Settings of the extension, one frozen dataclass."""
+"""Settings of the extension."""
 
 from __future__ import annotations
 
@@ -18,45 +18,42 @@ _GATHERS, _SCATTERS = get_args(CodecName), get_args(ScatterName)
 
 @dataclass(frozen=True)
 class ExtConfig:
-    """How FSDP2's shards are gathered and its gradients reduced; what is None is chosen for the link.
+    """How FSDP2's shards are gathered and its gradients reduced. None chooses a default, or a value for the link.
 
     A setting that has no effect beside the others raises a ValueError.
 
     Args:
-        all_gather: how parameters travel, on CPUs. ``"exact"``; ``"bf16"``: rounded to bfloat16, half the bytes of
-            float32; ``"int8"``: with one scale per ``block``, a quarter (ZeRO++'s qwZ). All ranks compute with the same
-            rounded parameters; those that the optimizer updates, and that checkpoints hold, stay as they are.
-        reduce_scatter: likewise, how gradients travel: each rank's are rounded once, and sums formed in float32. Or
-            ``"sparse"``: of a module's gradients only the largest elements (SparDL's Spar-Reduce-Scatter); what is left
-            out is added in the next step, which costs a float32 copy of the whole gradients on every rank.
-        density: with ``"sparse"``, part of the elements that every rank gets of its shards, in (0, 1]; 1: all, exactly.
-            Or one for each module by patterns of names, as ``{"layers.0*": 1.0, "*": 0.01}``: the first pattern that
-            fits a module wrapped by FSDP2 (the root's name is ``""``) decides, and what none fits is exact. None: 0.01.
-        wire: with ``"sparse"``, how entries travel: ``"compact"``, four bytes each, values in bfloat16 (what rounding
-            takes is added later, too); ``"exact"``, eight. None: ``"compact"``.
-        block: with ``"int8"``, elements that share a scale; a multiple of 4. The error is at most 1/254 of the largest
-            among them. None: 256.
-        error_feedback: with ``reduce_scatter="int8"`` keep what rounding has lost, and add it in the next step. Costs a
-            float32 copy of the whole gradients on every rank. None: True.
-        defer: on CPUs let reduce-scatters end with the backward instead of one after the other, where nothing reads
-            their results earlier; see :func:`~fsdp_ext.extend`. False waits for each.
+        all_gather: wire format of parameters. ``"exact"``; ``"bf16"``: 1/2 of float32's bytes; ``"int8"``: 1/4, and one
+            scale per ``block`` (ZeRO++'s qwZ). All ranks compute with the same rounded parameters; the optimizer's
+            parameters and checkpoints stay exact.
+        reduce_scatter: likewise, of gradients: each rank's are rounded once, and sums formed in float32. Or
+            ``"sparse"``, on CPUs: a module's largest gradient elements (SparDL's Spar-Reduce-Scatter); residuals are
+            added in the next step, and cost a float32 copy of the whole gradients on every rank.
+        density: with ``"sparse"``, share of its shards' elements that every rank gets, in (0, 1]; 1: all, exactly. Or a
+            mapping from patterns to shares, as ``{"layers.0*": 1.0, "*": 0.01}``: the first pattern that fits the name
+            of a module wrapped by FSDP2 (the root's is ``""``) decides; a module that fits none is exact. None: 0.01.
+        wire: with ``"sparse"``, format of entries: ``"compact"``, four bytes, values in bfloat16 with error feedback;
+            ``"exact"``, eight bytes. None: ``"compact"``.
+        block: with ``"int8"``, elements that share a scale; a multiple of 4. Error <= 1/254 of the largest. None: 256.
+        error_feedback: with ``reduce_scatter="int8"``, add the loss of rounding in the next step. Costs a float32 copy
+            of the whole gradients on every rank. None: True.
+        defer: on CPUs let reduce-scatters end with the backward, where nothing reads their results earlier; see
+            :func:`~fsdp_ext.extend`. False waits for each.
         early: where the backward waits for a module's reduce-scatter (offloading, or ``defer=False``), begin it in
-            parts, as gradients come: exact ones, on CPUs, of modules without other FSDP modules inside. Costs two
-            copies of the gradients of the module that runs.
-        pending_mb: gradients in MiB whose reduce-scatters may be under way at a time, before the backward waits for the
-            oldest; with ``defer``. They are kept whole until then, as DDP keeps its buckets. None: no limit.
-        prefetch: modules whose parameters are gathered ahead of the one that runs, on CPUs, each as soon as one before
-            it runs; 0 leaves that to FSDP2, which on CPUs gathers nothing ahead in forward and one module in backward.
-            Each keeps a further module's parameters whole. Lists that were set on a module before stay as they are.
-            None: 2; all where every module keeps its parameters whole after forward (``reshard_after_forward=False``),
-            since then all are whole at its end.
-        lanes: streams of communication side by side, for gathers and for reduce-scatters each. None: chosen by a short
-            measurement of the link.
-        slice_mb: largest message of gathers in MiB, at least 1 KiB; those of exact reduce-scatters are
-            ``min(slice_mb / 3, 2 * slice_mb / (P - 1))``. None: chosen by the same measurement as ``lanes``.
+            parts when gradients are ready: on CPUs, exact, modules without other FSDP modules inside. Costs two copies
+            of the gradients of the module that runs.
+        pending_mb: with ``defer``, most gradients in MiB whose reduce-scatters are under way, before the backward waits
+            for the oldest; they are kept whole, as DDP keeps its buckets. None: no limit.
+        prefetch: on CPUs, modules whose parameters are gathered ahead of the one that runs; each is whole for longer. 0
+            leaves that to FSDP2: none in forward, one in backward. Your own lists on a module stay. None: 2; all if
+            every module keeps its parameters whole after forward (``reshard_after_forward=False``).
+        lanes: on CPUs, streams of communication side by side, for gathers and for reduce-scatters each. None: chosen by
+            a short measurement of the link.
+        slice_mb: on CPUs, largest message in MiB, at least 1 KiB: ``slice_mb`` for gathers,
+            ``min(slice_mb / 3, 2 * slice_mb / (P - 1))`` for exact reduce-scatters. None: measured, as ``lanes``.
         trace: record spans for :meth:`Extension.timeline`.
-        timeout_s: a wait that takes longer fails.
-        stall_warning_s: a wait that takes longer is logged, with what it waits for.
+        timeout_s: a longer wait fails.
+        stall_warning_s: a longer wait is logged, with the name of the collective.
     """
 
     all_gather: CodecName = "exact"
@@ -96,23 +93,16 @@ class ExtConfig:
         check_waits(self.timeout_s, self.stall_warning_s)
         check_whole(self, lanes=1, prefetch=0)
         check_booleans(self)
-        self._refuse_unused()
-
-    def _refuse_unused(self) -> None:
-        """Raise a ValueError if a setting has no effect beside the others."""
-        if self.reduce_scatter != "sparse":
-            where = f'with reduce_scatter="{self.reduce_scatter}", but with "sparse"'
-            refuse_unused(self, ("density", "wire"), where)
-        if self.reduce_scatter != "int8":
-            where = f'with reduce_scatter="{self.reduce_scatter}", but with "int8"'
-            refuse_unused(self, ("error_feedback",), where)
+        for only, names in (("sparse", ("density", "wire")), ("int8", ("error_feedback",))):
+            if self.reduce_scatter != only:
+                refuse_unused(self, names, f'with reduce_scatter="{self.reduce_scatter}", but with "{only}"')
         if "int8" not in (self.all_gather, self.reduce_scatter):
             refuse_unused(self, ("block",), 'with neither all_gather="int8" nor reduce_scatter="int8"')
         if not self.defer:
             refuse_unused(self, ("pending_mb",), "with defer=False, which waits for each reduce-scatter")
 
     def density_of(self, module: str) -> float:
-        """Part of the elements of a module's gradients that every rank gets of its shards."""
+        """Return the share of its shards' elements that every rank gets of a module's gradients."""
         if self.reduce_scatter != "sparse":
             return 1.0
         if not isinstance(self.density, Mapping):
@@ -131,14 +121,14 @@ class ExtConfig:
 
     @property
     def scatter_codec(self) -> CodecName:
-        """How gradients are encoded that are not sparse."""
+        """Code of gradients that are not sparse."""
         return "exact" if self.reduce_scatter == "sparse" else self.reduce_scatter
 
     @property
     def is_exact(self) -> bool:
-        """Whether nothing is rounded or left out."""
+        """True if nothing is rounded or left out."""
         return self.all_gather == self.reduce_scatter == "exact"
 
     def keeps_residuals_of(self, module: str) -> bool:
-        """Whether what a module's gradients lose is kept on every rank, and added later."""
+        """Return True if error feedback keeps residuals of a module's gradients."""
         return self.density_of(module) < 1 or (self.reduce_scatter == "int8" and self.error_feedback is not False)

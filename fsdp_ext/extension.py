@@ -1,34 +1,25 @@
-"""``extend(model)`` after ``fully_shard``, and back."""
+"""``extend(model)`` after ``fully_shard``, and back; ``shard_by_size`` before."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import LaneError, Recorder, Span, Stall, Traffic, agree, at_exit, gather_objects, mebibytes, see
+from ddp_hooks.comm import Span, at_exit, gather_objects, mebibytes
 from fsdp_ext import checks, compat
+from fsdp_ext.all_gather import LaneAllGather
 from fsdp_ext.config import ExtConfig
-from fsdp_ext.early import Turns
-from fsdp_ext.gather import RingAllGather
-from fsdp_ext.memory import Pool
+from fsdp_ext.context import ExtContext, ExtStats
 from fsdp_ext.native import NativeAllGather, NativeReduceScatter
-from fsdp_ext.pending import PendingReductions
 from fsdp_ext.prefetch import Prefetcher
+from fsdp_ext.reduce_scatter import LaneReduceScatter
 from fsdp_ext.residuals import Residuals
-from fsdp_ext.scatter import RingReduceScatter
-from fsdp_ext.stats import ExtStats
-from fsdp_ext.transport import Transport
 
 logger = logging.getLogger("fsdp_ext")
 
@@ -38,28 +29,26 @@ _ATTRIBUTE = "_fsdp_ext_extension"
 def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     """Let FSDP2 communicate through lanes: after ``fully_shard``, before or after the optimizer is made.
 
-    On CPUs parameters are gathered and gradients reduced over point-to-point messages, beside the computation. (gloo's
-    own reduce-scatter moves an all-reduce, and FSDP2 waits for each collective there.) What is computed stays the same,
-    up to the order in which gradients are added, which is that of ranks. On accelerators FSDP2's own collectives are as
-    good, and stay.
+    On CPUs, gathers and reduce-scatters run over point-to-point messages, beside the computation. Results stay the
+    same, up to the order in which gradients are added, which is the order of ranks. On accelerators FSDP2's own exact
+    collectives are as good, and stay.
 
-    A reduce-scatter, with replicas (HSDP) the all-reduce that follows it, and what divides or converts its result, end
-    with the backward, where nothing reads it earlier: without ``set_all_reduce_hook``,
+    A reduce-scatter, the all-reduce over replicas (HSDP) that follows it, and divisions and conversions of its result
+    end with the backward, where nothing reads the result earlier: without ``set_all_reduce_hook``,
     ``set_requires_all_reduce(False)``, offloading or ``register_post_accumulate_grad_hook``, and where gradients were
     None before or all parameters of the module get one. Elsewhere the backward waits for each; with offloading or
-    ``defer=False`` only for what is left of it when the module's last gradient has come (``ExtConfig.early``). A
-    gradient that another hook reads before its reduce-scatter has ended is NaN. Over replicas gradients are averaged in
-    the type that they are summed in, and exactly, whatever ``reduce_scatter`` says.
+    ``defer=False`` only for the rest of it when the module's last gradient is ready (``ExtConfig.early``). A gradient
+    that another hook reads before its reduce-scatter has ended is NaN. Over replicas gradients are averaged exactly, in
+    the type that they are summed in.
 
     Args:
-        model: a module with FSDP2's inside of it. Its FSDP modules get communication objects of ours
-            (``set_custom_all_gather``, ``set_custom_reduce_scatter``) and lists of modules to prefetch; parameters,
-            gradients and checkpoints are as before.
+        model: a module with FSDP2's inside of it, which get our communication objects and lists of modules to prefetch;
+            parameters, gradients and checkpoints are as before.
         config: the settings.
 
     Returns:
-        What counts bytes and waits; the same again if the model is extended with these settings already. With others
-        these replace them, and what gradients have lost so far is still added, of those of which something is kept.
+        The :class:`Extension`. Calling again with equal settings returns the existing one; different settings replace
+        it and keep the residuals for which they have a use.
 
     Raises:
         ValueError: on every rank, before anything is changed, when this cannot work, or when ranks differ. A model that
@@ -68,120 +57,93 @@ def extend(model: nn.Module, config: ExtConfig | None = None) -> Extension:
     Collective: all ranks of the model's meshes do it. :func:`restore` undoes it.
     """
     config = config if config is not None else ExtConfig()
-    earlier = _extension_of(model)
-    same = earlier is not None and earlier.config == config
-    _agree(model, config, "no" if earlier is None else "with these settings" if same else "with others")
-    if earlier is None:
+    present = _extension_of(model)
+    same = present is not None and present.config == config
+    extended = "no" if present is None else "with these settings" if same else "with others"
+    checks.agree_to_extend(model, config, extended)
+    if present is None:
         return Extension(model, config)
     if same:
-        return earlier
-    left_over = earlier.state_dict()
-    earlier.close()
+        return present
+    residuals = present.state_dict()
+    present.close()
     extension = Extension(model, config)
-    extension.carry_over(left_over)
+    extension.carry_over(residuals)
     return extension
 
 
 def restore(model: nn.Module) -> None:
-    """Undo :func:`extend`, between steps; nothing if the model is not extended. Collective."""
+    """Undo :func:`extend`, between steps; do nothing if the model is not extended. Collective.
+
+    Raises:
+        LaneError: lanes have failed; the model is restored all the same.
+    """
     extension = _extension_of(model)
     if extension is not None:
         extension.close()
 
 
 def abandon(model: nn.Module, error: BaseException) -> None:
-    """Tell ranks that wait for this one's parts of the model that ``error`` ends its step; nothing if not extended."""
+    """Tell ranks that wait for this one that ``error`` ends its step; do nothing if the model is not extended."""
     extension = _extension_of(model)
     if extension is not None:
-        extension._abandon(error)
-
-
-@dataclass
-class Counts:
-    """Collectives so far."""
-
-    gathers: int = 0
-    reduce_scatters: int = 0
-    deferred: int = 0
-    early: int = 0
+        extension.abandon(error)
 
 
 class Extension:
-    """What serves one model: made by :func:`extend`."""
+    """Communication of one model; :func:`extend` makes it."""
 
     def __init__(self, model: nn.Module, config: ExtConfig) -> None:
         self._model = model
         self.config = config
-        self.counts = Counts()
-        self.recorder = Recorder(config.trace)
-        self.backward_waits: dict[str, float] = defaultdict(float)
-        """Seconds that backwards have waited for whole parameters, by module."""
-        self.gather_stall, self.scatter_stall = Stall(), Stall()
-        limit_bytes = None if config.pending_mb is None else mebibytes(config.pending_mb)
-        self.pending = PendingReductions(limit_bytes, self.scatter_stall, self.recorder)
-        self.pool = Pool()
-        """Memory on CPUs for whole parameters and gradients."""
-        self.turns = Turns()
-        """In which order gradients come of modules whose reduce-scatters begin early."""
-        self.averages_replicas = False
-        """Whether FSDP2 was seen to leave its all-reduce to us; the same on all ranks."""
-        self._transports: dict[tuple[int, ...], Transport] = {}
+        self.context = ExtContext(config)
         self._residuals: list[Residuals] = []
         self._replaced: list[tuple[FSDPModule, tuple[Any, Any]]] = []
-        self._scatters: list[RingReduceScatter] = []
-        self._is_closing = False
-        self.names = {module: name for name, module in model.named_modules()}
-        self._handle = at_exit(self.close, self._abandon, self._is_stuck)
+        self._scatters: list[LaneReduceScatter] = []
+        self._names = {module: name for name, module in model.named_modules()}
+        self._handle = at_exit(self.close, self.abandon, self._is_stuck)
         modules = list(checks.fsdp_modules(model))
-        on_cpu = all(checks.is_on_cpu(module) for _, module in modules)
-        self.prefetcher = Prefetcher(model, config.prefetch if on_cpu else 0)
+        on_cpu = [checks.is_on_cpu(module) for _, module in modules]
+        self.prefetcher = Prefetcher(model, config.prefetch if all(on_cpu) else 0)
         for name, module in modules:
             self._take_over(name, module)
         setattr(model, _ATTRIBUTE, self)
         if not self._replaced:
             logger.info("parameters are on an accelerator: FSDP2's own exact collectives stay")
         unused = checks.unused_settings(config)
-        if unused and not any(checks.is_on_cpu(module) for _, module in modules):
+        if unused and not any(on_cpu):
             logger.warning("parameters are on an accelerator, where %s have no effect: leave them out", unused)
 
     def stats(self) -> ExtStats:
-        """What was moved and waited for so far, on this rank."""
-        traffic = sum((transport.traffic for transport in self._transports.values()), Traffic())
-        return ExtStats(
-            self.counts.gathers,
-            self.counts.reduce_scatters,
-            self.counts.deferred,
-            self.counts.early,
-            traffic.sent_bytes,
-            traffic.received_bytes,
-            traffic.busy_s,
-            self.gather_stall.seconds,
-            self.scatter_stall.seconds,
-        )
+        """Return the totals so far, on this rank."""
+        return self.context.stats()
 
     def timeline(self) -> list[Span]:
-        """What lanes did and what training waited for, in order of start; needs ``ExtConfig(trace=True)``."""
-        return self.recorder.snapshot()
+        """Return the last spans of lanes and waits, sorted by start; needs ``ExtConfig(trace=True)``."""
+        return self.context.recorder.snapshot()
 
     def state_dict(self) -> dict[str, DTensor]:
-        """What gradients have lost so far and is still to be added, by name of parameter: for checkpoints.
+        """Return the residuals, by name of parameter: for checkpoints.
 
-        Sharded as the parameters are, so that ``torch.distributed.checkpoint`` saves it, and loads it for any number of
-        ranks. Empty unless ``reduce_scatter`` is ``"sparse"``, or ``"int8"`` with error feedback. Collective, between
-        steps: what ranks have kept of each other's shards moves to these, so that a run that goes on is the same, bit
-        for bit, as one that resumes.
+        Sharded as the parameters are, so that ``torch.distributed.checkpoint`` saves them, and loads them for any
+        number of ranks. Empty unless ``reduce_scatter`` is ``"sparse"``, or ``"int8"`` with error feedback. Collective,
+        between steps: residuals of each other's shards move to the ranks that own them, so that a run that goes on has
+        the same bits as one that resumes.
+
+        Raises:
+            LaneError: a rank did not come.
         """
-        self.pending.abandon()  # there is something only after a backward that failed
+        self.context.pending.drop()  # there is something only after a backward that failed
         state: dict[str, DTensor] = {}
         for group in dict.fromkeys(group for residuals in self._residuals for group in residuals.groups):
             gather_objects(None, group, "Extension.state_dict()", self.config)  # or some would wait without a name
         for residuals in self._residuals:
-            residuals.settle()
+            residuals.move_to_owners()
             state |= residuals.state_dict()
         return state
 
     def load_state_dict(self, state: Mapping[str, DTensor]) -> None:
-        """The reverse of :meth:`state_dict`, between steps; what was kept before is forgotten.
+        """Replace all residuals by those of :meth:`state_dict`, between steps.
 
         Raises:
             ValueError: it is of other parameters, settings or ranks; nothing is changed then.
@@ -193,57 +155,52 @@ class Extension:
         self.carry_over(state)
 
     def carry_over(self, state: Mapping[str, DTensor]) -> None:
-        """What :meth:`load_state_dict` does, from a model that was extended with other settings.
-
-        What these settings keep nothing of is dropped, with a warning.
-        """
+        """Load residuals of a model that was extended with other settings; drop the useless ones, with a warning."""
         wanted = [(residuals, residuals.state_dict().keys()) for residuals in self._residuals]
         for residuals, names in wanted:
             residuals.load_state_dict({name: state[name] for name in names if name in state})
         dropped = state.keys() - {name for _, names in wanted for name in names}
         if dropped:
             logger.warning(
-                "what was left of the gradients of %s is dropped: with these settings nothing is kept of them",
+                "residuals of %s are dropped: these settings keep none of them",
                 min(dropped) if len(dropped) == 1 else f"{min(dropped)} and {len(dropped) - 1} more parameters",
             )
 
     def scale_leftovers(self, factor: float) -> None:
-        """Multiply what gradients have lost so far and is still to be added; 0 forgets it. On all ranks, between steps.
+        """Multiply the residuals; 0 forgets them. On all ranks, between steps.
 
-        For a loss scale that changes: what was lost has the scale of its own step. And for a batch whose gradients are
-        not to be used, also not what was left out of them.
+        For a loss scale that changes: a residual has the scale of its own step. And for a batch whose gradients are not
+        to be used: what was left out of them is not to be used, either.
         """
         for residuals in self._residuals:
             residuals.scale(factor)
 
     @property
     def link_bytes_s(self) -> float | None:
-        """What the slowest link carries, as far as it was measured."""
-        found = [transport.link.goodput_bytes_s for transport in self._transports.values()]
+        """Measured rate of the slowest link; None if it was not measured."""
+        found = [transport.link.goodput_bytes_s for transport in self.context.transports]
         return min((goodput for goodput in found if goodput is not None), default=None)
 
-    def transport_of(self, group: dist.ProcessGroup) -> Transport:
-        """The lanes of these ranks; made, collectively, at their first collective."""
-        ranks = tuple(dist.get_process_group_ranks(group))
-        if ranks not in self._transports:
-            self._transports[ranks] = Transport(group, self.config, torch.device("cpu"), self.recorder)
-        return self._transports[ranks]
-
-    def failures_to_ignore(self) -> contextlib.AbstractContextManager[None]:
-        """Of gathers that end only to be forgotten."""
-        return contextlib.suppress(LaneError) if self._is_closing else contextlib.nullcontext()
-
     def close(self) -> None:
-        """Finish what is under way, give modules their own communication back, and end the lanes; collective."""
-        self._is_closing = True
+        """Finish all communication, give modules their own communication back, and end the lanes; collective.
+
+        Raises:
+            LaneError: lanes have failed; everything is given back all the same.
+        """
+        self.context.is_closing = True
         self._handle.remove()
         vars(self._model).pop(_ATTRIBUTE, None)
         with contextlib.ExitStack() as rest:  # all of it, also if lanes have failed
-            for transport in self._transports.values():
+            for transport in self.context.transports:
                 rest.callback(transport.close)
             rest.callback(self._give_back)
             rest.callback(self.prefetcher.remove)
-            self.pending.abandon()  # there is something only after a backward that failed
+            self.context.pending.drop()  # there is something only after a backward that failed
+
+    def abandon(self, error: BaseException) -> None:
+        """Tell other ranks that this rank ends because of ``error``."""
+        for transport in self.context.transports:
+            transport.abandon(error)
 
     def _take_over(self, name: str, module: FSDPModule) -> None:
         before = compat.communication_of(module)
@@ -251,10 +208,10 @@ class Extension:
             return  # it has no parameters of its own
         config = self.config
         replicas = compat.replicas_of(module)
-        residuals = Residuals(module, self.names, replicas) if config.keeps_residuals_of(name) else None
+        residuals = Residuals(module, self._names, replicas) if config.keeps_residuals_of(name) else None
         if checks.is_on_cpu(module):
-            module.set_custom_all_gather(RingAllGather(self, module, name))
-            self._scatters.append(RingReduceScatter(self, module, name, residuals))
+            module.set_custom_all_gather(LaneAllGather(self.context, self.prefetcher, module, name))
+            self._scatters.append(LaneReduceScatter(self.context, module, name, residuals))
             module.set_custom_reduce_scatter(self._scatters[-1])
         elif config.is_exact:
             return
@@ -273,57 +230,40 @@ class Extension:
             module.set_custom_all_gather(gather)
             module.set_custom_reduce_scatter(scatter)
 
-    def _abandon(self, error: BaseException) -> None:
-        for transport in self._transports.values():
-            transport.abandon(error)
-
     def _is_stuck(self) -> bool:
-        return any(transport.is_stuck for transport in self._transports.values())
+        return any(transport.is_stuck for transport in self.context.transports)
 
 
 def _extension_of(model: object) -> Extension | None:
-    """The model keeps it, so that both can be let go of together."""
+    """The model keeps it, so that both are freed together."""
     found = getattr(model, _ATTRIBUTE, None) if isinstance(model, nn.Module) else None
     return found if isinstance(found, Extension) else None
 
 
-def _agree(model: nn.Module, config: ExtConfig, extended: str) -> None:
-    """All ranks with these parameters compare what they are about to do, or raise the same error.
+def shard_by_size(
+    model: nn.Module, blocks: Sequence[nn.Module], block_mb: float, first_mb: float = 1.0, **options: Any
+) -> nn.Module:
+    """Call ``fully_shard`` for runs of blocks of at least ``block_mb`` together, then for the rest at the root.
 
-    ``extended``: whether the model, as a whole, is already: "no", "with these settings", or "with others".
+    Blocks of one group are gathered and reduced together: larger groups make fewer, longer messages and take less of
+    the processor, smaller ones begin earlier and need less memory. The first group is small, as nothing hides it: its
+    gradients are the last to be ready, when nothing is left to compute, and its parameters are needed first.
+
+    Args:
+        model: changed in place, and returned.
+        blocks: modules inside of it, such as the layers of a transformer, in the order in which they run.
+        block_mb: least size of a group, in MiB of parameters; the last one may be smaller.
+        first_mb: the first group has at least ``min(first_mb, block_mb)``.
+        options: of ``fully_shard``.
     """
-    problem = checks.find_problem(model, config, extended != "no")
-    if not dist.is_initialized():
-        raise ValueError(problem or "torch.distributed is not initialised" + see("set-up-is-refused"))
-    entries = checks.fingerprint(model, config) if problem is None else {}
-    entries["extended already"] = extended
-    failure = None
-    for group in _groups_of(_meshes_of(model)):
-        try:
-            agree(entries, problem, group, "the set-up of fsdp_ext.extend", config)
-        except ValueError as error:  # ranks of the mesh's other dimensions are to hear of it, too
-            if group is dist.group.WORLD:
-                raise  # everybody has
-            failure = failure or error
-            problem = problem or str(error)
-    if failure is not None:
-        raise failure
-
-
-def _meshes_of(model: object) -> list[DeviceMesh]:
-    meshes: list[DeviceMesh] = []
-    for parameter in model.parameters() if isinstance(model, nn.Module) else ():
-        if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
-            meshes.append(parameter.device_mesh)
-    return meshes
-
-
-def _groups_of(meshes: Sequence[DeviceMesh]) -> Iterator[dist.ProcessGroup]:
-    """Of all ranks, if a mesh has them all, or is a part of one that has; else of every dimension of the meshes."""
-    if not meshes or any(compat.num_ranks_around(mesh) == dist.get_world_size() for mesh in meshes):
-        assert dist.group.WORLD is not None
-        yield dist.group.WORLD
-        return
-    for mesh in meshes:
-        for dimension in range(mesh.ndim):
-            yield mesh.get_group(dimension)
+    run: list[nn.Module] = []
+    enough = min(mebibytes(first_mb), mebibytes(block_mb))
+    for block in blocks:
+        run.append(block)
+        if sum(parameter.nbytes for member in run for parameter in member.parameters()) >= enough:
+            fully_shard(run if len(run) > 1 else run[0], **options)
+            run, enough = [], mebibytes(block_mb)
+    if run:
+        fully_shard(run if len(run) > 1 else run[0], **options)
+    fully_shard(model, **options)
+    return model

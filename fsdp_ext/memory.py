@@ -1,7 +1,7 @@
 """Memory for whole parameters and gradients that is used again, instead of given back and taken anew.
 
-FSDP2 takes memory for every collective, and lets go of it soon. What is large comes from the kernel, which clears each
-of its pages first: with BERT-base on four ranks that cost an eighth of all processor time.
+FSDP2 allocates memory for every collective and frees it soon. Large blocks come from the kernel, which clears each page
+first: with BERT-base on four ranks that costs an eighth of all processor time.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_MIB = 1 << 20
-_LEAST_BYTES = _MIB  # what is smaller is taken and given back quickly
+_MIB = 1 << 20  # smaller tensors are allocated quickly
 
 
 class Pool:
     """Tensors whose memory comes back when the last tensor that uses it is gone.
 
     Args:
-        limit_bytes: most that is kept while nobody uses it.
+        limit_bytes: most unused memory that is kept.
     """
 
     def __init__(self, limit_bytes: int = 64 * _MIB) -> None:
         self._limit_bytes = limit_bytes
         self._free: dict[int, list[Any]] = defaultdict(list)  # MiB -> arrays of bytes
-        self._lock = threading.RLock()  # memory may come back on any thread, also while this one takes some
+        self._lock = threading.RLock()  # memory comes back on any thread, also while this one takes some
         self.free_bytes = 0
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """A tensor, (numel,), on the CPU; its values are undefined."""
+        """Return an uninitialised tensor, (numel,), on the CPU."""
         nbytes = numel * dtype.itemsize
-        if nbytes < _LEAST_BYTES:
+        if nbytes < _MIB:
             return torch.empty(numel, dtype=dtype)
         block = self._take(-(-nbytes // _MIB))
         lent = block[:nbytes]  # an array of its own, which the memory of tensors keeps alive

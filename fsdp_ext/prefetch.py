@@ -1,4 +1,4 @@
-"""Which parameters to gather ahead: those of the modules that ran next in the first forward."""
+"""Parameters to gather ahead: of the modules that ran next in the first forward."""
 
 from __future__ import annotations
 
@@ -11,122 +11,126 @@ from torch.distributed.fsdp import FSDPModule
 from ddp_hooks.comm.torch_compat import in_backward, inside_another_backward, queue_engine_callback
 from fsdp_ext import compat
 
-_FEW = 2
+_DEFAULT_DEPTH = 2
 
 
 class Prefetcher:
     """Learns the order of modules from the first forward's gathers, then lets FSDP2 gather ahead in that order.
 
-    Forwards gather ahead only while the root's runs. When it ends, and when a backward ends, what was gathered and not
-    used is dropped: before parameters can change, and at a moment that all ranks share.
+    Forwards gather ahead only while the root's runs. When it ends, and when a backward ends, unused gathers are
+    dropped: before parameters can change, and at a moment that all ranks share.
 
     Args:
-        root: whose forward begins a step.
-        depth: modules to gather ahead; 0: none; None: few, or all that stay whole anyway.
+        root: its forward begins a step.
+        depth: modules to gather ahead; 0: none; None: 2, or all if they stay whole anyway.
     """
 
     def __init__(self, root: nn.Module, depth: int | None) -> None:
         self._depth = depth
         self._root = root
-        self._order: list[FSDPModule] = []  # in which their parameters were gathered first
+        self._order: list[FSDPModule] = []  # in which parameters were gathered first
         self._num_forwards = 0
-        self._leading: dict[FSDPModule, list[FSDPModule]] = {}  # what to gather ahead when one runs forward
+        self._following: dict[FSDPModule, list[FSDPModule]] = {}  # modules to gather ahead when one runs forward
         self._listed_forward: list[FSDPModule] = []  # modules that have these lists now
         self._listed_backward: dict[FSDPModule, list[FSDPModule]] = {}  # lists for backwards that are ours
         self.in_forward = False
-        """Whether the root's forward is running."""
+        """True while the root's forward runs."""
         # Gathered in the root's forward or in a backward, and not waited for so far; in the order of all ranks.
-        self._ahead: dict[FSDPModule, None] = {}
-        self._backward: int | None = None  # the one at whose end these are dropped
+        self._unused: dict[FSDPModule, None] = {}
+        self._backward: int | None = None  # at its end these are dropped
         self._handles = [
             root.register_forward_pre_hook(torch.compiler.disable(self._begin_forward), prepend=True),
             root.register_forward_hook(torch.compiler.disable(self._end_forward), always_call=True),
         ]
 
-    def note(self, module: FSDPModule) -> None:
-        """Parameters of ``module`` are being gathered."""
-        backward = torch._C._current_graph_task_id() if in_backward() else None
-        if backward is not None and backward != self._backward and not inside_another_backward():
+    def on_gather(self, module: FSDPModule) -> None:
+        """Note that parameters of ``module`` are being gathered."""
+        backward = compat.current_backward()
+        if backward not in (-1, self._backward) and not inside_another_backward():
             self._backward = backward
             # After FSDP2's own end of the backward, which drops what is left of one root's gathers.
-            queue_engine_callback(lambda: queue_engine_callback(self._drop_what_nobody_used))
-        if self.in_forward or backward is not None:
-            self._ahead[module] = None
+            queue_engine_callback(lambda: queue_engine_callback(self._drop_unused))
+        if self.in_forward or backward != -1:
+            self._unused[module] = None
         if self._num_forwards == 1 and module not in self._order:
             self._order.append(module)
 
-    def note_arrival(self, module: FSDPModule) -> None:
-        """They are waited for."""
-        self._ahead.pop(module, None)
+    def on_wait(self, module: FSDPModule) -> None:
+        """Note that parameters of ``module`` are waited for."""
+        self._unused.pop(module, None)
 
     def remove(self) -> None:
-        """Leave the modules as they were before."""
+        """Remove all hooks, lists and unused gathers."""
         self.in_forward = False
         for handle in self._handles:
             handle.remove()
-        self._take_lists_away()
+        self._clear_forward_lists()
         for module, listed in self._listed_backward.items():
-            if compat.backward_list_is(module, listed):  # or the user has set another one
+            if compat.backward_list(module) == list(map(compat.state_of, listed)):  # the user may have set another one
                 module.set_modules_to_backward_prefetch([])
-        self._ahead |= dict.fromkeys(module for module in self._root.modules() if isinstance(module, FSDPModule))
-        self._drop_what_nobody_used()
+        self._unused |= dict.fromkeys(module for module in self._root.modules() if isinstance(module, FSDPModule))
+        self._drop_unused()
 
     def _begin_forward(self, *ignored: Any) -> None:
         if in_backward():  # a checkpoint's
             return
         self.in_forward = False  # also if an interrupt has ended the last one
-        self._drop_what_nobody_used()  # a backward that failed may have left something
+        self._drop_unused()  # a backward that failed may have left something
         self.in_forward = True
         if self._order or not self._num_forwards:  # else all parameters were whole, and there was nothing to learn
             self._num_forwards += 1
         if self._num_forwards == 1:
             return
         if self._num_forwards == 2:
-            self._choose_depth()
+            self._plan_lists()
         if self._depth:
-            for module, following in self._leading.items():
-                if not compat.has_forward_list(module):
+            for module, following in self._following.items():
+                if not compat.forward_list(module):
                     self._listed_forward.append(module)
                     module.set_modules_to_forward_prefetch(following)
-            # FSDP2 waits for the first module's parameters before it asks for those after it.
+            # FSDP2 waits for the first module's parameters before it asks for the next ones.
             for module in self._order[: self._depth + 1]:
                 module.unshard(async_op=True)
 
     def _end_forward(self, *ignored: Any) -> None:
         self.in_forward = False
-        self._take_lists_away()
+        self._clear_forward_lists()
         if not in_backward():
-            self._drop_what_nobody_used()  # a backward that uses it nevertheless gathers it again
+            self._drop_unused()  # a backward that uses it nevertheless gathers it again
 
-    def _drop_what_nobody_used(self) -> None:
-        """Gathered ahead for modules that then did not run: FSDP2 would take it for their parameters of later, too."""
-        for module in list(self._ahead):
+    def _drop_unused(self) -> None:
+        """Free parameters of modules that did not run: FSDP2 would take them for later values, too."""
+        for module in list(self._unused):
             if compat.holds_a_gather(module):
                 module.unshard()
                 module.reshard()
-        self._ahead.clear()
+        self._unused.clear()
 
-    def _take_lists_away(self) -> None:
+    def _clear_forward_lists(self) -> None:
         while self._listed_forward:
             self._listed_forward.pop().set_modules_to_forward_prefetch([])
 
-    def _choose_depth(self) -> None:
-        """When all modules are known in their order."""
+    def _plan_lists(self) -> None:
+        """Choose the depth and all lists, once the order of modules is known."""
         order = self._order
         if self._depth is None:
-            self._depth = len(order) if all(map(compat.keeps_parameters, order)) else _FEW
+            self._depth = len(order) if all(map(compat.keeps_parameters, order)) else _DEFAULT_DEPTH
         depth = self._depth
         if not depth:
             return
         for index, module in enumerate(order):
-            if compat.prefetches_by_itself(module):
+            if _has_lists(module):
                 continue
             if depth + 1 < len(order):  # else the beginning of a forward asks for all
-                self._leading[module] = order[index + 1 : index + 1 + depth]
+                self._following[module] = order[index + 1 : index + 1 + depth]
             self._listed_backward[module] = order[max(0, index - depth) : index][::-1]
         # The root runs first in backward, too, as its output is the last one.
         root = self._root
-        if isinstance(root, FSDPModule) and (root in self._listed_backward or not compat.prefetches_by_itself(root)):
+        if isinstance(root, FSDPModule) and (root in self._listed_backward or not _has_lists(root)):
             self._listed_backward[root] = [module for module in order[::-1] if module is not root][:depth]
         for module, listed in self._listed_backward.items():
             module.set_modules_to_backward_prefetch(listed)
+
+
+def _has_lists(module: FSDPModule) -> bool:
+    return bool(compat.forward_list(module) or compat.backward_list(module))

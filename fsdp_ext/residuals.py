@@ -1,7 +1,7 @@
-"""What rounding or leaving out has taken from gradients so far (error feedback), on each rank for whole gradients.
+"""Error feedback: losses of gradients by rounding or selection, kept on each rank for whole gradients.
 
-In checkpoints there is one number per element of a parameter, sharded as the parameter is: the sum over all ranks, in
-the unit of the gradient that the optimizer gets. So they are as large as the model, and fit any number of ranks.
+A checkpoint has one number per element of a parameter, sharded as the parameter is: the sum over all ranks, in the unit
+of the gradient that the optimizer gets. So residuals are as large as the model, and fit any number of ranks.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile an
 
 
 class Residuals:
-    """Those of one module, as long as the memory that FSDP2 reduces its gradients in.
+    """Residuals of one module, as long as the memory that FSDP2 reduces its gradients in.
 
     Args:
         module: whose gradients.
         names: of all modules of the model.
-        replicas: the ranks that have the same shards as this one.
+        replicas: ranks with the same shards as this one.
     """
 
     def __init__(
@@ -41,28 +41,28 @@ class Residuals:
         self._columns: tuple[compat.Column, ...] = ()
         self._flat: Tensor | None = None  # (P * n,), in the unit of sums
         self._group: dist.ProcessGroup | None = None  # of the ranks that sum
-        self._unit = 1.0  # what sums are divided by to be gradients, if replicas' mean is taken
-        self._has_told = False
+        self._unit = 1.0  # sum / unit = gradient, averaged over replicas
+        self._has_warned = False
         self._loaded: dict[str, Tensor] = {}  # this rank's shards, in the unit of gradients
 
-    def open(
+    def prepare(
         self, gradients: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
     ) -> Tensor | None:
-        """What is to be added to these gradients, (P * n,), and overwritten with what is lost of them.
+        """Return the residual to add to ``gradients``, (P * n,), and to overwrite with their loss.
 
-        ``op`` is what FSDP2 asks for; what it has multiplied gradients by is in them already.
+        ``op`` is FSDP2's, which has multiplied gradients by its factor already.
 
-        None in a step without gradients of some parameters: others are at their places then, and what was lost waits
+        None in a step without gradients of some parameters: the others have other places then, and the residual waits
         for the next step that has all of them.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         columns = compat.columns_in(self._module, gradients.numel() // world_size)
         if columns is None:
-            self._tell_of_incomplete_gradients()
+            self._warn_of_missing_gradients()
             return None
         if self._flat is None or columns != self._columns:
             flat = torch.zeros(gradients.numel(), dtype=_dtype_for(gradients), device=gradients.device)
-            self._flat = self._rearranged(columns, flat, world_size)
+            self._flat = self._moved_to(flat, columns, world_size)
         unit = self._unit_of(op, world_size, gradients.dtype)
         if unit != self._unit:
             self._flat.mul_(unit / self._unit)
@@ -76,25 +76,24 @@ class Residuals:
         return self._flat
 
     def scale(self, factor: float) -> None:
-        """Multiply everything that is kept."""
-        for kept in (*self._loaded.values(), *([self._flat] if self._flat is not None else [])):
-            kept.mul_(factor)
+        """Multiply all residuals."""
+        for residual in (*self._loaded.values(), *([self._flat] if self._flat is not None else [])):
+            residual.mul_(factor)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
-        """The groups over which :meth:`settle` is collective."""
+        """Groups over which :meth:`move_to_owners` is collective."""
         if self._flat is None or self._group is None:
             return []
         return [self._group] if self._replicas is None else [self._group, self._replicas]
 
-    def settle(self) -> None:
-        """Move everything to the rank whose shard it belongs to; collective, between steps.
+    def move_to_owners(self) -> None:
+        """Move all residuals to the ranks that own the shards; collective, between steps.
 
-        So a run that goes on after a checkpoint has the same as one that begins with it.
+        A run that goes on after a checkpoint then has the same residuals as one that begins with it.
         """
-        if not self.groups:
+        if self._flat is None or self._group is None:
             return
-        assert self._flat is not None and self._group is not None
         shares = self._flat.view(dist.get_world_size(self._group), -1)
         own = torch.empty_like(shares[0])
         dist.reduce_scatter_tensor(own, self._flat, group=self._group)
@@ -106,7 +105,7 @@ class Residuals:
         shares[dist.get_rank(self._group)] = own.mul_(self._unit)
 
     def state_dict(self) -> dict[str, DTensor]:
-        """Of every trained parameter, by name, after :meth:`settle`."""
+        """Return the residuals of every trained parameter, by name, after :meth:`move_to_owners`."""
         state = {}
         for column in compat.columns_of(self._module) or ():
             name, parameter = self._name(column), column.parameter
@@ -122,15 +121,15 @@ class Residuals:
         return state
 
     def load_state_dict(self, state: Mapping[str, DTensor]) -> None:
-        """The reverse of :meth:`state_dict`; nothing is left of what was kept before."""
+        """Replace all residuals."""
         self._flat, self._columns = None, ()
         shards = {name: shard.to_local().detach() for name, shard in state.items()}
         self._loaded = {name: shard.clone() for name, shard in shards.items() if not shard.is_meta}
 
     def _unit_of(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int, dtype: torch.dtype) -> float:
-        """Sums over the shards' and the replicas' ranks, divided by it and by the replicas, are gradients.
+        """Sum over shards and replicas / (unit * replicas) = gradient, as FSDP2 divides.
 
-        As FSDP2 divides them (_get_gradient_divide_factors).
+        See _get_gradient_divide_factors.
         """
         num_replicas = 1 if self._replicas is None else dist.get_world_size(self._replicas)
         facts = compat.facts_of(self._module)
@@ -139,11 +138,11 @@ class Residuals:
             return 1 / num_replicas
         total = factor or world_size * num_replicas
         if op == dist.ReduceOp.SUM and dtype not in (torch.float32, torch.bfloat16):
-            total /= _predivision(total)
+            total /= compat.predivision(total)
         return total / num_replicas
 
     def _shard(self, name: str, like: Tensor) -> Tensor:
-        """A copy of what is kept of this rank's shard of a parameter."""
+        """A copy of the residual of this rank's shard of a parameter."""
         if name in self._loaded:
             return self._loaded[name].clone()
         places = {self._name(column): column.start for column in self._columns}
@@ -152,8 +151,8 @@ class Residuals:
         own = self._flat.view(dist.get_world_size(self._group), -1)[dist.get_rank(self._group)]
         return own[places[name] : places[name] + like.numel()].view(like.shape) / self._unit
 
-    def _rearranged(self, columns: tuple[compat.Column, ...], flat: Tensor, world_size: int) -> Tensor:
-        """``flat`` with what is kept of the parameters that it is for."""
+    def _moved_to(self, flat: Tensor, columns: tuple[compat.Column, ...], world_size: int) -> Tensor:
+        """Copy the residuals of parameters that are still trained to their columns of ``flat``."""
         if self._flat is not None:
             before, after = self._flat.view(world_size, -1), flat.view(world_size, -1)
             places = {self._name(column): column for column in self._columns}
@@ -163,14 +162,14 @@ class Residuals:
                     after[:, column.start : column.stop] = before[:, former.start : former.stop]
         return flat
 
-    def _tell_of_incomplete_gradients(self) -> None:
-        if not self._has_told:
-            self._has_told = True
+    def _warn_of_missing_gradients(self) -> None:
+        if not self._has_warned:
+            self._has_warned = True
             assert isinstance(self._module, nn.Module)
             logger.warning(
-                "%s: some of its parameters have no gradient. In such steps its gradients are reduced without what was "
-                "lost before; in full where they are sparse, and what int8 takes of them is not kept. With "
-                "set_reduce_scatter_unused_params(True) FSDP2 takes zeros for those that are missing",
+                "%s: some of its parameters have no gradient. In such steps its gradients are reduced without earlier "
+                "residuals: in full where they are sparse, and the loss of int8 is not kept. With "
+                "set_reduce_scatter_unused_params(True) FSDP2 takes zeros for missing gradients",
                 self._names.get(self._module) or ROOT,
             )
 
@@ -180,14 +179,6 @@ class Residuals:
         for wrapper in _WRAPPERS:
             name = name.replace(wrapper, "")
         return name
-
-
-def _predivision(factor: float) -> int:
-    """What FSDP2 divides gradients by before it adds them in a type that overflows soon."""
-    found = 1
-    while factor % found == 0 and factor / found > found:
-        found *= 2
-    return found
 
 
 def _dtype_for(values: Tensor) -> torch.dtype:

@@ -1,6 +1,6 @@
-"""Hooks in the training loops of others: :mod:`.transformers`, :mod:`.accelerate`, :mod:`.lightning`.
+"""Hooks in other training loops: :mod:`.transformers`, :mod:`.accelerate`, :mod:`.lightning`.
 
-Each imports its framework when it is imported itself; nothing else does.
+Each of these modules imports its framework; this package imports none.
 """
 
 from ddp_hooks.integrations.settings import Tables

@@ -8,28 +8,26 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import see
 from ddp_hooks.dear import GradScaler
-from ddp_hooks.embedding import TableConfig
-from ddp_hooks.integrations.binding import ddp_of, replaced
-from ddp_hooks.integrations.bindings import Bindings
-from ddp_hooks.integrations.extended import ExtendedMethod
-from ddp_hooks.integrations.fsdp import FsdpAttachment, find_problem
-from ddp_hooks.integrations.settings import BUCKET_MB, Combination, Config, Dense, Tables, combination_of
+from ddp_hooks.integrations.fsdp import TOO_LATE, ExtendedModels, find_problem, install_extension
+from ddp_hooks.integrations.hooked_models import HookedModels
+from ddp_hooks.integrations.patches import ExtendedMethod, replaced
+from ddp_hooks.integrations.settings import BUCKET_MB, Config, combination_of
 from ddp_hooks.intercept import NonCopyableHook, clipping_of_frameworks
-from fsdp_ext import ExtConfig
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -40,179 +38,169 @@ _OTHER_ENGINES = {
     DistributedType.MEGATRON_LM: "Megatron-LM",
     DistributedType.XLA: "XLA",
 }
-_ALONE = (
-    "one process: there is nothing to communicate, so training goes on without a hook. Several are started by torchrun "
-    "or accelerate launch"
-)
-_EXTENDED = (
-    "prepare_model",
-    "prepare_optimizer",
-    "clip_grad_norm_",
-    "clip_grad_value_",
-    "save_state",
-    "load_state",
-    "get_state_dict",
-    "free_memory",
-    "end_training",
-)
 
 
-@overload
-def attach(accelerator: Accelerator, config: ExtConfig) -> FsdpAttachment: ...
+def attach(accelerator: Accelerator, config: Config) -> Attachment:
+    """Train all models that this accelerator prepares from now on with a communication hook.
 
-
-@overload
-def attach(accelerator: Accelerator, config: Dense | Tables | TableConfig) -> Attachment: ...
-
-
-@overload
-def attach(accelerator: Accelerator, config: Config) -> Attachment | FsdpAttachment: ...
-
-
-def attach(accelerator: Accelerator, config: Config) -> Attachment | FsdpAttachment:
-    """Train with a communication hook whatever this accelerator prepares from now on.
-
-    ``prepare`` wraps models as DDP needs it, and binds each to the optimizer of its parameters;
-    ``accelerator.clip_grad_norm_`` and ``clip_grad_value_``, ``save_state`` and ``load_state``, ``accumulate``,
-    ``no_sync`` and the scaling of fp16's losses go on as they did. Changed are attributes of this accelerator alone; a
-    pickled one has no hook.
-    With one process there is nothing to do, which is logged.
+    ``prepare`` wraps each model for its hook, and binds it to the optimizer of its parameters.
+    ``accelerator.clip_grad_norm_``, ``clip_grad_value_``, ``save_state``, ``load_state``, ``accumulate``, ``no_sync``
+    and the scaling of fp16's losses work as before. Only attributes of this accelerator change; a pickled copy has no
+    hook. With one process there is nothing to do, which is logged.
 
     Args:
-        accelerator: one that has prepared no model yet.
-        config: a :class:`~ddp_hooks.DearConfig`, whose ``update="sharded"`` is taken as ``"auto"``, or a
-            :class:`~ddp_hooks.TopKConfig`. Tables of a model, sharded by :func:`~ddp_hooks.shard_embeddings` before its
-            optimizer is made, are found, and step with it; without a hook beside them:
-            :class:`~ddp_hooks.integrations.Tables`. Where it shards models by FSDP2, a :class:`~fsdp_ext.ExtConfig`:
-            every model is extended when it is prepared.
+        accelerator: has prepared no model yet.
+        config: a :class:`~ddp_hooks.DearConfig`, whose ``update="sharded"`` means ``"auto"`` here, or a
+            :class:`~ddp_hooks.TopKConfig`. Tables of a model step with its optimizer; make them by
+            :func:`~ddp_hooks.shard_embeddings` before the optimizer. For tables without a hook:
+            :class:`~ddp_hooks.integrations.Tables`. With FSDP2, a :class:`~fsdp_ext.ExtConfig`: every prepared model
+            is extended.
 
     Raises:
         TypeError: ``config`` is no configuration.
-        ValueError: it cannot be combined, or not with this accelerator.
+        ValueError: parts of ``config`` exclude each other, or this accelerator.
     """
     combination = combination_of(config)
-    if combination.extension is not None:
-        return _attach_extension(accelerator, combination.extension)
+    problem = None
+    if combination.extension is None:
+        problem = _find_problem(accelerator)
+    elif accelerator.num_processes > 1:
+        problem = find_problem(accelerator)
+    if problem is not None:
+        raise ValueError(f"{problem}{see('in-a-trainer')}")
+    extension = combination.extension
+    attachment = Attachment(
+        accelerator, HookedModels(combination.dense) if extension is None else ExtendedModels(extension)
+    )
+    if not attachment.is_active:
+        logger.warning(
+            "one process: there is nothing to communicate, so training goes on without a hook. Several are started by "
+            "torchrun or accelerate launch"
+        )
+    elif isinstance(attachment.hooked_models, ExtendedModels):
+        install_extension(accelerator, attachment.hooked_models, attachment.undo)
+    else:
+        _HookedMethods(attachment, attachment.hooked_models).install()
+    return attachment
+
+
+def _find_problem(accelerator: Accelerator) -> str | None:
+    """Return why DDP models of this accelerator cannot have hooks, or None."""
     engine = _OTHER_ENGINES.get(accelerator.distributed_type)
     if engine is not None:
         instead = ", or give an ExtConfig, which extends FSDP2" if engine == "FSDP" else ""
-        raise ValueError(
+        return (
             f"these are hooks of DistributedDataParallel, and this accelerator trains with {engine}: launch without "
-            f"it{instead}{see('in-a-trainer')}"
+            f"it{instead}"
         )
     handler = accelerator.ddp_handler
     if isinstance(handler, HookedDdpKwargs):
-        raise ValueError(
-            f"this accelerator has a communication hook already: pass attach() one configuration, or a list of those "
-            f"that go together{see('in-a-trainer')}"
+        return (
+            "this accelerator has a communication hook already: pass attach() one configuration, or a list of "
+            "configurations that go together"
         )
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
-        raise ValueError(
+        return (
             f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) is a hook of its own, and DDP has one: "
-            f"leave it out{see('in-a-trainer')}"
+            f"leave it out"
         )
-    # Accelerate marks what it returns: DDP around a model, or the model itself where it only evaluates.
+    # Accelerate marks DDP around a model, but not that model itself, unless it only evaluates.
     if any(not getattr(model, "_is_accelerate_prepared", False) for model in accelerator._models):
-        raise ValueError(
-            f"this accelerator has prepared a model already: call attach() before accelerator.prepare()"
-            f"{see('in-a-trainer')}"
-        )
-    attachment = Attachment(accelerator, combination)
-    if accelerator.num_processes > 1:
-        attachment.install()
-    else:
-        logger.warning(_ALONE)
-    return attachment
-
-
-def _attach_extension(accelerator: Accelerator, config: ExtConfig) -> FsdpAttachment:
-    problem = find_problem(accelerator)
-    if problem is not None and accelerator.num_processes > 1:
-        raise ValueError(problem)
-    attachment = FsdpAttachment(accelerator, config)
-    if accelerator.num_processes > 1:
-        attachment.install()
-    else:
-        logger.warning(_ALONE)
-    return attachment
+        return TOO_LATE
+    return None
 
 
 @dataclass
 class HookedDdpKwargs(DistributedDataParallelKwargs):
-    """What the hooks need of DDP. The hook itself is registered when the optimizer is known."""
+    """Settings of DDP for hooks. The hook itself is registered when the optimizer is known."""
 
     def register_comm_hook(self, model: nn.Module) -> None:
         """Leave the model's slot free."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """A copy of the accelerator has no hook, so its DDP is a plain one, with the same settings."""
+        """Pickle as plain settings: a copy of the accelerator has no hook."""
         return DistributedDataParallelKwargs, (), vars(self)
 
 
 class Attachment:
-    """What was attached to an accelerator; :func:`attach` makes it."""
+    """Handle of the changes to an accelerator; :func:`attach` makes it."""
 
-    def __init__(self, accelerator: Accelerator, combination: Combination) -> None:
+    def __init__(self, accelerator: Accelerator, hooked_models: HookedModels | ExtendedModels) -> None:
         self.accelerator = accelerator
-        self.combination = combination
-        self.bindings = Bindings(combination.dense)
-        """Of the models that were prepared with their optimizers, in that order."""
+        self.hooked_models = hooked_models
+        """Models that were prepared with their optimizers, or with FSDP2, in the order of preparation."""
         self.keeps_models = False
-        """Whether models that were prepared train on after ``free_memory``, as a Trainer's do."""
-        self._is_complete = False  # whether what the loop saves was gathered already
-        self._undo = ExitStack()
-
-    # -- what users call --------------------------------------------------------------------------------------------
+        """True if prepared models train on after ``free_memory``, as in a Trainer."""
+        self.undo = ExitStack()
+        """Gives the accelerator its own attributes back."""
 
     @property
     def is_active(self) -> bool:
-        """Whether there are several processes."""
+        """True if there are several processes."""
         return self.accelerator.num_processes > 1
 
     def stats(self) -> dict[str, float]:
-        """Numbers of this rank's last step, of all models together: for ``accelerator.log``."""
-        return self.bindings.stats()
+        """Return statistics of this rank, summed over models: of the last step; with FSDP2 since the beginning."""
+        return self.hooked_models.stats()
 
     def synchronize(self) -> None:
         """Wait until parameters hold their new values, for C++ code and other processes that read them."""
-        self.bindings.synchronize()
+        self.hooked_models.synchronize()
+
+    def complete(self, everywhere: bool = False) -> AbstractContextManager[None]:
+        """Return a context with complete states on the first rank, or ``everywhere``, for saving; collective."""
+        return self.hooked_models.complete(everywhere)
 
     def close(self) -> None:
-        """Finish communication, let every rank do the same, and give the accelerator its own methods back."""
-        self.bindings.release()
-        self._undo.close()
+        """End communication, and give the accelerator its own methods back; all ranks call it."""
+        self.hooked_models.release()
+        self.undo.close()
 
-    # -- what is made -----------------------------------------------------------------------------------------------
+
+class _HookedMethods:
+    """Methods of an accelerator around its own, for models with DDP's hooks."""
+
+    def __init__(self, attachment: Attachment, models: HookedModels) -> None:
+        self._attachment = attachment
+        self._accelerator = attachment.accelerator
+        self._models = models
 
     def install(self) -> None:
-        """Extend the accelerator."""
-        accelerator = self.accelerator
+        """Replace attributes of the accelerator."""
+        accelerator, undo = self._accelerator, self._attachment.undo
         clipping_of_frameworks["Accelerate"] = "accelerator.clip_grad_norm_(...)"
-        self._undo.enter_context(replaced(accelerator, "ddp_handler", self._handler()))
+        undo.enter_context(replaced(accelerator, "ddp_handler", self._ddp_settings()))
         if accelerator.scaler is not None:
-            self._undo.enter_context(replaced(accelerator, "scaler", self._scaler()))
-        self._undo.callback(accelerator.register_save_state_pre_hook(NonCopyableHook(self._begin_checkpoint)).remove)
-        for name in _EXTENDED:
-            extended = ExtendedMethod(accelerator, name, getattr(self, f"_{name.rstrip('_')}"))
-            self._undo.enter_context(replaced(accelerator, name, extended))
+            handler = accelerator.scaler_handler
+            settings = handler.to_kwargs() if handler is not None else {}
+            undo.enter_context(replaced(accelerator, "scaler", GradScaler(accelerator.device.type, **settings)))
+        undo.callback(accelerator.register_save_state_pre_hook(NonCopyableHook(self._begin_checkpoint)).remove)
+        for name, function in (
+            ("prepare_model", self._prepare_model),
+            ("prepare_optimizer", self._prepare_optimizer),
+            ("clip_grad_norm_", self._clip_grad_norm),
+            ("clip_grad_value_", self._clip_grad_value),
+            ("save_state", self._save_state),
+            ("load_state", self._load_state),
+            ("get_state_dict", self._get_state_dict),
+            ("free_memory", self._free_memory),
+            ("end_training", self._end_training),
+        ):
+            undo.enter_context(replaced(accelerator, name, ExtendedMethod(accelerator, name, function)))
 
-    def _handler(self) -> HookedDdpKwargs:
-        former = self.accelerator.ddp_handler
-        handler = HookedDdpKwargs(**vars(former)) if former is not None else HookedDdpKwargs()
-        handler.gradient_as_bucket_view = True
-        if self.combination.dense is not None and handler.bucket_cap_mb == HookedDdpKwargs.bucket_cap_mb:
-            handler.bucket_cap_mb = BUCKET_MB
-        return handler
-
-    def _scaler(self) -> GradScaler:
-        handler = self.accelerator.scaler_handler
-        return GradScaler(self.accelerator.device.type, **(handler.to_kwargs() if handler is not None else {}))
+    def _ddp_settings(self) -> HookedDdpKwargs:
+        former = self._accelerator.ddp_handler
+        settings = HookedDdpKwargs(**vars(former)) if former is not None else HookedDdpKwargs()
+        settings.gradient_as_bucket_view = True
+        if self._models.dense is not None and settings.bucket_cap_mb == HookedDdpKwargs.bucket_cap_mb:
+            settings.bucket_cap_mb = BUCKET_MB
+        return settings
 
     def _prepare_model(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         prepared = original(*args, **kwargs)
-        ddp = ddp_of(prepared)
-        if ddp is not None:
-            self.bindings.expect(ddp)
+        ddp = getattr(prepared, "_orig_mod", prepared)  # compiled or not
+        if isinstance(ddp, DistributedDataParallel):
+            self._models.expect(ddp)
             self._bind()
         return prepared
 
@@ -222,20 +210,20 @@ class Attachment:
         return prepared
 
     def _bind(self) -> None:
-        wrapper_of = {_unwrapped(prepared): prepared for prepared in self.accelerator._optimizers}
-        for binding in self.bindings.bind(wrapper_of, self.accelerator.scaler):
-            prepared, optimizer = wrapper_of[binding.optimizer], binding.optimizer
-            if prepared.scaler is not None:  # it has kept step() as it was before, and would put that back
+        wrapper_of = {_unwrapped(prepared): prepared for prepared in self._accelerator._optimizers}
+        for model in self._models.bind(wrapper_of, self._accelerator.scaler):
+            prepared, optimizer = wrapper_of[model.optimizer], model.optimizer
+            if prepared.scaler is not None:  # it has kept the former step(), and would restore it
                 prepared._optimizer_original_step_method = optimizer.step
                 prepared._optimizer_patched_step_method = patch_optimizer_step(prepared, optimizer.step)
 
     def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
-        if not self.keeps_models:
-            self.bindings.release()
+        if not self._attachment.keeps_models:
+            self._models.release()
         return original(*objects)
 
     def _end_training(self, original: Callable[..., Any]) -> Any:
-        self.bindings.release()  # before the process group is gone
+        self._models.release()  # before the process group is gone
         return original()
 
     # -- gradients --------------------------------------------------------------------------------------------------
@@ -243,99 +231,79 @@ class Attachment:
     def _clip_grad_norm(
         self, original: Callable[..., Any], parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Any:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._refuse_between_parts("clip_grad_norm_")
-        self.accelerator.unscale_gradients()
-        norm = self.bindings.clip_grad_norm(given, max_norm, norm_type)
+        given = self._ready_for("clip_grad_norm_", parameters)
+        norm = self._models.clip_grad_norm(given, max_norm, norm_type)
         return original(given, max_norm, norm_type) if norm is None else norm
 
     def _clip_grad_value(
         self, original: Callable[..., Any], parameters: Iterable[Tensor] | Tensor, clip_value: float
     ) -> None:
-        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        self._refuse_between_parts("clip_grad_value_")
-        self.accelerator.unscale_gradients()
-        rest = self.bindings.clip_grad_value(given, clip_value)
+        rest = self._models.clip_grad_value(self._ready_for("clip_grad_value_", parameters), clip_value)
         if rest:
             original(rest, clip_value)
 
-    def _refuse_between_parts(self, name: str) -> None:
-        if not self.accelerator.sync_gradients and any(binding.dear is not None for binding in self.bindings):
+    def _ready_for(self, name: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+        """Unscale the gradients; refuse DeAR's unfinished accumulation."""
+        if not self._accelerator.sync_gradients and any(model.dear is not None for model in self._models):
             raise RuntimeError(
-                f"{name}() was called while gradients are being accumulated, of which every rank has its own: write "
+                f"{name}() was called while every rank accumulates gradients of its own: write "
                 f"`if accelerator.sync_gradients:` before it{see('in-a-trainer')}"
             )
+        self._accelerator.unscale_gradients()
+        return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def complete(self, everywhere: bool = False) -> Iterator[None]:
-        """While it lasts, what the loop saves is complete where it saves it; collective.
-
-        Args:
-            everywhere: it saves on every node.
-        """
-        with ExitStack() as stack:
-            stack.enter_context(self.bindings.complete(everywhere))
-            stack.enter_context(replaced(self, "_is_complete", True))
-            yield
-
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Accelerate asks every rank for the model's state, and writes the first one's."""
-        with_tables = [binding for binding in self.bindings if binding.tables is not None]
-        if not self._is_complete:
-            for binding in with_tables:
-                binding.consolidate_tables()
-        return original(*args, **kwargs) if all(binding.has_whole_tables for binding in with_tables) else {}
+        return self._models.model_state(lambda: original(*args, **kwargs))
 
     def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        everywhere = self.accelerator.project_configuration.save_on_each_node
-        with self.complete(everywhere):
+        everywhere = self._accelerator.project_configuration.save_on_each_node
+        with self._models.complete(everywhere):
             folder = original(*args, **kwargs)
-            self.bindings.save(folder, everywhere)
-        self.accelerator.wait_for_everyone()
+            self._models.save(folder, everywhere)
+        self._accelerator.wait_for_everyone()
         if self._writes:
             (Path(folder) / _INCOMPLETE).unlink()
-        self.accelerator.wait_for_everyone()  # whoever returns finds a complete one
+        self._accelerator.wait_for_everyone()  # whoever returns finds a complete checkpoint
         return folder
 
     @property
     def _writes(self) -> bool:
-        """Whether this process writes what is the same on all ranks."""
-        accelerator = self.accelerator
+        """True if this process writes the files that are equal on all ranks."""
+        accelerator = self._accelerator
         everywhere = accelerator.project_configuration.save_on_each_node
         return bool(accelerator.is_local_main_process if everywhere else accelerator.is_main_process)
 
     def _begin_checkpoint(self, models: Any, weights: Any, folder: str) -> None:
-        """Mark a folder, which Accelerate has just made, until everything is in it."""
+        """Mark a folder, which Accelerate has just made, until it is complete."""
         if self._writes:
             (Path(folder) / _INCOMPLETE).touch()
 
     def _load_state(
         self, original: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if input_dir is None and not self.accelerator.project_configuration.automatic_checkpoint_naming:
-            original(None, *args, **kwargs)  # which says what is missing
+        if input_dir is None and not self._accelerator.project_configuration.automatic_checkpoint_naming:
+            original(None, *args, **kwargs)  # raises, naming the missing argument
         folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_complete()
         if (folder / _INCOMPLETE).exists():
             raise ValueError(
                 f"{folder} was not written to its end, perhaps because a process was killed: load an earlier one"
                 f"{see('in-a-trainer')}"
             )
-        for binding in self.bindings:
-            binding.consolidate_tables(everywhere=True)  # Accelerate compares what it loads with state_dict()
+        self._models.consolidate_tables(everywhere=True)  # Accelerate compares the file with state_dict()
         original(str(folder), *args, **kwargs)
-        self.bindings.load(folder)
+        self._models.load(folder)
 
     def _latest_complete(self) -> Path:
-        """Of the checkpoints under Accelerate's own names, the last one that was written to its end."""
-        folders = (Path(self.accelerator.project_dir) / "checkpoints").glob("checkpoint_*")
+        """Return the last complete one of the checkpoints under Accelerate's own names."""
+        folders = (Path(self._accelerator.project_dir) / "checkpoints").glob("checkpoint_*")
         newest_first = sorted(folders, key=lambda folder: int(folder.name.rpartition("_")[2]), reverse=True)
         for folder in newest_first:
             if not (folder / _INCOMPLETE).exists():
                 return folder
             logger.warning("%s was not written to its end, so it is not loaded", folder)
-        raise ValueError(f"there is no complete checkpoint in {self.accelerator.project_dir}{see('in-a-trainer')}")
+        raise ValueError(f"there is no complete checkpoint in {self._accelerator.project_dir}{see('in-a-trainer')}")
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

@@ -1,4 +1,4 @@
-"""Telling tables of batches for a loop that draws several at a time, and trains with them one after the other."""
+"""Prefetch of table rows for a loop that draws several batches at a time, and trains with them one after the other."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ _END = object()
 
 
 class Lookahead:
-    """Draws one batch more than it is asked for, and announces each when its training begins.
+    """Draws one batch ahead, and announces each batch to the tables when its training begins.
 
-    Args:
-        tables: that are told.
-        ids: of a batch, as :meth:`~ddp_hooks.EmbeddingTables.prefetch` takes it.
+    ``ids`` returns the ids of a batch, as for :meth:`~ddp_hooks.EmbeddingTables.prefetch`.
     """
 
     def __init__(self, tables: EmbeddingTables, ids: Callable[[Any], Any]) -> None:
@@ -26,34 +24,28 @@ class Lookahead:
         self._ids = ids
         self._source: Iterator[Any] | None = None
         self._drawn: Any = _END  # the batch ahead
-        self._rows: deque[BatchRows] = deque()  # of what was handed out and is not trained with, and the one ahead
+        self._rows: deque[BatchRows] = deque()  # of batches that are not trained with yet, the one ahead included
 
     def over(self, source: Iterator[Any]) -> Iterator[Any]:
-        """The batches of ``source``, which may be asked for again with the same one."""
+        """Yield the batches of ``source``; several calls with the same source continue it."""
         if source is not self._source:
-            self.forget()
+            self._tables.announcements.withdraw(self)
+            self._rows.clear()
             self._source = source
-            self._draw()
+            self._draw(source)
         while self._drawn is not _END:
             batch = self._drawn
-            self._draw()
+            self._draw(source)
             yield batch
 
-    def _draw(self) -> None:
-        assert self._source is not None
-        self._drawn = next(self._source, _END)
+    def _draw(self, source: Iterator[Any]) -> None:
+        self._drawn = next(source, _END)
         if self._drawn is not _END:
             self._rows.append(self._tables.rows_of(self._ids(self._drawn)))
 
     def announce(self) -> None:
-        """Training begins with the next batch that was handed out."""
+        """Announce the next batch to train with, and the one after it."""
         if self._rows:
             current = self._rows.popleft()
             upcoming = self._rows[0] if self._rows else None
             self._tables.announcements.announce(self, Announcement(self, current, upcoming))
-
-    def forget(self) -> None:
-        """An epoch has ended."""
-        self._tables.announcements.withdraw(self)
-        self._source, self._drawn = None, _END
-        self._rows.clear()

@@ -1,4 +1,4 @@
-"""What somebody else's loop can be asked for: a hook for dense gradients, tables that travel by row, or both."""
+"""Configurations of somebody else's loop: a hook for dense gradients, tables that travel by row, or both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from fsdp_ext import ExtConfig
 Dense: TypeAlias = DearConfig | TopKConfig
 
 BUCKET_MB = 5
-"""Size of DDP's buckets where the user has left it as it was; see docs/dear.md."""
+"""Size of DDP's buckets where the user has left the default; see docs/dear.md."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +26,15 @@ class Tables:
     """Embedding tables that travel by row, for loops that make model, optimizer and loader themselves.
 
     Args:
-        ids: of a batch, all ids that it looks up, by table, as :meth:`~ddp_hooks.EmbeddingTables.prefetch` takes it.
+        ids: function that returns all ids of a batch by table, as for :meth:`~ddp_hooks.EmbeddingTables.prefetch`.
             None: every lookup waits for its vectors.
-        modules, optimizer_class, config: as :func:`~ddp_hooks.shard_embeddings` takes them.
-        options: of ``optimizer_class``; ``lr`` is the loop's own unless it is given here.
-        follow_schedule: multiply the tables' learning rate as the loop's scheduler multiplies that of the first group
-            of its optimizer.
+        modules, optimizer_class, config: see :func:`~ddp_hooks.shard_embeddings`.
+        options: of ``optimizer_class``; the default of ``lr`` is the loop's own.
+        follow_schedule: tables' learning rate = their first rate × present rate / first rate of the first group of the
+            loop's optimizer.
+
+    Raises:
+        TypeError: ``ids`` is no function, or ``config`` no :class:`~ddp_hooks.TableConfig`.
     """
 
     ids: Callable[[Any], Mapping[str, Tensor | Sequence[Tensor]]] | None = None
@@ -55,48 +58,37 @@ Config: TypeAlias = Part | Sequence[Part]
 
 @dataclass(frozen=True)
 class Combination:
-    """What was asked for, taken apart.
+    """Parts of a configuration."""
 
-    Args:
-        dense: the hook of DDP's buckets; None: DDP's own all-reduce.
-        tables: None: they stay whole.
-        extension: of FSDP2; alone.
-    """
-
-    dense: Dense | None
-    tables: Tables | None
-    extension: ExtConfig | None = None
+    dense: Dense | None  # hook of DDP's buckets; None: DDP's own all-reduce
+    tables: Tables | None  # None: they stay whole
+    extension: ExtConfig | None = None  # of FSDP2; excludes the other parts
 
 
 def combination_of(config: Config) -> Combination:
-    """Take apart what was asked for.
+    """Take a configuration apart.
 
     Raises:
         TypeError: it is no configuration.
-        ValueError: it cannot be combined.
+        ValueError: its parts exclude each other, or there are none.
     """
     parts = list(config) if isinstance(config, (list, tuple)) else [config]
-    dense: list[Dense] = []
-    tables: list[Tables] = []
     if len(parts) == 1 and isinstance(parts[0], ExtConfig):
         return Combination(None, None, parts[0])
     for part in parts:
-        if isinstance(part, (DearConfig, TopKConfig)):
-            dense.append(part)
-        elif isinstance(part, Tables):
-            tables.append(part)
-        elif isinstance(part, TableConfig):
-            tables.append(Tables(config=part))
-        elif isinstance(part, ExtConfig):
+        if isinstance(part, ExtConfig):
             raise ValueError(
                 f"ExtConfig is for models that FSDP2 shards, and goes alone; the others are for DDP: "
                 f"got {parts}{see('in-a-trainer')}"
             )
-        else:
+        if not isinstance(part, (DearConfig, TopKConfig, Tables, TableConfig)):
             raise TypeError(
                 f"a configuration is a DearConfig, TopKConfig, Tables or TableConfig, or a list of one of the first "
                 f"two and tables, or with FSDP2 an ExtConfig; got {part!r}"
             )
+    dense: list[Dense] = [part for part in parts if isinstance(part, (DearConfig, TopKConfig))]
+    given = [Tables(config=part) if isinstance(part, TableConfig) else part for part in parts]
+    tables = [part for part in given if isinstance(part, Tables)]
     if {type(part) for part in dense} == {DearConfig, TopKConfig}:
         raise ValueError(
             f"DearConfig and TopKConfig are two hooks, and DDP has one: for sparse gradients that arrive in the next "

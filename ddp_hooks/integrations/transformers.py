@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import logging
 import os
-import re
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -29,8 +28,8 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ddp_hooks.comm import see
 from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
 from ddp_hooks.integrations import accelerate
-from ddp_hooks.integrations.binding import TABLES, tables_of
-from ddp_hooks.integrations.fsdp import RESIDUALS, FsdpAttachment
+from ddp_hooks.integrations.fsdp import RESIDUAL_FOLDER
+from ddp_hooks.integrations.hooked_models import TABLES_FILE, tables_of
 from ddp_hooks.integrations.lookahead import Lookahead
 from ddp_hooks.integrations.settings import Config, combination_of
 from ddp_hooks.intercept import clipping_of_frameworks
@@ -46,40 +45,40 @@ else:
 
 
 class CommHookMixin(_Trainer):
-    """A Trainer whose gradients travel by a communication hook. Put it before the Trainer among the base classes.
+    """Trainer whose gradients travel by a communication hook. Put it before the Trainer among the base classes.
 
-    What the Trainer does stays as it was: clipping, accumulation, mixed precision, evaluation, checkpoints, which a
-    plain Trainer can resume and the other way round, and logs, to which the hook's statistics are added. Without
-    ``ddp_find_unused_parameters`` DDP looks for none, and without ``ddp_bucket_cap_mb`` its buckets are of 5 MB.
+    Clipping, accumulation, mixed precision and evaluation work as before. A plain Trainer can resume its checkpoints,
+    and the other way round. Logs contain the hook's statistics. The default of ``ddp_find_unused_parameters`` is
+    False, and that of ``ddp_bucket_cap_mb`` 5.
 
     Args:
         comm_hook: a :class:`~ddp_hooks.DearConfig`, a :class:`~ddp_hooks.TopKConfig`,
             :class:`~ddp_hooks.integrations.Tables`, which the trainer shards and prefetches, or a list of one of the
-            first two and tables; with ``TrainingArguments(fsdp=True)``, a :class:`~fsdp_ext.ExtConfig`. None: nothing
-            is changed.
+            first two and tables; with ``TrainingArguments(fsdp=True)``, a :class:`~fsdp_ext.ExtConfig`. None: a plain
+            Trainer.
 
     Raises:
         TypeError, ValueError: see :func:`ddp_hooks.integrations.accelerate.attach`.
     """
 
     _comm_hook: Config | None = None
-    _attachment: accelerate.Attachment | FsdpAttachment | None = None
+    _attachment: accelerate.Attachment | None = None
     _tables: EmbeddingTables | None = None
     _lookahead: Lookahead | None = None
     _follows_schedule: bool = False
-    _has_consolidated: bool = False  # since the last step, on every rank
+    _has_consolidated: bool = False  # tables since the last step, on every rank
     _has_users_optimizer: bool | None = None
-    _num_attempts: int = 0  # of the present train() to find a batch size
-    _carried: dict[str, Any] | None = None  # the state of an optimizer that is made anew
+    _num_attempts: int = 0  # at a batch size, in the present train()
+    _carried: dict[str, Any] | None = None  # state of the former optimizer, for the next one
 
     def __init__(self, *args: Any, comm_hook: Config | None = None, **kwargs: Any) -> None:
         if comm_hook is not None:
-            combination_of(comm_hook)  # a wrong one is refused before anything is moved
+            combination_of(comm_hook)  # raises before the model is moved
         self._comm_hook = comm_hook
         super().__init__(*args, **kwargs)
 
     def comm_hook_stats(self) -> dict[str, float]:
-        """Numbers of this rank's last step, as they are logged."""
+        """Return statistics of this rank's last step, as they are logged."""
         return self._attachment.stats() if self._attachment is not None else {}
 
     def synchronize(self) -> None:
@@ -87,10 +86,10 @@ class CommHookMixin(_Trainer):
         if self._attachment is not None:
             self._attachment.synchronize()
 
-    # -- what is made -----------------------------------------------------------------------------------------------
+    # -- models and optimizers --------------------------------------------------------------------------------------
 
     def create_accelerator_and_postprocess(self) -> None:
-        """The Trainer's, and the hook on it; a search for hyper-parameters makes several, one after the other."""
+        """Create the accelerator, and attach the hook; a search for hyper-parameters does so several times."""
         self._detach()
         super().create_accelerator_and_postprocess()
         self._attach()
@@ -99,11 +98,11 @@ class CommHookMixin(_Trainer):
         if self._comm_hook is None:
             return
         self._attachment = accelerate.attach(self.accelerator, self._comm_hook)
-        if isinstance(self._attachment, FsdpAttachment) or not self._attachment.is_active:
-            return
+        handler = self.accelerator.ddp_handler
+        if not isinstance(handler, accelerate.HookedDdpKwargs):
+            return  # one process, or FSDP2
         self._attachment.keeps_models = True
         clipping_of_frameworks["a Trainer"] = "its max_grad_norm"
-        handler = self.accelerator.ddp_handler
         if self.args.ddp_find_unused_parameters is None:
             handler.find_unused_parameters = False
         if self.args.ddp_bucket_cap_mb is not None:
@@ -122,7 +121,7 @@ class CommHookMixin(_Trainer):
                 self._has_users_optimizer = self.optimizer is not None
             if self.args.auto_find_batch_size:
                 self._unwrap()
-            self._attachment.bindings.release(but=self.model)  # model_init may have made another one
+            self._attachment.hooked_models.release(but=self.model)  # model_init may have made another one
             self._shard()
         self._num_attempts += 1
         try:
@@ -137,24 +136,24 @@ class CommHookMixin(_Trainer):
             raise
 
     def _unwrap(self) -> None:
-        """Let go of a model that the Trainer is about to wrap again, as it does for every batch size that it tries."""
+        """Release the model before the Trainer wraps it again, as it does for every batch size that it tries."""
         assert self._attachment is not None
-        bound = list(self._attachment.bindings)
-        spent = any(binding.has_sharded_optimizer for binding in bound)
-        if spent and self._has_users_optimizer:
+        models = list(self._attachment.hooked_models)
+        is_sharded = any(model.has_sharded_optimizer for model in models)
+        if is_sharded and self._has_users_optimizer:
             raise ValueError(
                 f"auto_find_batch_size wraps the model anew, and the optimizer that was passed holds shards of it: "
                 f"pass optimizer_cls_and_kwargs instead of optimizers, or DearConfig(update='replicated')"
                 f"{see('in-a-trainer')}"
             )
-        if spent and self._num_attempts == 0 and bound[0].dear is not None:  # nothing has failed: a second train()
-            self._carried = bound[0].dear.full_optimizer_state_dict()
-        self._attachment.bindings.release()
-        if spent:
-            self.optimizer = None  # which makes the Trainer create another one
+        if is_sharded and self._num_attempts == 0 and models[0].dear is not None:  # no attempt failed: a second train()
+            self._carried = models[0].dear.full_optimizer_state_dict()
+        self._attachment.hooked_models.release()
+        if is_sharded:
+            self.optimizer = None  # the Trainer then creates another one
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """The Trainer's, with the state of the one whose model was wrapped anew."""
+        """Create the optimizer, with the state of the former one if the model was wrapped again."""
         optimizer = super().create_optimizer(*args, **kwargs)
         if self._carried is not None:
             optimizer.load_state_dict(self._carried)
@@ -162,7 +161,7 @@ class CommHookMixin(_Trainer):
         return optimizer
 
     def _shard(self) -> None:
-        """Make tables of the model's embeddings, if they were asked for and are not there yet."""
+        """Make tables of the model's embeddings, if the configuration has tables and the model has none."""
         settings = combination_of(self._comm_hook).tables if self._comm_hook is not None else None
         if settings is None:
             return
@@ -172,7 +171,12 @@ class CommHookMixin(_Trainer):
             self._tables.close()
         self._tables = tables_of(self.model)
         if self._tables is None:
-            self._refuse_early_optimizer()
+            if self.optimizer is not None:
+                raise ValueError(
+                    f"the optimizer was made before tables are cut out of the model, and holds whole ones: pass "
+                    f"optimizer_cls_and_kwargs=(class, arguments) instead of optimizers, or call shard_embeddings() "
+                    f"yourself before making it{see('in-a-trainer')}"
+                )
             options = {"lr": self.args.learning_rate, **settings.options}
             if self.neftune_noise_alpha is not None:  # a hook on the embedding that is about to be replaced
                 deactivate_neftune(self.model, self.neftune_hook_handle, self.accelerator)
@@ -184,23 +188,14 @@ class CommHookMixin(_Trainer):
         if settings.ids is not None:
             self._lookahead = Lookahead(self._tables, settings.ids)
 
-    def _refuse_early_optimizer(self) -> None:
-        if self.optimizer is not None:
-            raise ValueError(
-                f"the optimizer was made before tables are cut out of the model, and holds whole ones: pass "
-                f"optimizer_cls_and_kwargs=(class, arguments) instead of optimizers, or call shard_embeddings() "
-                f"yourself before making it{see('in-a-trainer')}"
-            )
-
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """The Trainer's; tables hear of the batch after these, too."""
+        """Draw batches, with one batch of lookahead for the tables."""
         source = self._lookahead.over(epoch_iterator) if self._lookahead is not None else epoch_iterator
         return super().get_batch_samples(source, num_batches, device)
 
     def training_step(self, model: nn.Module, inputs: Any, *args: Any, **kwargs: Any) -> Tensor:
-        """The Trainer's."""
         self._has_consolidated = False
         if self._tables is not None and self._follows_schedule and self.optimizer is not None:
             _follow_learning_rate(self._tables, self.optimizer)
@@ -209,12 +204,12 @@ class CommHookMixin(_Trainer):
         return super().training_step(model, inputs, *args, **kwargs)
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's, with whole tables on every rank, since ranks may evaluate different numbers of batches."""
+        """Evaluate with whole tables on every rank, because ranks may have different numbers of batches."""
         with self._tables.local() if self._tables is not None else nullcontext():
             return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The Trainer's; training losses come with the hook's statistics."""
+        """Log, with the hook's statistics beside training losses."""
         if "loss" in logs:
             logs = {**logs, **self.comm_hook_stats()}
         super().log(logs, *args, **kwargs)
@@ -222,7 +217,7 @@ class CommHookMixin(_Trainer):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
-        """The Trainer's; ``resume_from_checkpoint=True`` takes the last checkpoint that is complete."""
+        """Train; ``resume_from_checkpoint=True`` takes the last complete checkpoint."""
         self._num_attempts = 0
         if resume_from_checkpoint is True and self._attachment is not None:
             assert self.args.output_dir is not None
@@ -243,7 +238,7 @@ class CommHookMixin(_Trainer):
             self._has_consolidated = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """The Trainer's; while training goes on, all ranks call it where there are sharded tables."""
+        """Save the model; during training all ranks call it if there are sharded tables."""
         if self.is_in_train and not _internal_call and not self._has_consolidated:
             self._consolidate_tables()
         super().save_model(output_dir, _internal_call)
@@ -260,27 +255,27 @@ class CommHookMixin(_Trainer):
                 if self.args.should_save:
                     _forget_former(folder)
                 self.accelerator.wait_for_everyone()
-                attachment.bindings.save(folder, everywhere)
+                attachment.hooked_models.save(folder, everywhere)
             super()._save_checkpoint(model, trial)
 
     def _save_rng_state(self, output_dir: str) -> None:
         super()._save_rng_state(output_dir)
         if self._attachment is not None:
-            self.accelerator.wait_for_everyone()  # the Trainer's last file, which comes next, says that all are there
+            self.accelerator.wait_for_everyone()  # the Trainer's last file, which comes next, marks completeness
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._tables is not None:
             _refuse_checkpoint_without_tables(Path(checkpoint))
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._attachment is not None:
-            self._attachment.bindings.load(checkpoint)
+            self._attachment.hooked_models.load(checkpoint)
 
 
 def attach(trainer: transformers.Trainer, config: Config) -> None:
-    """Give a trainer that exists already what :class:`CommHookMixin` gives to subclasses.
+    """Turn an existing trainer into one with :class:`CommHookMixin`.
 
     Args:
-        trainer: any ``transformers.Trainer``, such as TRL's; its class becomes one of the same name with the mixin.
+        trainer: any ``transformers.Trainer``, such as TRL's; its class becomes a subclass of the same name.
         config: see :class:`CommHookMixin`.
 
     Raises:
@@ -289,8 +284,8 @@ def attach(trainer: transformers.Trainer, config: Config) -> None:
     combination_of(config)
     if isinstance(trainer, CommHookMixin) and trainer._comm_hook is not None:
         raise ValueError(
-            f"this trainer has a communication hook already: pass attach() one configuration, or a list of those that "
-            f"go together{see('in-a-trainer')}"
+            f"this trainer has a communication hook already: pass attach() one configuration, or a list of "
+            f"configurations that go together{see('in-a-trainer')}"
         )
     if not isinstance(trainer, CommHookMixin):
         kind = type(trainer)
@@ -301,39 +296,31 @@ def attach(trainer: transformers.Trainer, config: Config) -> None:
 
 
 def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
-    """The newest checkpoint of a Trainer that was written to its end; None if there is none.
+    """Return the newest complete checkpoint of a Trainer; None if there is none.
 
-    A process that is killed while it writes leaves a folder behind, which the Trainer itself would resume.
+    A process that is killed while it writes leaves an incomplete folder, which the Trainer itself would resume.
     """
-    found = {}
-    for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*"):
-        match = re.fullmatch(rf"{PREFIX_CHECKPOINT_DIR}-(\d+)", folder.name)
-        if match is not None and folder.is_dir():
-            found[int(match[1])] = folder
-    for step in sorted(found, reverse=True):
-        if _is_complete(found[step]):
-            return str(found[step])
-        logger.warning("%s was not written to its end, so training does not resume from it", found[step])
+    folders = [folder for folder in Path(output_dir).glob(f"{PREFIX_CHECKPOINT_DIR}-*") if folder.is_dir()]
+    steps = {folder: folder.name.removeprefix(f"{PREFIX_CHECKPOINT_DIR}-") for folder in folders}
+    numbered = [folder for folder in folders if steps[folder].isdecimal()]
+    for folder in sorted(numbered, key=lambda folder: int(steps[folder]), reverse=True):
+        try:
+            json.loads((folder / _TRAINER_STATE).read_text())
+            return str(folder)
+        except (OSError, ValueError):
+            logger.warning("%s was not written to its end, so training does not resume from it", folder)
     return None
 
 
-def _is_complete(folder: Path) -> bool:
-    try:
-        json.loads((folder / _TRAINER_STATE).read_text())
-    except (OSError, ValueError):
-        return False
-    return True
-
-
 def _forget_former(checkpoint: Path) -> None:
-    """A checkpoint of another run in the same place is none any more, as soon as this one is begun."""
+    """Make another run's checkpoint in the same place incomplete, before this one is begun."""
     for path in [checkpoint / _TRAINER_STATE, *checkpoint.glob("ddp_hooks*.bin")]:
         path.unlink(missing_ok=True)
-    shutil.rmtree(checkpoint / RESIDUALS, ignore_errors=True)
+    shutil.rmtree(checkpoint / RESIDUAL_FOLDER, ignore_errors=True)
 
 
 def _refuse_checkpoint_without_tables(checkpoint: Path) -> None:
-    if (checkpoint / "optimizer.pt").exists() and not (checkpoint / TABLES).exists():
+    if (checkpoint / "optimizer.pt").exists() and not (checkpoint / TABLES_FILE).exists():
         raise ValueError(
             f"{checkpoint} was saved without sharded tables, so its optimizer has a state for whole ones: resume it "
             f"without tables, or begin with its weights alone, with model.from_pretrained({str(checkpoint)!r})"
@@ -342,9 +329,9 @@ def _refuse_checkpoint_without_tables(checkpoint: Path) -> None:
 
 
 def _follow_learning_rate(tables: EmbeddingTables, optimizer: torch.optim.Optimizer) -> None:
-    """Multiply the tables' rates as a scheduler has multiplied the first one of the model's optimizer."""
+    """Set tables' rates = their first rates × present rate / first rate of the first group of ``optimizer``."""
     leading = optimizer.param_groups[0]
-    first = leading.get("initial_lr", optimizer.defaults.get("lr"))  # some schedulers leave no mark
+    first = leading.get("initial_lr", optimizer.defaults.get("lr"))  # some schedulers do not set it
     factor = leading["lr"] / first if first else 1.0
     for group in tables.optimizer.param_groups:
         group["lr"] = group.setdefault("initial_lr", group["lr"]) * factor

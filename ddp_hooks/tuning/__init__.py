@@ -1,4 +1,4 @@
-"""How much should travel together? A search that runs beside training; hooks say what a setting means to them."""
+"""Search for the fusion size and the number of lanes of a hook, beside training."""
 
 from ddp_hooks.tuning.candidates import Groups, Setting
 from ddp_hooks.tuning.config import BucketTuner

@@ -1,23 +1,20 @@
-"""How long steps take, on this rank."""
+"""Durations of training steps on this rank."""
 
 from __future__ import annotations
 
 import itertools
 import time
+from typing import Any
 
 import torch
 
 
 class StepClock:
-    """Notes the end of every step; on accelerators in stream order, so that the host need not wait.
-
-    Args:
-        device: where the model is.
-    """
+    """Records the end of every step; on CUDA by events in stream order, so that the host need not wait."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._marks: list[float | torch.cuda.Event] = []
+        self._marks: list[Any] = []  # seconds of the host, or torch.cuda.Event
 
     def restart(self) -> None:
         """Forget all steps; the next one begins now."""
@@ -25,7 +22,7 @@ class StepClock:
         self.tick()
 
     def tick(self) -> None:
-        """A step has ended."""
+        """Record the end of a step."""
         if self._device.type != "cuda":
             self._marks.append(time.perf_counter())
             return
@@ -34,20 +31,13 @@ class StepClock:
         self._marks.append(event)
 
     def __len__(self) -> int:
-        """Steps since the restart."""
+        """Return the number of steps since the restart."""
         return max(0, len(self._marks) - 1)
 
     def seconds(self) -> list[float]:
-        """What each step took; waits for the last one."""
-        last = self._marks[-1]
-        if isinstance(last, torch.cuda.Event):
-            last.synchronize()
-        return [_between(first, second) for first, second in itertools.pairwise(self._marks)]
-
-
-def _between(first: float | torch.cuda.Event, second: float | torch.cuda.Event) -> float:
-    if isinstance(first, torch.cuda.Event):
-        assert isinstance(second, torch.cuda.Event)
-        return float(first.elapsed_time(second)) / 1e3
-    assert not isinstance(second, torch.cuda.Event)
-    return second - first
+        """Return the duration of each step; wait for the last one."""
+        pairs = itertools.pairwise(self._marks)
+        if self._device.type != "cuda":
+            return [end - start for start, end in pairs]
+        self._marks[-1].synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in pairs]

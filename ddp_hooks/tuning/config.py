@@ -1,4 +1,4 @@
-"""Settings of the bucket tuner, one frozen dataclass."""
+"""Settings of the bucket tuner."""
 
 from __future__ import annotations
 
@@ -14,31 +14,32 @@ Scale: TypeAlias = Literal["log", "linear"]
 
 @dataclass(frozen=True)
 class BucketTuner:
-    """Finds out, while training runs, how much should travel together (zhang2023dear, section IV-B).
+    """Search for the fusion size while training runs (zhang2023dear, section IV-B).
 
-    A trial is a few steps of the running job with one size. Between steps the size changes for all ranks at once. When
-    the search has ended, the fastest size is measured once more beside the one that would be in use without a tuner,
-    and kept only if it is faster again.
-
-    A setting that has no effect beside the others raises a ValueError.
+    A trial is a few steps of the running job with one size; all ranks change it between the same steps. After the
+    search the fastest size is measured again beside the default, the size without a tuner, and stays only if it is
+    faster again.
 
     Args:
-        low_mb, high_mb: sizes that may be tried, in MiB. Only where another size makes other groups is anything tried.
-        start_mb: the first trial, in MiB. The second is the size that would be in use without a tuner.
-        scale: whether sizes are searched by their logarithm or, as in the paper, ``"linear"``: there half of all sizes
-            are above 50 MiB, where most models make one or two groups.
+        low_mb, high_mb: range of sizes, in MiB. Of sizes that form the same groups one is tried.
+        start_mb: size of the first trial, in MiB. The second trial is the default.
+        scale: ``"log"``, or the paper's ``"linear"``: half of all sizes are then above 50 MiB, where most models form
+            one or two groups.
         search: ``"gp"``: expected improvement over a Gaussian process; ``"random"`` or ``"grid"`` for comparison.
-        xi: with ``"gp"``, how much more than the best so far a trial should promise, in standard deviations of what was
-            measured; more explores more.
-        max_trials: the search ends after so many trials, the start included.
-        steps_per_trial: steps that are measured; their median counts, of the slowest rank.
+        xi: with ``"gp"``, improvement over the best that a trial should promise, in standard deviations of the
+            measurements; a larger value explores more.
+        max_trials: the search ends after this number of trials, the first one included.
+        steps_per_trial: measured steps; the median of the slowest rank counts.
         dropped_steps: steps after each change that are not measured.
         first_step: steps before the first trial, in which DDP rebuilds its buckets and memory is allocated.
         min_gain: ``"gp"`` ends when a trial promises to be faster than the best by less than this part.
-        max_lanes: search for the number of lanes, too, from 1 to this. None: lanes stay as they are.
-        profile: a JSON file that keeps what was found, per model, number of ranks, link and settings: read when
-            training begins, written after every trial, by the first rank alone. None: nothing is kept.
+        max_lanes: also search for the number of lanes, from 1 to this. None: the number stays.
+        profile: JSON file of results per model, number of ranks, link and settings. The first rank reads it when
+            training begins, and writes it after every trial. None: no file.
         seed: of the search.
+
+    Raises:
+        TypeError, ValueError: a setting is wrong, or has no effect beside the others.
     """
 
     low_mb: float = 1.0

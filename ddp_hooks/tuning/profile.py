@@ -1,4 +1,4 @@
-"""What was found is kept in a JSON file, for the next run of the same model on the same link."""
+"""JSON file with the results of searches, for the next run of the same model on the same link."""
 
 from __future__ import annotations
 
@@ -25,27 +25,19 @@ Role: TypeAlias = Literal["search", "check"]
 
 _VERSION = 1
 _LOCK_S = 10.0  # other jobs need milliseconds
-_SAME_LINK = 2.0  # a few messages may find the same link faster or slower by this factor
+_SAME_LINK = 2.0  # two measurements of one link may differ by this factor
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One setting that was measured.
-
-    Args:
-        mb, lanes: the setting.
-        num_groups: groups that it made.
-        step_s: median seconds per step, of the slowest rank.
-        role: whether the search asked for it, or the check of what it found.
-        trial_s: seconds that the whole trial took, with the choice before it.
-    """
+    """Measurement of one setting."""
 
     mb: float
     lanes: int
     num_groups: int
-    step_s: float
-    role: Role = "search"
-    trial_s: float = 0.0
+    step_s: float  # median seconds per step, of the slowest rank
+    role: Role = "search"  # "check": compared with the default after the search
+    trial_s: float = 0.0  # duration of the whole trial, including the decision before it
 
     @property
     def setting(self) -> Setting:
@@ -54,26 +46,17 @@ class Trial:
 
 @dataclass(frozen=True)
 class Job:
-    """What a profile is good for.
-
-    Args:
-        hook: whose groups were tuned.
-        model: a digest of the parameters' names, shapes and types.
-        world_size: ranks.
-        backend: of their group.
-        settings: what else the time of a step depends on, as text.
-        link_mb_s: what the link carries, in MB per second, measured; None if it was not.
-    """
+    """Conditions under which a result is valid."""
 
     hook: str
-    model: str
+    model: str  # digest of the parameters' names, shapes and dtypes
     world_size: int
     backend: str
-    settings: str
-    link_mb_s: float | None
+    settings: str  # all other settings that change the duration of a step
+    link_mb_s: float | None  # measured goodput, in MB per second; None: not measured
 
     def difference(self, other: Job) -> str | None:
-        """What makes a profile of ``other`` useless here, in words; None if nothing does."""
+        """Return the reason why a profile of ``other`` is not valid here; None if it is valid."""
         for name in ("hook", "model", "world_size", "backend", "settings"):
             if getattr(self, name) != getattr(other, name):
                 return f"{name} was {getattr(other, name)}, is {getattr(self, name)}"
@@ -87,20 +70,24 @@ class Job:
 
 @dataclass(frozen=True)
 class Entry:
-    """What is known of one job: the trials, and the setting that was chosen in the end, if it came to that."""
+    """Results of one job."""
 
     job: Job
     trials: tuple[Trial, ...]
-    chosen: Setting | None
+    chosen: Setting | None  # None: the search has not ended
 
     def packed(self) -> dict[str, Any]:
-        """As plain data."""
+        """Return plain data for JSON."""
         chosen = list(self.chosen) if self.chosen is not None else None
         return {"job": asdict(self.job), "trials": [asdict(trial) for trial in self.trials], "chosen": chosen}
 
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> Entry:
-        """The reverse of :meth:`packed`; raises ValueError, KeyError or TypeError if it is not that."""
+        """Invert :meth:`packed`.
+
+        Raises:
+            ValueError, KeyError, TypeError: ``packed`` is not the data of an entry.
+        """
         trials = tuple(Trial(**trial) for trial in packed["trials"])
         for trial in trials:
             if not (trial.mb > 0 and trial.step_s > 0 and trial.lanes >= 1 and trial.role in ("search", "check")):
@@ -116,39 +103,41 @@ class Entry:
 
 
 class Profile:
-    """A file of entries; what cannot be read or written is reported, and does no harm."""
+    """File of entries. A file that cannot be read or written is logged and otherwise ignored."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self.path = Path(os.path.expanduser(path))  # Path's own raises where there is no home
+        self.path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no home
 
     def find(self, job: Job) -> Entry | None:
-        """The entry of ``job``, if there is one that is good for it."""
+        """Return the entry that is valid for ``job``; None if there is none."""
         entries = self._read()
         for entry in entries:
             if entry.job.difference(job) is None:
                 return entry
         related = [entry for entry in entries if (entry.job.hook, entry.job.model) == (job.hook, job.model)]
         if related:
-            logger.info(
-                "%s knows this model, but %s: searching anew", self.path, job.difference(related[-1].job)
-            )
+            logger.info(f"{self.path} knows this model, but {job.difference(related[-1].job)}: searching anew")
         return None
 
     def store(self, entry: Entry) -> None:
-        """Write the entry in the place of what was known of its job.
+        """Replace the entry of its job.
 
-        Other runs see the old file or the new one, and wait for their turn to write theirs.
+        Other runs see the old file or the new one, and wait for a lock to write their own entry.
         """
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self._turn():
-                self._replace(entry)
+            with self._locked():
+                others = [other for other in self._read(quietly=True) if other.job.difference(entry.job) is not None]
+                packed = {"version": _VERSION, "entries": [other.packed() for other in [*others, entry]]}
+                with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
+                    json.dump(packed, file, indent=1)
+                os.replace(file.name, self.path)
         except OSError as error:
             logger.warning("the tuner's profile %s was not written, so the next run begins anew: %s", self.path, error)
 
     @contextlib.contextmanager
-    def _turn(self) -> Iterator[None]:
-        """Alone among those that write; where there are no locks, or one is held for long, all the same."""
+    def _locked(self) -> Iterator[None]:
+        """Hold the lock if there are locks and nobody keeps it for long."""
         lock = filelock.FileLock(f"{self.path}.lock", timeout=_LOCK_S)
         try:
             lock.acquire()
@@ -158,13 +147,6 @@ class Profile:
             yield
         finally:
             lock.release()
-
-    def _replace(self, entry: Entry) -> None:
-        others = [other for other in self._read(quietly=True) if other.job.difference(entry.job) is not None]
-        packed = {"version": _VERSION, "entries": [other.packed() for other in [*others, entry]]}
-        with tempfile.NamedTemporaryFile("w", dir=self.path.parent, suffix=".tmp", delete=False) as file:
-            json.dump(packed, file, indent=1)
-        os.replace(file.name, self.path)
 
     def _read(self, quietly: bool = False) -> Sequence[Entry]:
         try:
@@ -177,10 +159,8 @@ class Profile:
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if not quietly:
                 logger.warning(
-                    "the tuner's profile %s is of no use, so it is ignored, and replaced after the first trial: %s: %s",
-                    self.path,
-                    type(error).__name__,
-                    error,
+                    f"the tuner's profile {self.path} is of no use, so it is ignored, and replaced after the first "
+                    f"trial: {type(error).__name__}: {error}"
                 )
             return []
 
@@ -193,16 +173,11 @@ def job_of(
     settings: str,
     goodput_bytes_s: float | None,
 ) -> Job:
-    """What a profile must be of to be good for these parameters on these lanes."""
+    """Return the job of these parameters on these lanes."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in zip(names, parameters, strict=True)]
-    return Job(
-        hook,
-        hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16],
-        lanes.world_size,
-        lanes.backend,
-        settings,
-        goodput_bytes_s / 1e6 if goodput_bytes_s is not None else None,
-    )
+    model = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+    link_mb_s = goodput_bytes_s / 1e6 if goodput_bytes_s is not None else None
+    return Job(hook, model, lanes.world_size, lanes.backend, settings, link_mb_s)
 
 
 def _rate(mb_s: float | None) -> str:

@@ -1,105 +1,215 @@
-"""Which candidate to try next: expected improvement, or for comparison at random or one after the other."""
+"""Decisions of a search: which setting comes next, and which one stays.
+
+Trials follow the expected improvement, or for comparison a random order or a grid.
+"""
 
 from __future__ import annotations
 
+import importlib
 import itertools
+import logging
+import math
 import random
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import replace
+from typing import Literal, NamedTuple, TypeAlias
 
-from ddp_hooks.tuning.candidates import Candidate
+from ddp_hooks.tuning.candidates import Candidate, Groups, Observation, Range, Setting, candidate_of, find_candidates
 from ddp_hooks.tuning.config import BucketTuner
+from ddp_hooks.tuning.profile import Entry, Job, Profile, Trial
 
-if TYPE_CHECKING:
-    from ddp_hooks.tuning.surrogate import Observation
+logger = logging.getLogger("ddp_hooks")
 
-_FILLING_TRIALS = 3  # with fewer, a Gaussian process only knows what is near to what was tried
-_FEWEST_TRIALS = 5  # before what it expects is reason enough to end
-
-
-class Search(Protocol):
-    """Proposes candidates, each at most once."""
-
-    def next(self, observed: Sequence[Observation]) -> int | None:
-        """The next candidate, after at least one was measured; None if none is worth a trial."""
+_FILLING_TRIALS = 3  # with fewer, a Gaussian process only knows the neighbourhood of its observations
+_FEWEST_TRIALS = 5  # before a small expected gain may end the search
+_NUM_CHECKS = 2  # trials of each of the two settings that are compared in the end
 
 
-class GaussianProcessSearch:
-    """The candidate with the largest expected improvement (zhang2023dear, section IV-B).
+def propose(candidates: Sequence[Candidate], tuner: BucketTuner, observed: Sequence[Observation]) -> int | None:
+    """Return the untried candidate to measure next, given at least one observation; None if none is worth a trial."""
+    number = len(candidates)
+    tried = {observation.candidate for observation in observed}
+    if tuner.search == "gp":
+        return _most_promising(candidates, tuner, observed, tried)
+    if tuner.search == "random":
+        order = random.Random(tuner.seed).sample(range(number), number)
+    else:  # evenly spread, from the smallest size on
+        count = min(tuner.max_trials, number)
+        order = [round(i * (number - 1) / max(1, count - 1)) for i in range(count)]
+    return next((index for index in order if index not in tried), None)
 
-    Unlike the paper's, the third trial is in the middle of the widest gap between those before it.
+
+def _most_promising(
+    candidates: Sequence[Candidate], tuner: BucketTuner, observed: Sequence[Observation], tried: set[int]
+) -> int | None:
+    """Return the candidate with the largest expected improvement (zhang2023dear, section IV-B).
+
+    Unlike the paper's, the third trial is in the middle of the widest gap between the first two.
     """
+    from ddp_hooks.tuning.surrogate import fit_posterior  # its import takes seconds
 
-    def __init__(self, candidates: Sequence[Candidate], tuner: BucketTuner) -> None:
-        self._positions = [candidate.position for candidate in candidates]
+    positions = [candidate.position for candidate in candidates]
+    untried = [index for index in range(len(positions)) if index not in tried]
+    if not untried:
+        return None
+    if len(tried) < _FILLING_TRIALS:
+        return _middle_of_widest_gap(positions, tried, untried)
+    posterior = fit_posterior(positions, observed, tuner.xi, tuner.seed)
+    promised = max(posterior.gain[index] for index in untried)
+    if len(tried) >= _FEWEST_TRIALS and promised < tuner.min_gain:
+        return None
+
+    def distance(index: int) -> float:
+        return min(math.dist(positions[index], positions[other]) for other in tried)
+
+    # Among equal expectations, take the candidate farthest from all observations.
+    return max(untried, key=lambda index: (posterior.improvement[index], distance(index)))
+
+
+def _middle_of_widest_gap(positions: Sequence[Sequence[float]], tried: set[int], untried: Sequence[int]) -> int:
+    """Return the candidate nearest to the middle of the widest gap of sizes; lanes stay those of the first."""
+    edges = sorted({0.0, 1.0, *(positions[index][0] for index in tried)})
+    low, high = max(itertools.pairwise(edges), key=lambda gap: gap[1] - gap[0])
+    middle = ((low + high) / 2, *positions[min(tried)][1:])
+    return min(untried, key=lambda index: math.dist(positions[index], middle))
+
+
+def all_candidates(tuner: BucketTuner, groups_of: Callable[[float], Groups], default: Setting) -> list[Candidate]:
+    """Return all settings that a search may try."""
+    sizes = Range(tuner.low_mb, tuner.high_mb, tuner.scale)
+    return find_candidates(sizes, groups_of, [Setting(tuner.start_mb, default.lanes), default], tuner.max_lanes)
+
+
+def times_by_candidate(candidates: Sequence[Candidate], trials: Iterable[Trial]) -> dict[int, list[float]]:
+    """Return the seconds per step of each candidate's trials, in order; trials of other settings are left out."""
+    times_s: dict[int, list[float]] = {}
+    for trial in trials:
+        index = candidate_of(candidates, trial.setting)
+        if index is not None:
+            times_s.setdefault(index, []).append(trial.step_s)
+    return times_s
+
+
+def observations(times_s: Mapping[int, Sequence[float]]) -> list[Observation]:
+    """Return the median throughput of each candidate."""
+    return [Observation(index, 1 / statistics.median(values)) for index, values in times_s.items()]
+
+
+Verdict: TypeAlias = Literal["wait", "search", "check", "stop"]
+
+
+class Decision(NamedTuple):
+    """Decision of the first rank: measure ``setting`` for the search or as a check, or stop with it."""
+
+    verdict: Verdict
+    setting: Setting = Setting(0.0, 0)  # without a meaning with "wait"
+
+
+class Searcher:
+    """Decides on the first rank. Its thread forms candidates, fits, and reads and writes the profile."""
+
+    def __init__(self, tuner: BucketTuner, groups_of: Callable[[float], Groups], default: Setting, job: Job) -> None:
         self._tuner = tuner
+        self._groups_of = groups_of
+        self._default = default
+        self._job = job
+        self._profile = Profile(tuner.profile) if tuner.profile is not None else None
+        self.seconds: list[float] = []
+        """Durations of the decisions."""
+        self.former: tuple[Trial, ...] = ()
+        """Trials of an interrupted run."""
+        self._candidates: list[Candidate] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="ddp_hooks tuner")
+        self._future: Future[Decision] | None = None
 
-    def next(self, observed: Sequence[Observation]) -> int | None:
-        """See :class:`Search`."""
-        from ddp_hooks.tuning.surrogate import believe  # seconds
+    def ask(self, trials: Sequence[Trial]) -> None:
+        """Start to decide what follows ``trials``."""
+        self._future = self._thread.submit(self._decide, list(trials))
 
-        tried = {observation.candidate for observation in observed}
-        untried = [index for index in range(len(self._positions)) if index not in tried]
-        if not untried:
+    def answer(self) -> Decision:
+        """Return the decision; "wait" while there is none. A failed search stops at the default."""
+        assert self._future is not None
+        if not self._future.done():
+            return Decision("wait")
+        try:
+            return self._future.result()
+        except Exception:  # training must not fail for it
+            logger.exception("the tuner's search has failed, so training goes on with %s", self._default)
+            return Decision("stop", self._default)
+
+    def close(self) -> None:
+        """End the thread."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    def _decide(self, trials: Sequence[Trial]) -> Decision:
+        start_s = time.perf_counter()
+        decision = self._begin() if not self._candidates else None
+        if decision is None:
+            known = (*self.former, *trials)
+            decision = self._next(known)
+            if self._profile is not None and known:
+                chosen = decision.setting if decision.verdict == "stop" else None
+                self._profile.store(Entry(self._job, known, chosen))
+        self.seconds.append(time.perf_counter() - start_s)
+        return decision
+
+    def _begin(self) -> Decision | None:
+        """Form the candidates and read the profile; return the decision of an earlier run that has ended."""
+        tuner = self._tuner
+        found = self._candidates = all_candidates(tuner, self._groups_of, self._default)
+        counts = [candidate.num_groups for candidate in found]
+        logger.info(
+            f"the tuner looks for the fastest of {len(found)} settings: sizes from {found[0].setting.mb:.3g} to "
+            f"{found[-1].setting.mb:.3g} MB, {max(counts)} to {min(counts)} groups (from {tuner.low_mb:.3g} to "
+            f"{tuner.high_mb:.3g} MB nothing else would change)"
+        )
+        profile = self._profile
+        if profile is not None and (entry := profile.find(self._job)) is not None:
+            if entry.chosen is not None and candidate_of(found, entry.chosen) is not None:
+                logger.info("%s, as found before (%s)", entry.chosen, profile.path)
+                return Decision("stop", entry.chosen)
+            self.former = self._usable_trials(entry)
+            logger.info("%d trials of an earlier run (%s)", len(self.former), profile.path)
+        if tuner.search == "gp":
+            importlib.import_module("ddp_hooks.tuning.surrogate")  # takes seconds, and disturbs no trial yet
+        return None
+
+    def _usable_trials(self, entry: Entry) -> tuple[Trial, ...]:
+        """Return the trials of today's candidates; checks of a search that chose elsewhere count as its search."""
+        known = [trial for trial in entry.trials if candidate_of(self._candidates, trial.setting) is not None]
+        ended = entry.chosen is not None or len(known) < len(entry.trials)
+        return tuple(replace(trial, role="search") if ended else trial for trial in known)
+
+    def _next(self, trials: Sequence[Trial]) -> Decision:
+        times_s = times_by_candidate(self._candidates, trials)
+        default = candidate_of(self._candidates, self._default)
+        start = candidate_of(self._candidates, Setting(self._tuner.start_mb, self._default.lanes))
+        assert default is not None and start is not None
+        num_checks = sum(trial.role == "check" for trial in trials)
+        following = self._next_trial(times_s, (start, default)) if num_checks == 0 else None
+        if following is not None:
+            return Decision("search", self._candidates[following].setting)
+        return self._next_check(times_s, default, num_checks)
+
+    def _next_trial(self, times_s: dict[int, list[float]], firsts: Sequence[int]) -> int | None:
+        for first in firsts:
+            if first not in times_s:
+                return first
+        if len(times_s) >= self._tuner.max_trials:
             return None
-        if len(tried) < _FILLING_TRIALS:
-            return self._middle_of_widest_gap(tried, untried)
-        belief = believe(self._positions, observed, self._tuner.xi, self._tuner.seed)
-        promised = max(belief.gain[index] for index in untried)
-        if len(tried) >= _FEWEST_TRIALS and promised < self._tuner.min_gain:
-            return None
-        # Where the process expects the same everywhere, what is farthest from all that was tried.
-        return max(untried, key=lambda i: (belief.improvement[i], self._distance(i, tried)))
+        return propose(self._candidates, self._tuner, observations(times_s))
 
-    def _middle_of_widest_gap(self, tried: set[int], untried: Sequence[int]) -> int:
-        """Of sizes; with as many lanes as before."""
-        first = self._positions[min(tried)]
-        edges = sorted({0.0, 1.0, *(self._positions[index][0] for index in tried)})
-        low, high = max(itertools.pairwise(edges), key=lambda gap: gap[1] - gap[0])
-        middle = ((low + high) / 2, *first[1:])
-        return min(untried, key=lambda i: _squared_distance(self._positions[i], middle))
-
-    def _distance(self, index: int, tried: set[int]) -> float:
-        return min(_squared_distance(self._positions[index], self._positions[other]) for other in tried)
-
-
-def _squared_distance(first: Sequence[float], second: Sequence[float]) -> float:
-    return sum((a - b) ** 2 for a, b in zip(first, second, strict=True))
-
-
-class RandomSearch:
-    """Any candidate that was not tried."""
-
-    def __init__(self, candidates: Sequence[Candidate], tuner: BucketTuner) -> None:
-        self._order = random.Random(tuner.seed).sample(range(len(candidates)), len(candidates))
-
-    def next(self, observed: Sequence[Observation]) -> int | None:
-        """See :class:`Search`."""
-        tried = {observation.candidate for observation in observed}
-        return next((index for index in self._order if index not in tried), None)
-
-
-class GridSearch:
-    """As many candidates as trials are left, evenly spread over the range, from the smallest on."""
-
-    def __init__(self, candidates: Sequence[Candidate], tuner: BucketTuner) -> None:
-        count = min(tuner.max_trials, len(candidates))
-        last = max(1, count - 1)
-        self._order = list(dict.fromkeys(round(i * (len(candidates) - 1) / last) for i in range(count)))
-
-    def next(self, observed: Sequence[Observation]) -> int | None:
-        """See :class:`Search`."""
-        tried = {observation.candidate for observation in observed}
-        return next((index for index in self._order if index not in tried), None)
-
-
-_SEARCHES: dict[str, Callable[[Sequence[Candidate], BucketTuner], Search]] = {
-    "gp": GaussianProcessSearch,
-    "random": RandomSearch,
-    "grid": GridSearch,
-}
-
-
-def make_search(candidates: Sequence[Candidate], tuner: BucketTuner) -> Search:
-    """The search that the settings ask for."""
-    return _SEARCHES[tuner.search](candidates, tuner)
+    def _next_check(self, times_s: dict[int, list[float]], default: int, num_checks: int) -> Decision:
+        """Measure the best setting of the search and the default in turns; choose the better one in the end."""
+        best = min(times_s, key=lambda index: times_s[index][0])
+        if best == default:
+            return Decision("stop", self._default)
+        if num_checks < 2 * _NUM_CHECKS:
+            return Decision("check", self._candidates[(default, best)[num_checks % 2]].setting)
+        best_s, default_s = (statistics.median(times_s[index][-_NUM_CHECKS:]) for index in (best, default))
+        best_setting = self._candidates[best].setting
+        logger.info("%s takes %.4g s per step, %s %.4g s", best_setting, best_s, self._default, default_s)
+        return Decision("stop", self._candidates[best if best_s < default_s else default].setting)

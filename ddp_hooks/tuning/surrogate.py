@@ -1,4 +1,4 @@
-"""A Gaussian process over what was measured, and the expected improvement over the best (zhang2023dear, section IV-B).
+"""Gaussian process over measured throughputs, and the expected improvement over the best (zhang2023dear, IV-B).
 
 Imports scikit-optimize, which takes seconds: import this module off the training thread.
 """
@@ -8,53 +8,35 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import skopt
 from skopt.acquisition import gaussian_ei
 
-_FIXED_TRIALS = 3  # with fewer, a standard deviation says nothing
+from ddp_hooks.tuning.candidates import Observation
+
+_FIXED_TRIALS = 3  # with fewer, their standard deviation says nothing
 _FIXED_DEVIATION = 0.05  # so this part of the first throughput serves instead
 
 
-class Observation(NamedTuple):
-    """What was measured of a candidate."""
-
-    candidate: int
-    throughput: float  # steps per second
-
-
 @dataclass(frozen=True)
-class Belief:
-    """What is expected of every candidate.
+class Posterior:
+    """Prediction for every candidate."""
 
-    Args:
-        mean, deviation: of the throughput, in steps per second.
-        improvement: expected improvement over the best by more than ``xi``, in standard deviations of the trials.
-        gain: expected improvement over the best, as a part of it.
-    """
-
-    mean: list[float]
+    mean: list[float]  # of the throughput, in steps per second
     deviation: list[float]
-    improvement: list[float]
-    gain: list[float]
+    improvement: list[float]  # expected, over the best by more than xi, in standard deviations of the trials
+    gain: list[float]  # expected improvement over the best, as a part of it
 
 
-def believe(
+def fit_posterior(
     positions: Sequence[Sequence[float]], observed: Sequence[Observation], xi: float, seed: int
-) -> Belief:
-    """Fit a Gaussian process to the standardised throughputs.
+) -> Posterior:
+    """Fit a Gaussian process to the standardised throughputs at ``positions``, coordinates in [0, 1].
 
-    scikit-optimize subtracts ``xi`` in the units of its objective, so the objective is standardised, with the mean and
+    scikit-optimize subtracts ``xi`` in the units of its objective. The objective is therefore standardised by mean and
     deviation of the trials so far, and fitted anew each time. Its ``ask()`` samples a continuous range, in which many
-    points make the same groups; so the acquisition is evaluated here, for all candidates.
-
-    Args:
-        positions: of the candidates, each coordinate in [0, 1].
-        observed: at least one.
-        xi: see :class:`~ddp_hooks.tuning.BucketTuner`.
-        seed: of the fit's restarts.
+    points form the same groups; the acquisition is therefore evaluated here, for all candidates.
     """
     throughputs = np.array([observation.throughput for observation in observed])
     if len(observed) < _FIXED_TRIALS or not throughputs.std() > 0:
@@ -71,11 +53,11 @@ def believe(
         acq_func="EI",
         acq_func_kwargs={"xi": xi},
         acq_optimizer="sampling",
-        acq_optimizer_kwargs={"n_points": 1},  # its own proposal is not asked for
+        acq_optimizer_kwargs={"n_points": 1},  # its own proposal is not used
         random_state=seed,
     )
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of equal points, and hyper-parameters at their bounds
+        warnings.simplefilter("ignore")  # about equal points, and hyper-parameters at their bounds
         optimizer.tell([points[observation.candidate] for observation in observed], objective.tolist())
         model = optimizer.models[-1]
         transformed = optimizer.space.transform(points)
@@ -83,6 +65,6 @@ def believe(
     best = float(objective.min())
     improvement = gaussian_ei(transformed, model, best, xi)
     gain = gaussian_ei(transformed, model, best, 0.0) * unit / throughputs.max()
-    return Belief(
+    return Posterior(
         (center - unit * mean).tolist(), (unit * deviation).tolist(), improvement.tolist(), gain.tolist()
     )

@@ -1,4 +1,4 @@
-"""Settings of the search, one frozen dataclass."""
+"""Settings of the search."""
 
 from __future__ import annotations
 
@@ -10,23 +10,22 @@ from ddp_hooks.comm import at_least, check_whole, positive, whole
 
 @dataclass(frozen=True)
 class TuneConfig:
-    """What :func:`~fsdp_ext.tune` may try, and how long.
+    """Range and length of the search of :func:`~fsdp_ext.tune`.
 
     Args:
-        block_mb: granularities of wrapping, in MiB, that ``build`` is asked for.
-        default_block_mb: the one that would be in use without a search; stock FSDP2 is measured with it.
+        block_mb: granularities of wrapping, in MiB, for ``build``.
+        default_block_mb: granularity without a search; stock FSDP2 is measured with it.
         prefetch: numbers of modules to gather ahead (``ExtConfig.prefetch``), on CPUs; None: the extension's default.
         lanes: numbers of lanes (``ExtConfig.lanes``), on CPUs; None: as the link's measurement suggests.
-        max_trials: the search ends after so many, the default included.
+        max_trials: most trials of the search, the default included.
         dropped_steps: first steps of each trial, which are not measured: in them the order of modules is learned.
-        steps_per_trial: steps that are measured; their median counts, of the slowest rank.
-        xi: how much more than the best so far a trial should promise, in standard deviations of what was measured.
-        min_gain: the search ends when a trial promises to be faster than the best by less than this part.
-        keep_bytes: parameters in bytes that a rank may keep whole between forward and backward, beside what it needs
-            anyway. Of the modules that are resharded after forward those are kept for which backwards wait longest. 0:
-            none.
-        profile: a JSON file that keeps what was found, per model, number of ranks, link and settings, so that the next
-            run needs a single trial. None: nothing is kept.
+        steps_per_trial: measured steps; the median of the slowest rank counts.
+        xi: improvement over the best that a trial should promise, in standard deviations of the measurements.
+        min_gain: the search ends when every trial promises an improvement by less than this share.
+        keep_bytes: budget for parameters that stay whole between forward and backward on every rank, in bytes, of the
+            modules for which backwards wait longest. 0: none.
+        profile: a JSON file of results, per model, number of ranks, link and settings, so that the next run needs a
+            single trial. None: no file.
         seed: of the search.
     """
 

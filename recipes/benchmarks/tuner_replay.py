@@ -12,7 +12,7 @@ from typing import Any
 from ddp_hooks import BucketTuner
 from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
 from ddp_hooks.tuning.config import SearchName
-from ddp_hooks.tuning.search import make_search
+from ddp_hooks.tuning.search import propose
 from ddp_hooks.tuning.surrogate import Observation
 
 NEAR = 0.03  # of the best
@@ -73,14 +73,14 @@ def trials_needed(
     candidates = candidates_of(tuner)
     best_s = min(curve.step_s(candidate.setting.mb) for candidate in candidates)
     dice = random.Random(seed)
-    proposer, observed = make_search(candidates, tuner), list[Observation]()
+    observed = list[Observation]()
     following = candidate_of(candidates, Setting(tuner.start_mb, 1))
     while following is not None and len(observed) < max_trials:
         step_s = curve.step_s(candidates[following].setting.mb)
         if step_s <= (1 + near) * best_s:
             return len(observed) + 1
         observed.append(Observation(following, 1 / (step_s * (1 + curve.spread * dice.gauss(0, 1)))))
-        following = proposer.next(observed)
+        following = propose(candidates, tuner, observed)
     return max_trials + 1
 
 

@@ -191,7 +191,6 @@ _EXCUSED = {
     "ddp_hooks/planning/measurement/measure.py": "is measured",
     "ddp_hooks/planning/measurement/processor.py": "is measured",
     "fsdp_ext/native.py": "what FSDP2 does itself, which it waits for",
-    "fsdp_ext/output.py": "a docstring",
     "fsdp_ext/residuals.py": "when all ranks have come",
 }
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from ddp_hooks.comm import run_on_fabric
 from fsdp_ext import ExtConfig, codecs
 from fsdp_ext.codecs import Bf16, Codec, Int8Blocks, codec_of
-from fsdp_ext.compressed import add_up, compressed_all_gather, compressed_reduce_scatter, sliced
+from fsdp_ext.compressed import add_payloads, compressed_all_gather, compressed_reduce_scatter, sliced
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.twins import CONFIG, Trainee, with_codecs
 from tests.support.workers import WorkerPools
@@ -71,7 +71,8 @@ def test_pieces_that_are_worked_on_one_after_the_other(numel: int, monkeypatch: 
     codec, values = Int8Blocks(64), normal(numel, 0)
     at_once = there_and_back(codec, values)
     monkeypatch.setattr(codecs, "_PIECE_NUMEL", 128)
-    assert len(list(codec._pieces(values))) == -(-numel // 128)
+    payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
+    assert len(list(codec._pieces(values, payload))) == -(-numel // 128)
     assert torch.equal(there_and_back(codec, values), at_once)
 
 
@@ -183,7 +184,7 @@ def test_a_residual_of_ones_own_range_is_added_once() -> None:
     own, residual = torch.ones(4), torch.tensor([1.0, 2.0, 3.0, 4.0])
     payloads = [torch.empty(Bf16().nbytes(4), dtype=torch.uint8) for _ in range(2)]
     Bf16().encode(torch.full((4,), 2.0), payloads[0])
-    add_up(own, 1, payloads, Bf16(), 2, residual)
+    add_payloads(own, 1, payloads, Bf16(), 2, residual)
     assert own.tolist() == [2.0, 2.5, 3.0, 3.5] and not residual.any()
 
 

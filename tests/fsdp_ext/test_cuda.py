@@ -59,12 +59,12 @@ def test_the_same_as_on_processors(
 ) -> None:
     config = with_codecs(gather, scatter)
     world_size = HOWS[how].get("world_size", 3)
-    rings = workers(world_size).run(native.train, config, False, HOWS[how])
+    lanes = workers(world_size).run(native.train, config, False, HOWS[how])
     ours = gpu_workers(world_size).run(native.train, config, False, HOWS[how])
     assert ours[0]["kinds"] == {"NativeAllGather", "NativeReduceScatter"}
     assert ours[0]["restored"] == {"DefaultAllGather", "DefaultReduceScatter"}
-    # The optimizer rounds otherwise there; what gradients have lost, which is among them, has whole numbers' steps.
-    for mine, expected in zip(ours, rings, strict=True):
+    # The optimizer rounds otherwise there; residuals, which are among the values, have whole numbers' steps.
+    for mine, expected in zip(ours, lanes, strict=True):
         torch.testing.assert_close(torch.tensor(mine["values"]), torch.tensor(expected["values"]))
 
 

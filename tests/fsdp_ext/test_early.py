@@ -1,6 +1,6 @@
-"""Reduce-scatters in parts that begin as gradients come, where the whole has to be waited for.
+"""Reduce-scatters in parts that begin when gradients are ready, where the whole has to be waited for.
 
-Prevents: parts that differ between ranks, that miss what a hook does to a gradient, or that are sent when nothing is to
+Prevents: parts that differ between ranks, that miss a hook's change of a gradient, or that are sent when nothing is to
 be reduced.
 """
 

@@ -1,6 +1,6 @@
-"""Reduce-scatters that begin as gradients come, where gradients do not come alike: on ranks, in steps, after failures.
+"""Early reduce-scatters where gradients become ready differently: on ranks, in steps, after failures.
 
-Prevents: parts that meet those of something else, or miss what was done to gradients, without anybody noticing.
+Prevents: parts that meet other messages, or silently miss changes of gradients.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def chains(unused: bool = False) -> nn.Module:
 
 
 Step = Callable[[Any, int], None]
-"""What is done to the model before a step."""
+"""Change to the model before a step."""
 
 
 def gap(build: Callable[[], nn.Module], before: Step, config: ExtConfig = WAITING) -> tuple[float, int]:

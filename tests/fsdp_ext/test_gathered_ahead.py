@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
 
-from fsdp_ext import extend, restore
+from fsdp_ext import compat, extend, restore
 from tests.support.fsdp_ext.twins import (
     CONFIG,
     Block,
@@ -196,7 +196,7 @@ def on_one_rank(rank: int, world_size: int) -> bool:
 
 
 def held_by_the_user(rank: int, world_size: int) -> bool:
-    """What a loop gathers by itself stays until it is waited for, whatever runs meanwhile."""
+    """A gather of the loop's own stays until it is waited for."""
 
     def run(model: Any) -> list[Tensor]:
         for step in range(3):
@@ -291,9 +291,8 @@ def own_lists(rank: int, world_size: int) -> tuple[int, int, int]:
     for step in range(3):
         model(step).backward()
     restore(model)
-    states = [block._get_fsdp_state() for block in blocks]
-    lists = states[3]._states_to_backward_prefetch, states[1]._states_to_forward_prefetch
-    return len(lists[0]), len(lists[1]), len(states[4]._states_to_backward_prefetch)
+    lists = compat.backward_list(blocks[3]), compat.forward_list(blocks[1]), compat.backward_list(blocks[4])
+    return len(lists[0]), len(lists[1]), len(lists[2])
 
 
 def test_own_lists_stay(workers: WorkerPools) -> None:

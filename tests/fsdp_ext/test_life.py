@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import LaneError
 from ddp_hooks.comm import Lanes
 from fsdp_ext import ExtConfig, checks, compat, extend, restore
-from fsdp_ext.gather import RingAllGather
+from fsdp_ext.all_gather import LaneAllGather
 from tests.support.fsdp_ext.life import communication, train, train_until_somebody_dies, trained
 from tests.support.fsdp_ext.twins import CONFIG, WholeNumbers, mesh_of, momentum_sgd, shard
 from tests.support.fsdp_ext.unusual import needs_reset
@@ -55,12 +55,12 @@ def extend_and_restore(rank: int, world_size: int) -> dict[str, Any]:
     train(model, optimizer, rank, range(5, 7))
     found |= {"restored": communication(model) == stock, "after": other.stats().gathers}
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return found | {"lists": any(map(compat.prefetches_by_itself, modules))}
+    return found | {"lists": any(compat.forward_list(each) or compat.backward_list(each) for each in modules)}
 
 
 def test_extend_is_idempotent_and_reversible(workers: WorkerPools) -> None:
     for found in workers(2).run(extend_and_restore):
-        assert set(found["extended"]) == {"RingAllGather", "RingReduceScatter"} == set(found["extended twice"])
+        assert set(found["extended"]) == {"LaneAllGather", "LaneReduceScatter"} == set(found["extended twice"])
         assert found["same again"] and found["other"] and found["restored"]
         assert found["gathers"] == found["after"] > 0, "a restored model does without"
         assert not found["lists"]
@@ -86,12 +86,12 @@ def test_what_is_refused_leaves_an_extended_model_as_it_is(workers: WorkerPools)
     for messages, kinds, same in workers(2).run(extend_again_in_vain):
         assert "'blocks.77', which fits none" in messages[0]
         assert "differs between ranks" in messages[1] and "lanes=1" in messages[1]
-        assert set(kinds) == {"RingAllGather", "RingReduceScatter"} and same
+        assert set(kinds) == {"LaneAllGather", "LaneReduceScatter"} and same
 
 
 SEAMS: list[tuple[str, ExtConfig, str]] = [
     ("communication_of", CONFIG, "keeps the communication of the root module where fsdp_ext does not find it"),
-    ("num_param_groups", CONFIG, ""),  # others tell as much as exact rings need
+    ("num_param_groups", CONFIG, ""),  # others tell as much as exact lanes need
     ("num_shards", CONFIG, ""),
     ("num_shards", replace(CONFIG, all_gather="int8"), "keeps the number of shards of the root module"),
     ("num_shards", replace(CONFIG, all_gather="bf16"), "or take all_gather=exact"),
@@ -142,7 +142,7 @@ def padded(parameter: torch.Tensor, world_size: int) -> int:
 
 
 @pytest.mark.parametrize("world_size", [2, 3])
-def test_bytes_are_those_of_rings(workers: WorkerPools, world_size: int) -> None:
+def test_bytes_are_those_of_direct_messages(workers: WorkerPools, world_size: int) -> None:
     for stats, whole, tracks in workers(world_size).run(statistics):
         blocks = stats.gathers // 4 - 6  # gathered again in backward: all but the root, and the last one
         share = whole * (world_size - 1) // world_size
@@ -160,10 +160,11 @@ def order_of_gathers(rank: int, world_size: int) -> tuple[list[int], list[int]]:
         model = shard(WholeNumbers(world_size))
         extension = extend(model, ExtConfig(lanes=1, prefetch=depth, timeout_s=20))
         model(1).backward()
-        begun = extension.counts.gathers
+        counts = extension.context.counts
+        begun = counts.gathers
         seen: list[int] = []
         for block in model.get_submodule("blocks").children():
-            block.register_forward_hook(lambda *_, seen=seen, x=extension, b=begun: seen.append(x.counts.gathers - b))
+            block.register_forward_hook(lambda *_, seen=seen, c=counts, b=begun: seen.append(c.gathers - b))
         model(2)
         ahead.append(seen)
         restore(model)
@@ -304,7 +305,7 @@ def refuse(rank: int, world_size: int, case: str) -> str:
     return message
 
 
-class _Own(RingAllGather):
+class _Own(LaneAllGather):
     def __init__(self) -> None:
         pass
 
@@ -389,7 +390,7 @@ def test_survivors_name_the_dead(workers: WorkerPools, world_size: int, victim: 
 
 
 def restore_after_a_death(rank: int, world_size: int) -> tuple[list[str], int, bool, bool]:
-    """Of several reduce-scatters under way, each of which fails."""
+    """Restore while several reduce-scatters are under way, each of which fails."""
     model, optimizer, extension = trained(rank, world_size, 2, replace(CONFIG, timeout_s=5, stall_warning_s=2))
     optimizer.zero_grad()
     loss = model(rank)
@@ -400,12 +401,12 @@ def restore_after_a_death(rank: int, world_size: int) -> tuple[list[str], int, b
         loss.backward()
     except LaneError:
         failed = True
-    (transport,) = extension._transports.values()
+    (transport,) = extension.context.transports
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(LaneError):  # of what was gathered ahead
         patch.setattr(Lanes.close, "__defaults__", (1.0,))  # seconds to wait for a dead rank's farewell
         restore(model)
     ended = len(transport.gathers) == len(transport.scatters) == 0
-    return communication(model), len(extension.pending), failed, ended
+    return communication(model), len(extension.context.pending), failed, ended
 
 
 def test_restoring_after_a_death(workers: WorkerPools) -> None:
@@ -453,17 +454,17 @@ def raise_in_backward(rank: int, world_size: int, set_to_none: bool) -> bool:
         before = everything(model)
         block: Any = model.get_submodule("blocks.2")
         handle = block.register_forward_hook(lambda _, inputs, output: output.register_hook(_fail) and None)
-        reduced = extension.counts.reduce_scatters
+        reduced = extension.context.counts.reduce_scatters
         with pytest.raises(ZeroDivisionError):
             model(5 + rank).backward()
-        assert extension.counts.reduce_scatters == reduced + 2 * extended, "the two blocks behind it"
+        assert extension.context.counts.reduce_scatters == reduced + 2 * extended, "the two blocks behind it"
         handle.remove()
         assert isinstance(model, FSDPModule)
         model.reset_iter_state()
         assert everything(model) == before
         optimizer.zero_grad(set_to_none=set_to_none)
         train(model, optimizer, rank, range(2, 4))
-        assert everything(model) != before and len(extension.pending) == 0
+        assert everything(model) != before and len(extension.context.pending) == 0
         ends.append(everything(model))
         restore(model)
     return ends[0] == ends[1]
@@ -495,7 +496,7 @@ class SkipsInEvaluation(nn.Module):
 
 
 def load_after_evaluation(rank: int, world_size: int) -> bool:
-    """What was gathered ahead for a layer that did not run is not used for its parameters of later."""
+    """A gather ahead for a layer that did not run is not used for later values of its parameters."""
     torch.manual_seed(0)
     model = SkipsInEvaluation()
     for layer in model.layers:
@@ -508,7 +509,7 @@ def load_after_evaluation(rank: int, world_size: int) -> bool:
     model.eval()
     with torch.no_grad():
         model(x)
-    ahead = dict(extension.prefetcher._ahead)
+    ahead = dict(extension.prefetcher._unused)
     model.load_state_dict({name: value * 2 for name, value in model.state_dict().items()})
     model.train()
     found = model(x).detach()

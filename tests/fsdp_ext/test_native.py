@@ -1,4 +1,4 @@
-"""What accelerators do, on CPUs: encoded numbers in the backend's own collectives, the same as in rings.
+"""The code of accelerators, on CPUs: encoded numbers in the backend's own collectives, the same as on lanes.
 
 Prevents: another rounding there than here; models on accelerators whose exact communication is replaced.
 """
@@ -19,15 +19,15 @@ from tests.support.workers import WorkerPools
 
 @pytest.mark.quick("exact-bf16-plain", "int8-int8-unused parameters")
 @pytest.mark.parametrize(("gather", "scatter", "how"), CASES)
-def test_the_same_as_rings(workers: WorkerPools, gather: Any, scatter: Any, how: str) -> None:
+def test_the_same_as_lanes(workers: WorkerPools, gather: Any, scatter: Any, how: str) -> None:
     config = with_codecs(gather, scatter)
     world_size = HOWS[how].get("world_size", 3)
-    rings = workers(world_size).run(train, config, False, HOWS[how])
+    lanes = workers(world_size).run(train, config, False, HOWS[how])
     native = workers(world_size).run(train, config, True, HOWS[how])
-    assert rings[0]["kinds"] == {"RingAllGather", "RingReduceScatter"}
+    assert lanes[0]["kinds"] == {"LaneAllGather", "LaneReduceScatter"}
     assert native[0]["kinds"] == {"NativeAllGather", "NativeReduceScatter"}
     assert native[0]["restored"] == {"DefaultAllGather", "DefaultReduceScatter"}
-    assert [each["values"] for each in native] == [each["values"] for each in rings]
+    assert [each["values"] for each in native] == [each["values"] for each in lanes]
 
 
 def test_exact_communication_stays(workers: WorkerPools) -> None:

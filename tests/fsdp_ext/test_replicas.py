@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
-import fsdp_ext.output
+import fsdp_ext.deferred
 from fsdp_ext import ExtConfig, extend
 from fsdp_ext.early import EarlyReduceScatter
 from tests.support.fsdp_ext import twins
@@ -73,8 +73,7 @@ def test_sums_that_are_divided(workers: WorkerPools, options: dict[str, Any], pr
 
 
 def train_fractions(rank: int, world_size: int, policy: MixedPrecisionPolicy, prepare: Any) -> bool:
-    """Whether gradients of any numbers have stock's bits: of two, there is one sum, and it is divided where stock does.
-    """
+    """Return True if gradients of any numbers have stock's bits: two numbers have one sum, divided where stock does."""
     mesh = twins.mesh_of(world_size, 2)
 
     def build() -> nn.Module:
@@ -152,7 +151,7 @@ def test_backwards_inside_of_another_class(workers: WorkerPools, options: dict[s
 @pytest.mark.quick("bf16")
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_one_group_of_shards_begins_early(workers: WorkerPools, options: dict[str, Any]) -> None:
-    """Which replicas do not agree upon."""
+    """Replicas differ in that."""
     config = dataclasses.replace(CONFIG, defer=False)
     outcomes = workers(4).run(compare_where_some_give_up, config, options)
     assert all(outcome.differing == [] for outcome in outcomes)
@@ -163,9 +162,8 @@ def compare_where_some_give_up(rank: int, world_size: int, config: ExtConfig, op
     reduce = EarlyReduceScatter.reduce
 
     def reduce_or_not(self: EarlyReduceScatter, *given: Any) -> bool:
-        if rank < 2 and self._plan is not None and self._num_reduced == 3:  # as if a hook had changed something
-            self._has_given_up = True
-            self.remove()
+        if rank < 2 and self.num_reduced == 3:  # as if a hook had changed something
+            self.stop()
         return reduce(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -188,7 +186,7 @@ def test_one_replica(workers: WorkerPools) -> None:
 
 
 def dropped(rank: int, world_size: int) -> bool:
-    """Whether a model that was not restored is let go of."""
+    """Return True if a model that was not restored is freed."""
     model = twins.shard(WholeNumbers(world_size), twins.mesh_of(world_size, 2))
     extend(model, CONFIG)
     for step in range(3):
@@ -214,7 +212,7 @@ def test_more_ranks(workers: WorkerPools, world_size: int, replicas: int) -> Non
 def compare_where_it_is_not_asked(rank: int, world_size: int) -> Outcome:
     """As if all_reduce did not ask tensors, or something stood in its place."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fsdp_ext.output, "all_reduce", dist.barrier)
+        patch.setattr(fsdp_ext.deferred, "all_reduce", dist.barrier)
         return twins.compare(rank, world_size, twins.two_backwards, 3, model_options=SMALL, replicas=2)
 
 

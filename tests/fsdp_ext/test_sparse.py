@@ -20,12 +20,11 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 
-from ddp_hooks.comm import Partition, run_on_fabric
+from ddp_hooks.comm import run_on_fabric
 from ddp_hooks.comm.bags import reduce_scatter_steps
 from ddp_hooks.topk.blocks import block_counts
 from fsdp_ext import ExtConfig, Extension, extend, restore
-from fsdp_ext.sparse import sparse_reduce_scatter
-from fsdp_ext.transport import equal_bounds
+from fsdp_ext.compressed import even_partition, sparse_reduce_scatter
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.exact import SMALL
 from tests.support.fsdp_ext.twins import CONFIG, Trainee
@@ -44,10 +43,9 @@ def whole_numbers(world_size: int, numel: int, seed: int) -> list[Tensor]:
 
 
 def reduce(gradients: list[Tensor], residuals: list[Tensor], density: float, **how: Any) -> tuple[list[Tensor], int]:
-    """What every rank gets of its part, and the bytes that one of them sends."""
+    """Return every rank's part of the result, and the bytes that one of them sends."""
     world_size = len(gradients)
-    bounds = equal_bounds(gradients[0].numel(), world_size)
-    partitions = [Partition(gradient.clone(), bounds) for gradient in gradients]
+    partitions = [even_partition(gradient.clone(), world_size) for gradient in gradients]
     options = {"wire": "exact", **how}
     traffic = run_on_fabric(
         [
@@ -61,7 +59,7 @@ def reduce(gradients: list[Tensor], residuals: list[Tensor], density: float, **h
 def slowly(gradients: list[Tensor], residuals: list[Tensor], density: float) -> list[Tensor]:
     """The same, entry by entry, with whole vectors."""
     world_size, numel = len(gradients), gradients[0].numel()
-    bounds = equal_bounds(numel, world_size)
+    bounds = even_partition(gradients[0], world_size).bounds
     counts = block_counts(max(world_size, round(density * numel)), bounds)
     works = [(residual + gradient).tolist() for residual, gradient in zip(residuals, gradients, strict=True)]
 
@@ -154,7 +152,7 @@ def test_means_are_divided() -> None:
 
 
 def gathered(rank: int, world_size: int, loop: Any, config: ExtConfig, how: dict[str, Any]) -> dict[str, Any]:
-    """Of all steps' gradients the sums that two optimizers saw, one of them with what is left over."""
+    """Compare the sums of all steps' gradients of two optimizers, one of them plus the residuals."""
     torch.manual_seed(7)
     replicas = how.get("replicas", 1)
     models = []
@@ -341,7 +339,7 @@ def resume(rank: int, world_size: int, folder: str, config: ExtConfig, num_steps
 
 
 def _everything(model: nn.Module, extension: Extension) -> list[float]:
-    """Of the parameters, and of what is left."""
+    """Return parameters and residuals."""
     wholes: list[Any] = [*model.parameters(), *extension.state_dict().values()]
     found = [value for each in wholes for value in each.full_tensor().flatten().tolist()]
     restore(model)
@@ -388,7 +386,7 @@ def load_with_others(rank: int, world_size: int, config: ExtConfig) -> str:
 
 def test_states_of_other_settings_are_refused(workers: WorkerPools) -> None:
     for message in workers(2).run(load_with_others, replace(SPARSE, density={"blocks.3": 0.1})):
-        assert "what is left of the gradients of blocks.0.layers.0.weight is only in this state: extend(" in message
+        assert "the residual of blocks.0.layers.0.weight is only in this state: extend(" in message
 
 
 class Pair(nn.Module):
@@ -403,7 +401,7 @@ class Pair(nn.Module):
 
 
 def left_over_from(state: str, rank: int) -> dict[str, Any]:
-    """What another model would save under the names of ``Pair(40)``."""
+    """Return the state of another model under the names of ``Pair(40)``."""
     mesh = init_device_mesh("cpu", (2,))
     if state == "turned around":
         mesh = DeviceMesh("cpu", [1, 0])
@@ -450,7 +448,7 @@ def load_what_does_not_fit(rank: int, world_size: int, state: str) -> tuple[str,
 def test_states_of_other_shapes_or_ranks_are_refused(workers: WorkerPools, state: str, found: str) -> None:
     expected = "must be a DTensor of shape (40,) with (Shard(dim=0),) on cpu, ranks [0, 1], as extension.state_dict()"
     for message, is_kept in workers(2).run(load_what_does_not_fit, state):
-        assert f"gradients of first {expected}" in message and f"this state has {found}: load" in message, message
+        assert f"residual of first {expected}" in message and f"this state has {found}: load" in message, message
         assert is_kept
 
 
@@ -528,7 +526,7 @@ def test_converges(workers: WorkerPools) -> None:
 
 
 def scaled(rank: int, world_size: int, factor: float) -> bool:
-    """What is left over, before and after it was scaled, in training and when it was loaded."""
+    """Compare residuals before and after they are scaled, in training and after loading."""
     torch.manual_seed(7)
     model = twins.shard(twins.WholeNumbers(world_size))
     extension = extend(model, SPARSE)

@@ -20,10 +20,11 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
+from ddp_hooks.tuning import Job
 from fsdp_ext import ExtConfig, TuneConfig, Tuned, compat, extend, restore, shard_by_size, tune
 from fsdp_ext.tuning import trials
-from fsdp_ext.tuning.found import Profile
-from fsdp_ext.tuning.keeping import Keepable, choose_kept
+from fsdp_ext.tuning.profile_cache import TunedEntry, TunedProfile
+from fsdp_ext.tuning.reshard_knapsack import ReshardedModule, choose_kept
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.tuning import grouped, tuned_for_real
 from tests.support.fsdp_ext.twins import CONFIG, WholeNumbers
@@ -39,7 +40,7 @@ from tests.support.workers import WorkerPools
 @settings(max_examples=200, deadline=None)
 def test_keeps_what_saves_most(sizes: list[tuple[int, int]], budget: int) -> None:
     unit = 4096  # with which nothing is rounded
-    modules = [Keepable(str(i), nbytes * unit, wait) for i, (nbytes, wait) in enumerate(sizes)]
+    modules = [ReshardedModule(str(i), nbytes * unit, wait) for i, (nbytes, wait) in enumerate(sizes)]
     chosen = set(choose_kept(modules, budget * unit))
 
     def value(subset: Any) -> float:
@@ -61,8 +62,9 @@ def test_keeps_what_saves_most(sizes: list[tuple[int, int]], budget: int) -> Non
 
 
 def test_keeps_nothing_that_does_not_fit() -> None:
-    assert choose_kept([Keepable("a", 11, 1.0)], 10) == ()
-    assert choose_kept([Keepable("a", 10, 1.0), Keepable("b", 5, 0.9), Keepable("c", 5, 0.2)], 10) == ("b", "c")
+    assert choose_kept([ReshardedModule("a", 11, 1.0)], 10) == ()
+    modules = [ReshardedModule("a", 10, 1.0), ReshardedModule("b", 5, 0.9), ReshardedModule("c", 5, 0.2)]
+    assert choose_kept(modules, 10) == ("b", "c")
     assert choose_kept([], 10) == ()
 
 
@@ -110,24 +112,29 @@ def test_the_first_group_is_small(workers: WorkerPools) -> None:
 # -- the search -------------------------------------------------------------------------------------------------------
 
 
+def job(model: str = "model", link_mb_s: float | None = 100.0) -> Job:
+    return Job("fsdp_ext", model, 2, "cpu", "settings", link_mb_s)
+
+
 class Simulated:
     """In the place of real trials: what steps take, by setting."""
 
-    def __init__(self, seconds: Any, link: float | None = 1e8, key: str = "model") -> None:
-        self.seconds, self.link, self.key = seconds, link, key
+    def __init__(self, seconds: Any, link_mb_s: float) -> None:
+        self.seconds, self.job = seconds, job(link_mb_s=link_mb_s)
         self.asked: list[Any] = []
 
     def __call__(self, search: Any, setting: Any) -> float:
         self.asked.append(setting)
         search._num_trials += 1
-        search._link_bytes_s, search._key = self.link, self.key
-        search._keepable = [Keepable("blocks.0", 100, 0.1), Keepable("blocks.1", 100, 0.3), Keepable("", 100, 0.0)]
+        search._job = self.job
+        waits_s = {"blocks.0": 0.1, "blocks.1": 0.3, "": 0.0}
+        search._resharded = [ReshardedModule(name, 100, wait_s) for name, wait_s in waits_s.items()]
         return float(self.seconds(setting))
 
 
 def searched(rank: int, world_size: int, case: str, profile: str | None) -> tuple[Tuned, list[Any]]:
     tuner = TuneConfig(profile=profile, max_trials=12, keep_bytes=150 if "keep" in case or "kept" in case else 0)
-    made = Simulated(CASES[case], 1e8 if case != "another link" else 5e8)
+    made = Simulated(CASES[case], 100.0 if case != "another link" else 500.0)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(trials._Search, "_measure", lambda self, setting: made(self, setting))
         return tune(_never, _never, ExtConfig(), tuner), made.asked
@@ -191,13 +198,15 @@ def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     found = Tuned(5.0, CONFIG, ("blocks.1",), 1.0, 2.0, 7)
     for text in ("", "[]", '{"version": 0, "entries": []}', '{"version": 1, "entries": [7]}'):
         path.write_text(text)
-        assert Profile(path, "key", 1e8).find() is None
+        assert TunedProfile(path).find(job()) is None
         assert "is of no use" in caplog.text
         caplog.clear()
-    Profile(path, "key", 1e8).store(found)
-    assert Profile(path, "key", 1.5e8).find() == replace(found, num_trials=0)
-    for key, link in (("other", 1e8), ("key", 3e8), ("key", None)):
-        assert Profile(path, key, link).find() is None
+    TunedProfile(path).store(TunedEntry(job("another model"), (), None, replace(found, kept=())))
+    TunedProfile(path).store(TunedEntry(job(), (), None, found))
+    known = TunedProfile(path).find(job(link_mb_s=150.0))
+    assert isinstance(known, TunedEntry) and known.tuned == replace(found, num_trials=0)
+    for other in (job("other"), job(link_mb_s=300.0), job(link_mb_s=None)):
+        assert TunedProfile(path).find(other) is None
 
 
 # -- with real models -------------------------------------------------------------------------------------------------
@@ -264,7 +273,7 @@ def test_settings_of_another_granularity_are_refused(workers: WorkerPools) -> No
 
 
 def refused(rank: int, world_size: int) -> tuple[str, bool]:
-    """What apply says, and whether a refused model keeps parameters that it did not before."""
+    """Return the error of apply, and True if the refused model keeps parameters that it did not before."""
     model = twins.shard(WholeNumbers(world_size))
     found = Tuned(1.0, replace(CONFIG, reduce_scatter="sparse", density={"nope": 0.1}), ("blocks.1",), 1.0, 1.0, 1)
     with pytest.raises(ValueError) as caught:
@@ -297,7 +306,7 @@ def failing(rank: int, world_size: int, where: str) -> str:
         return model
 
     try:
-        with mock.patch.object(trials, "_FAREWELL_S", 2.0):
+        with mock.patch.object(trials, "_REPORT_S", 2.0):
             tune(build, lambda model: model(1).backward(), replace(CONFIG, timeout_s=60), TuneConfig(max_trials=3))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -325,7 +334,7 @@ def kept_at_run_time(rank: int, world_size: int) -> tuple[int, int]:
         extension = extend(model, CONFIG)
         for seed in (1, 2):
             model(seed).backward()
-            numbers.append(extension.counts.gathers)
+            numbers.append(extension.context.counts.gathers)
         restore(model)
     return numbers[1] - numbers[0], numbers[3] - numbers[2]
 

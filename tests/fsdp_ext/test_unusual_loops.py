@@ -1,4 +1,4 @@
-"""What loops may do to an extended model, beside training it: the bits of stock FSDP2, or an error that says why not.
+"""Unusual loops over an extended model: the bits of stock FSDP2, or an error that says why not.
 
 Prevents: gradients of backwards that failed, evaluation that fails in inference mode, and models that cannot go on
 after an exception.
@@ -18,9 +18,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_ext import compat, extend, gather, restore
+from fsdp_ext import all_gather, compat, extend, restore
 from tests.support.fsdp_ext import twins
-from tests.support.fsdp_ext.pending import Reduction, backward, pending
+from tests.support.fsdp_ext.deferred import Reduction, backward, pending
 from tests.support.fsdp_ext.twins import (
     CONFIG,
     Stopped,
@@ -76,14 +76,14 @@ def gathers_in_int8(rank: int, world_size: int) -> set[int]:
         model(1)  # after it, parameters are whole on every two ranks
     extend(model, replace(CONFIG, all_gather="int8", prefetch=0))
     numbers = set()
-    original = gather.compressed_all_gather
+    original = all_gather.compressed_all_gather
 
     def counting(chunks: Any, *others: Any) -> Any:
         numbers.add(len(chunks))
         return original(chunks, *others)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(gather, "compressed_all_gather", counting)
+        patch.setattr(all_gather, "compressed_all_gather", counting)
         for step in range(3):
             model(step).backward()
     restore(model)
@@ -198,7 +198,7 @@ def test_a_model_goes_on_after_its_lanes_have_failed(workers: WorkerPools) -> No
 
 
 def with_other_settings(rank: int, world_size: int) -> tuple[float, float, float]:
-    """What is kept of gradients, with a density, another density, and none."""
+    """Return the size of residuals with a density, another density, and none."""
     torch.manual_seed(7)
     model = shard(WholeNumbers(world_size))
     kept = []
@@ -243,4 +243,4 @@ def changed_too_early(rank: int, world_size: int, whole: bool) -> str:
 @pytest.mark.parametrize("whole", [True, False])
 def test_who_changes_a_gradient_too_early_hears_of_it(workers: WorkerPools, whole: bool) -> None:
     for message in workers(2).run(changed_too_early, whole):
-        assert "was changed inside of the backward, before it had come" in message
+        assert "was changed inside of the backward, before it was ready" in message

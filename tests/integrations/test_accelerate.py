@@ -69,7 +69,7 @@ def test_clipping(workers: WorkerPools, hook: Any) -> None:
 
 
 def copied(rank: int, world_size: int) -> list[tuple[bool, str]]:
-    """Whether a pickled accelerator is plain, and what pickling says after a step."""
+    """Return True if a pickled accelerator is plain, and the message of pickling after a step."""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
     from ddp_hooks.integrations.accelerate import attach
@@ -140,7 +140,7 @@ def test_save_state_and_load_state(
 
 
 def load_incomplete(rank: int, world_size: int, folder: str) -> tuple[str, str]:
-    """What is loaded when the last checkpoint was not written to its end, and what is said when it is asked for."""
+    """Load while the last checkpoint is incomplete; return its folder, and the message of loading it by name."""
     with as_torchrun_does(rank, world_size):
         loop = Loop(DEAR, folder)
         loop.train(2)
@@ -302,7 +302,7 @@ def save_model(rank: int, world_size: int, folder: str) -> None:
         tables.close()
         with mock.patch.object(accelerator.state, "destroy_process_group"):  # which other tests need
             accelerator.end_training()
-        assert not list(attachment.bindings)
+        assert not list(attachment.hooked_models)
     if rank == 0:
         assert_same_bits(load_file(Path(folder) / "model.safetensors"), expected)
 
@@ -349,7 +349,7 @@ def free_and_train_another(rank: int, world_size: int) -> bool:
         loop.train(2)
         first = loop.model
         loop.accelerator.free_memory()
-        assert not list(loop.attachment.bindings)  # type: ignore[union-attr]
+        assert not list(loop.attachment.hooked_models)  # type: ignore[union-attr]
         model = gpt2()
         loop.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         loop.model, loop.optimizer = loop.accelerator.prepare(model, loop.optimizer)

@@ -25,7 +25,7 @@ HOOKS = {"plain": None, "dear": DEAR, "replicated": REPLICATED, "topk": TOPK, "e
 
 
 class Watch:
-    """That the hook was at work until the end, before it is gone."""
+    """Callback that checks, at the end of training, that the hook was at work."""
 
     def __new__(cls) -> Any:
         from lightning.pytorch import Callback
@@ -235,7 +235,7 @@ def fabric_loop(rank: int, world_size: int, folder: str, hook: Any, clip: str) -
             assert_same_bits(weights_of(inner), expected)
             if config is not None:
                 assert strategy.stats()["ddp_hooks/sent_mb"] > 0
-                strategy.bindings.release()
+                strategy.hooked_models.release()
             outcomes.append(expected)
     return outcomes
 

@@ -33,7 +33,7 @@ class Net(nn.Sequential):
 
 
 def names_for(page: str, folder: str) -> dict[str, Any]:
-    """What the reader of a page has already."""
+    """Return the names that a page takes for granted."""
     data: Any
     if page == "transformers.md":
         import transformers
@@ -68,7 +68,7 @@ def run_page(rank: int, world_size: int, page: str, folder: str) -> int:
             assert names["trainer"].comm_hook_stats()["ddp_hooks/tables_sent_mb"] > 0
             names["trainer"]._detach()
         if page == "lightning.md":
-            names["fabric"].strategy.bindings.release()
+            names["fabric"].strategy.hooked_models.release()
     return len(blocks)
 
 

@@ -38,7 +38,7 @@ SETTINGS: dict[str, Any] = {"optim": "sgd", "learning_rate": 0.5, "lr_scheduler_
 
 
 def whole_weights(trainer: Any) -> dict[str, Tensor]:
-    """Of all ranks, whether tables are sharded or not."""
+    """Return all weights, with sharded tables or without."""
     tables = getattr(trainer, "_tables", None)
     whole = weights_of(trainer.model) if tables is None else tables.full_state_dict()
     return {name: value.clone() for name, value in whole.items()}

@@ -33,13 +33,13 @@ EXACT = {"dear": DEAR, "replicated": REPLICATED}
 
 
 def hooked(trainer: Any) -> Any:
-    """The binding of the model that the trainer trains: that there is one shows that the hook is there."""
-    (binding,) = trainer._attachment.bindings
-    return binding
+    """The hooked model that the trainer trains: that there is one shows that the hook is there."""
+    (model,) = trainer._attachment.hooked_models
+    return model
 
 
 def train(trainer: Any, **how: Any) -> dict[str, Any]:
-    """What a training leaves behind; that a hook is there, and does something, is checked."""
+    """Train, check that the hook was at work, and return the results."""
     try:
         trainer.train(**how)
         if getattr(trainer, "_comm_hook", None) is not None:
@@ -253,7 +253,7 @@ def test_optimizers_of_the_user(workers: WorkerPools, tmp_path: Path, passed: st
 
 
 def optimizer_is_sharded(rank: int, world_size: int, folder: str, optim: str) -> tuple[bool, int]:
-    """Whether the optimizer holds shards, and the elements of its state."""
+    """Return True if the optimizer holds shards, and the number of elements of its state."""
     with as_torchrun_does(rank, world_size):
         trainer = make(Path(folder), DEAR, gpt2(), optim=optim)
         trainer.train()
@@ -399,7 +399,7 @@ def test_sparse_all_reduce_from_and_to_plain_checkpoints(
 
 
 def resume_and_listen(rank: int, world_size: int, folder: str) -> list[str]:
-    """What is logged when sparse all-reduce's checkpoint is resumed without it."""
+    """Return the log of a run that resumes a checkpoint of sparse all-reduce without it."""
     heard: list[str] = []
     listener = logging.Handler()
     listener.emit = lambda record: heard.append(record.getMessage())  # type: ignore[method-assign]
@@ -534,7 +534,7 @@ def test_a_second_train_keeps_the_optimizer_when_batch_sizes_are_tried(workers: 
 
 
 def write_over_a_checkpoint(rank: int, world_size: int, folder: str) -> list[str | None]:
-    """What is resumed when a second run in the same folder ends while it writes."""
+    """Return the last complete checkpoints of a run, and of a second one in its folder that fails while it writes."""
     from ddp_hooks.integrations.transformers import last_complete_checkpoint
 
     found = []

@@ -11,8 +11,8 @@ import pytest
 
 from ddp_hooks import BucketTuner
 from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
-from ddp_hooks.tuning.search import make_search
-from ddp_hooks.tuning.surrogate import Observation, believe
+from ddp_hooks.tuning.search import propose
+from ddp_hooks.tuning.surrogate import Observation, fit_posterior
 
 Curve = Callable[[float], float]  # size in MB -> steps per second
 
@@ -36,15 +36,14 @@ def trials_until_near(curve: Curve, tuner: BucketTuner, noise: float = 0.01) -> 
     candidates = all_candidates(tuner)
     best = max(curve(candidate.setting.mb) for candidate in candidates)
     dice = random.Random(tuner.seed)
-    start = candidate_of(candidates, Setting(tuner.start_mb, 1))
     observed: list[Observation] = []
-    search, following = make_search(candidates, tuner), start
+    following = candidate_of(candidates, Setting(tuner.start_mb, 1))
     while following is not None and len(observed) < tuner.max_trials:
         truth = curve(candidates[following].setting.mb)
         observed.append(Observation(following, truth * (1 + noise * dice.gauss(0, 1))))
         if truth >= 0.97 * best:
             return len(observed)
-        following = search.next(observed)
+        following = propose(candidates, tuner, observed)
     return tuner.max_trials + 1
 
 
@@ -70,9 +69,8 @@ def test_fewer_trials_than_by_chance_or_in_order() -> None:
 
 def proposals(tuner: BucketTuner, measured: Callable[[float], float]) -> list[int]:
     candidates = all_candidates(tuner)
-    search = make_search(candidates, tuner)
     observed = [Observation(40, measured(candidates[40].setting.mb))]
-    while len(observed) < 6 and (following := search.next(observed)) is not None:
+    while len(observed) < 6 and (following := propose(candidates, tuner, observed)) is not None:
         observed.append(Observation(following, measured(candidates[following].setting.mb)))
     return [observation.candidate for observation in observed]
 
@@ -87,7 +85,7 @@ def test_units_do_not_matter(factor: float) -> None:
 def test_more_xi_explores_more() -> None:
     positions = [(i / 20,) for i in range(21)]
     observed = [Observation(8, 4.0), Observation(10, 5.0), Observation(12, 4.1)]
-    near, far = believe(positions, observed, 0.0, 0), believe(positions, observed, 2.0, 0)
+    near, far = fit_posterior(positions, observed, 0.0, 0), fit_posterior(positions, observed, 2.0, 0)
 
     def share_of_the_ends(improvement: Sequence[float]) -> float:
         return sum(improvement[i] for i in (0, 1, 19, 20)) / sum(improvement)
@@ -95,21 +93,21 @@ def test_more_xi_explores_more() -> None:
     assert share_of_the_ends(far.improvement) > share_of_the_ends(near.improvement)
 
 
-def test_belief_follows_what_was_measured() -> None:
+def test_posterior_follows_measurements() -> None:
     positions = [(i / 20,) for i in range(21)]
     observed = [Observation(i, 3.0 + i / 10) for i in (0, 5, 10, 15, 20)]
-    belief = believe(positions, observed, 0.1, 0)
+    posterior = fit_posterior(positions, observed, 0.1, 0)
     for index, throughput in observed:
-        assert belief.mean[index] == pytest.approx(throughput, rel=0.02)
-    assert belief.mean[12] == pytest.approx(4.2, rel=0.03)
-    assert all(gain >= 0 for gain in belief.gain)
+        assert posterior.mean[index] == pytest.approx(throughput, rel=0.02)
+    assert posterior.mean[12] == pytest.approx(4.2, rel=0.03)
+    assert all(gain >= 0 for gain in posterior.gain)
 
 
 def test_it_ends_when_nothing_promises_more() -> None:
     tuner = BucketTuner(max_trials=60)
     candidates = all_candidates(tuner)
-    search, observed = make_search(candidates, tuner), [Observation(40, 5.0)]
-    while (following := search.next(observed)) is not None:
+    observed = [Observation(40, 5.0)]
+    while (following := propose(candidates, tuner, observed)) is not None:
         observed.append(Observation(following, 5.0 / (1 + 0.05 * abs(math.log(candidates[following].setting.mb / 9)))))
     assert 4 <= len(observed) < 20
 
@@ -118,7 +116,7 @@ def test_it_ends_when_nothing_promises_more() -> None:
 def test_nothing_is_tried_twice(search: str) -> None:
     tuner = BucketTuner(search=search, min_gain=0.0, max_trials=64)  # type: ignore[arg-type]
     candidates = all_candidates(tuner)[:12]
-    proposer, observed = make_search(candidates, tuner), [Observation(3, 1.0)]
-    while (following := proposer.next(observed)) is not None:
+    observed = [Observation(3, 1.0)]
+    while (following := propose(candidates, tuner, observed)) is not None:
         observed.append(Observation(following, 1.0 + 0.1 * following))
     assert sorted(observation.candidate for observation in observed) == list(range(12))

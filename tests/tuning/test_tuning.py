@@ -28,6 +28,7 @@ from ddp_hooks.comm import LinkProfile
 from ddp_hooks.topk import tuned as topk_tuned
 from ddp_hooks.tuning import Setting, Tuning
 from ddp_hooks.tuning import tuning as tuning_module
+from ddp_hooks.tuning.search import Searcher
 from tests.support.dear.twins import WholeNumbers, whole_batches
 from tests.support.messages import message_of
 from tests.support.topk.hooks import sum_and_divide
@@ -100,7 +101,7 @@ def near(best_mb: float) -> Callable[[Setting], float]:
 
 
 def beside_ddp(rank: int, world_size: int, config: DearConfig | TopKConfig) -> tuple[bool, list[float], int]:
-    """Whether parameters are those of plain DDP when the search has ended, and what was tried."""
+    """Compare parameters with plain DDP's after the search; return also the sizes tried and the number of groupings."""
     run = Run(rank, world_size, config)
     torch.manual_seed(7)
     plain = DistributedDataParallel(WholeNumbers(world_size))
@@ -157,7 +158,7 @@ def test_more_ranks(workers: WorkerPools, world_size: int) -> None:
 
 
 def conserving(rank: int, world_size: int, pipeline: Any) -> tuple[float, float, list[float], bool]:
-    """What of all gradients is missing, how much is kept, what was tried, and whether variants came at another time."""
+    """Return missing gradients, the residual, the sizes tried, and True if variants came before the search ended."""
     run = Run(rank, world_size, replace(TOPK, pipeline=pipeline, algorithm="auto", momentum=None))
     run.train()
     tried_variants_meanwhile = run.state._chooser.chosen is not None
@@ -227,7 +228,7 @@ def test_the_slowest_rank_counts(workers: WorkerPools, config: DearConfig | TopK
 
 
 def slow_to_decide(rank: int, world_size: int) -> tuple[list[int], int, list[float]]:
-    """The steps in which ranks asked the first one, which needs long."""
+    """Return the steps in which ranks asked the first one, whose decisions take long."""
     run = Run(rank, world_size, DEAR)
     polls: list[int] = []
     hear = run.tuning._hear
@@ -240,14 +241,14 @@ def slow_to_decide(rank: int, world_size: int) -> tuple[list[int], int, list[flo
             eight_steps_have_passed.set()
 
     run.tuning._hear = count  # type: ignore[method-assign]
-    decide = tuning_module._Adviser._decide
+    decide = Searcher._decide
 
     def decide_later(self: Any, trials: Any) -> Any:
         assert eight_steps_have_passed.wait(60)
         eight_steps_have_passed.clear()
         return decide(self, trials)
 
-    with mock.patch.object(tuning_module._Adviser, "_decide", decide_later):
+    with mock.patch.object(Searcher, "_decide", decide_later):
         run.train()
     outcome = polls, run.step, run.sizes()
     run.state.close()
@@ -303,7 +304,7 @@ def failing(rank: int, world_size: int) -> tuple[Setting, str]:
     handler.emit = lambda record: messages.append(handler.format(record))  # type: ignore[method-assign]
     logging.getLogger("ddp_hooks").addHandler(handler)
     run = Run(rank, world_size, DEAR)
-    with mock.patch("ddp_hooks.tuning.surrogate.believe", side_effect=RuntimeError("out of luck")):
+    with mock.patch("ddp_hooks.tuning.surrogate.fit_posterior", side_effect=RuntimeError("out of luck")):
         run.train()
     run.train_step()
     logging.getLogger("ddp_hooks").removeHandler(handler)
@@ -355,9 +356,9 @@ def with_profile(
     run.pretend(near(0.02))
     run.train(lambda: run.tuning.finished or len(run.tuning.trials) == trials)
     outcome = run.sizes(), run.tuning.setting, run.tuning.finished
-    adviser = run.tuning._adviser
-    if adviser is not None and adviser._future is not None:
-        adviser._future.result(30)  # the profile is written
+    searcher = run.tuning._searcher
+    if searcher is not None and searcher._future is not None:
+        searcher._future.result(30)  # the profile is written
     run.state.close()
     return outcome
 
@@ -375,7 +376,7 @@ def test_what_was_found_is_used_again(workers: WorkerPools, tmp_path: Path, conf
 
 
 def with_other_ranges(rank: int, world_size: int, path: str) -> list[int]:
-    """How many trials searches make, of which the second finds an ended one that chose what it may not try."""
+    """Return the number of trials of two searches; the first one chooses a size outside of the second one's range."""
     found = []
     for low_mb in (0.002, 0.03):
         with mock.patch.object(tuning_module, "replace", lambda job, **changes: job if "settings" in changes else None):
@@ -384,9 +385,9 @@ def with_other_ranges(rank: int, world_size: int, path: str) -> list[int]:
         run.pretend(near(0.005 if low_mb == 0.002 else 0.1))
         run.train()
         found.append(len(run.tuning.trials))
-        adviser = run.tuning._adviser
-        if adviser is not None and adviser._future is not None:
-            adviser._future.result(30)
+        searcher = run.tuning._searcher
+        if searcher is not None and searcher._future is not None:
+            searcher._future.result(30)
         run.state.close()
     return found
 

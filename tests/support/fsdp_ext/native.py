@@ -16,7 +16,7 @@ from tests.support.fsdp_ext.twins import Trainee
 
 
 def train(rank: int, world_size: int, config: ExtConfig, native: bool, how: dict[str, Any]) -> dict[str, Any]:
-    """Parameters, and what gradients have lost, after some steps."""
+    """Return parameters and residuals after some steps."""
     torch.manual_seed(5)
     mesh = twins.mesh_of(world_size, how.get("replicas", 1))
     original = twins.WholeNumbers(world_size, **how.get("model", {})).to(rank_device())

@@ -188,7 +188,7 @@ def compare(
 def on_both(
     build: Callable[[], nn.Module], run: Callable[[nn.Module], list[Tensor]], config: ExtConfig = CONFIG
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """What ``run`` sees of an extended model, and of one that is not."""
+    """Return the results of ``run`` with an extended model, and with a stock one."""
     seen = []
     for extended in (True, False):
         torch.manual_seed(7)
@@ -210,7 +210,7 @@ def shards(model: nn.Module) -> list[Tensor]:
 
 
 class Stopped(Exception):
-    """What a loop catches."""
+    """Error that a loop catches."""
 
 
 def stop(*_: Any) -> None:

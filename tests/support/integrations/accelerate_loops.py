@@ -19,7 +19,7 @@ TOPK = TopKConfig(density=0.1, lanes=2, dense_below_numel=16)
 
 
 class Loop:
-    """What a user would write."""
+    """Loop as a user would write it."""
 
     def __init__(self, hook: Any, folder: str = "", order: str = "together", **settings: Any) -> None:
         from accelerate import Accelerator, DistributedDataParallelKwargs

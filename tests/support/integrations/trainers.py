@@ -59,5 +59,5 @@ def finish(trainer: Any) -> None:
 
 
 def values(outcome: dict[str, Any], key: str) -> list[float]:
-    """What was logged under a name."""
+    """Return the values that were logged under a name."""
     return [entry[key] for entry in outcome["log"] if key in entry]

@@ -1,4 +1,4 @@
-"""Which modules to keep whole after forward: a knapsack of bytes, filled with the seconds that backwards wait."""
+"""Modules to keep whole after forward: a knapsack of bytes, filled with the seconds that backwards wait."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
-_UNITS = 4096  # that a budget is divided into
+_UNITS = 4096  # of a budget
 
 
 @dataclass(frozen=True)
-class Keepable:
-    """A module that is resharded after forward.
+class ReshardedModule:
+    """Module that is resharded after forward.
 
     Args:
         name: of the module.
@@ -25,11 +25,11 @@ class Keepable:
     wait_s: float
 
 
-def choose_kept(modules: Sequence[Keepable], budget_bytes: int) -> tuple[str, ...]:
-    """The modules that save most time within a budget: an optimum of the 0/1 knapsack, but for rounding.
+def choose_kept(modules: Sequence[ReshardedModule], budget_bytes: int) -> tuple[str, ...]:
+    """Return the modules that save most time within a budget: the optimum of the 0/1 knapsack, but for rounding.
 
-    Sizes are rounded up to 1/4096 of the budget, so that it is never exceeded. Modules that nobody waits for are not
-    kept. Of equals the first ones are.
+    Sizes are rounded up to 1/4096 of the budget, so that it is never exceeded. Modules without waits are not kept. Of
+    equal modules the first ones are.
     """
     candidates = [module for module in modules if module.wait_s > 0 and module.nbytes <= budget_bytes]
     if not candidates:

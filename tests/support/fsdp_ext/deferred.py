@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from ddp_hooks.comm import Recorder, Stall
-from fsdp_ext.pending import Delivery, PendingReductions
+from fsdp_ext.deferred import Delivery, PendingReductions
 
 
 class Reduction:

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ddp_hooks.comm import LaneError, Recorder, Stall
-from fsdp_ext.pending import Earlier, PendingReductions
-from tests.support.fsdp_ext.pending import Reduction, backward, pending
+from fsdp_ext.deferred import PendingReductions, SavedGrad
+from tests.support.fsdp_ext.deferred import Reduction, backward, pending
 
 
 def test_delivered_when_the_backward_ends() -> None:
@@ -68,7 +68,7 @@ def test_sums_are_divided_when_they_have_come(fails: bool) -> None:
     if fails:
         with pytest.raises(ZeroDivisionError):
             backward(defer, fail)
-        waiting.abandon()
+        waiting.drop()
     else:
         backward(defer)
     assert parameter.grad is not None and parameter.grad.tolist() == [1.5] * 4
@@ -93,7 +93,7 @@ def test_what_a_backward_that_fails_has_reduced(kind: type[Reduction]) -> None:
     with pytest.raises(ZeroDivisionError):
         backward(defer, fail)
     assert first.missing and len(waiting) == 1
-    backward(lambda: waiting.make_way("second"), lambda: waiting.defer(second.delivery))
+    backward(lambda: waiting.flush_owner("second"), lambda: waiting.defer(second.delivery))
     assert second.delivered and len(waiting) == 0
     if kind is Lost:
         assert parameter.grad is None
@@ -106,12 +106,12 @@ def test_a_reduction_that_fails_when_the_backward_ends() -> None:
     parameter, earlier = torch.nn.Parameter(torch.zeros(4)), torch.full((4,), 3.0)
 
     def defer() -> None:
-        waiting.defer(lost.delivery._replace(earlier=(Earlier(parameter, earlier),)))
+        waiting.defer(lost.delivery._replace(saved=(SavedGrad(parameter, earlier),)))
         parameter.grad = lost.output.view(4)
 
     with pytest.raises(LaneError, match="on purpose"):
         backward(defer)
-    waiting.abandon()
+    waiting.drop()
     assert parameter.grad is not None and parameter.grad.tolist() == [3, 3, 3, 3]
 
 
@@ -129,7 +129,7 @@ def test_gradients_of_before_a_backward_that_fails(kind: type[Reduction], zeroed
     parameter, earlier = torch.nn.Parameter(torch.zeros(4)), torch.arange(4.0)
 
     def defer() -> None:
-        waiting.defer(reduction.delivery._replace(earlier=(Earlier(parameter, earlier),)))
+        waiting.defer(reduction.delivery._replace(saved=(SavedGrad(parameter, earlier),)))
         parameter.grad = reduction.output.view(4)
 
     with pytest.raises(ZeroDivisionError):
@@ -137,7 +137,7 @@ def test_gradients_of_before_a_backward_that_fails(kind: type[Reduction], zeroed
     if zeroed:
         assert parameter.grad is not None
         parameter.grad.zero_()
-    waiting.abandon()
+    waiting.drop()
     assert parameter.grad is not None and len(waiting) == 0
     assert parameter.grad.tolist() == expected
 
@@ -148,10 +148,10 @@ def test_two_reductions_of_one_module_add_up() -> None:
     parameter.grad = earlier
 
     def defer(reduction: Reduction) -> None:
-        waiting.make_way("module")
+        waiting.flush_owner("module")
         assert parameter.grad is not None
-        taken = Earlier(parameter, parameter.grad)
-        waiting.defer(reduction.delivery._replace(owner="module", earlier=(taken,)))
+        taken = SavedGrad(parameter, parameter.grad)
+        waiting.defer(reduction.delivery._replace(owner="module", saved=(taken,)))
         parameter.grad = reduction.output.view(4)
 
     backward(lambda: defer(first), lambda: defer(second))
@@ -187,7 +187,7 @@ def test_gradients_that_were_there_are_added_to(end: str) -> None:
     parameter, earlier, replacement = torch.nn.Parameter(torch.zeros(4)), torch.arange(4.0), torch.full((4,), 9.0)
 
     def defer() -> None:
-        waiting.defer(reduction.delivery._replace(earlier=(Earlier(parameter, earlier),)))
+        waiting.defer(reduction.delivery._replace(saved=(SavedGrad(parameter, earlier),)))
         parameter.grad = {"as FSDP2": reduction.output.view(4), "zeroed": None, "replaced": replacement}[end]
 
     backward(defer)

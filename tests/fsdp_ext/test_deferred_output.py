@@ -1,4 +1,4 @@
-"""The memory that a result comes to, and what functions do with it before it has come.
+"""Memory of a result, and functions that use it before the result has arrived.
 
 Prevents: results that are used before they are there.
 """
@@ -13,14 +13,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from fsdp_ext.output import Output, are_asked, memory_of, output_of
+from fsdp_ext.compat import overrides_are_enabled
+from fsdp_ext.deferred import DeferredOutput, deferred_output, memory_of
 
 
 class Seven:
     """A reduction that makes sevens, and notes what it is asked for."""
 
     def __init__(self, is_late: bool = True) -> None:
-        self.output = output_of(torch.zeros(4), self)
+        self.output = deferred_output(torch.zeros(4), self)
         self.asked: list[str] = []
         self.is_late = is_late
 
@@ -57,10 +58,10 @@ def test_an_all_reduce_that_is_not_the_reductions() -> None:
 
 def test_nobody_asks_inside_of_another_class() -> None:
     with torch._C.DisableTorchFunctionSubclass():
-        assert not are_asked()
+        assert not overrides_are_enabled()
         with torch.device("cpu"):  # which functions do ask
-            assert not are_asked()
-    assert are_asked()
+            assert not overrides_are_enabled()
+    assert overrides_are_enabled()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +76,7 @@ def test_nobody_asks_inside_of_another_class() -> None:
         lambda output: output.detach(),
     ],
 )
-def test_who_else_uses_it_finds_it_filled(use: Callable[[Output], Tensor]) -> None:
+def test_who_else_uses_it_finds_it_filled(use: Callable[[DeferredOutput], Tensor]) -> None:
     seven = Seven()
     found = use(seven.output)
     assert type(found) is Tensor and found.tolist() == [7] * 4 and set(seven.asked) == {"finish"}

@@ -1,0 +1,104 @@
+"""All-gathers of parameters for FSDP2, on lanes; they are waited for when their parameters are needed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from ddp_hooks.comm import Algorithm, Partition, Work, see
+from ddp_hooks.comm.torch_compat import in_backward
+from fsdp_ext import compat
+from fsdp_ext.checks import ROOT
+from fsdp_ext.compressed import compressed_all_gather, even_partition, gather_codec, sliced
+from fsdp_ext.context import ExtContext, Transport
+from fsdp_ext.prefetch import Prefetcher
+
+
+class LaneAllGather(compat.AllGather):
+    """All-gather of one module's parameters; FSDP2 waits for it where it copies them (foreach_all_gather_copy_out).
+
+    On CPUs FSDP2's own all-gather blocks, as there are no streams, even where the gather is only prefetched.
+    """
+
+    def __init__(self, context: ExtContext, prefetcher: Prefetcher, module: FSDPModule, name: str) -> None:
+        self._context = context
+        self._prefetcher = prefetcher
+        self._module = module
+        self._name = name
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Allocate memory for the whole parameters; this rank's shards fill its part."""
+        (numel,) = map(int, size)
+        with torch.inference_mode(False):  # in which lanes, being other threads, could not write to it
+            return self._context.pool.empty(numel, dtype)
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Start to gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
+        self._prefetcher.on_gather(self._module)
+        rank = dist.get_rank(group)
+        partition = even_partition(output_tensor, dist.get_world_size(group))
+        own = partition.ranges[rank]
+        if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 makes it a part of the output
+            own.copy_(input_tensor)
+        work = self._submit(self._context.transport_of(group), partition, rank, self._name or ROOT)
+        self._context.counts.gathers += 1
+        version = compat.shard_version(self._module) if self._prefetcher.in_forward else None
+        return _GatherWork(work, partial(self._wait, work, version))
+
+    def _wait(self, work: Work, version: tuple[object, ...] | None) -> None:
+        """Wait until the parameters are whole, whose shards had this ``version`` when the gather began."""
+        context, stall = self._context, self._context.gather_stall
+        self._prefetcher.on_wait(self._module)
+        before_s = stall.seconds
+        with stall.measure(context.recorder, work.label), context.ignored_failures():
+            work.wait()
+        # A hook of the model's forward may write to parameters when the first gathers are under way.
+        checked = self._prefetcher.in_forward and version is not None and compat.runs_forward(self._module)
+        if checked and version != compat.shard_version(self._module):
+            raise RuntimeError(
+                f"parameters of {self._name or ROOT} were changed inside of the model's forward, while their earlier "
+                f"values were being gathered for it: change them before the forward, not in it or in a hook of it, or "
+                f"set ExtConfig(prefetch=0){see('parameters-change-in-forward')}"
+            )
+        if in_backward():
+            context.backward_waits[self._name] += stall.seconds - before_s
+
+    def _submit(self, transport: Transport, partition: Partition, rank: int, label: str) -> Work:
+        codec = gather_codec(self._context.config, self._module, partition.flat.dtype, len(partition.ranges))
+        if codec is None:
+            return transport.gathers.spread_all_gather(partition, label)
+
+        def start(chunks: list[Tensor], where: slice) -> Algorithm:
+            return compressed_all_gather(chunks, rank, codec)
+
+        return transport.gathers.spread_several(sliced(partition.ranges, transport.slice_numel, start), label)
+
+
+class _GatherWork(dist.Work):
+    """Gather that FSDP2 waits for."""
+
+    def __init__(self, work: Work, wait: Callable[[], None]) -> None:
+        super().__init__()
+        self._work = work
+        self._wait = wait
+
+    def wait(self, timeout: Any = None) -> bool:
+        """Wait until the parameters are whole.
+
+        Raises:
+            LaneError: the gather has failed.
+            RuntimeError: shards were changed inside of the model's forward, after the gather began.
+        """
+        self._wait()
+        return True
+
+    def is_completed(self) -> bool:
+        return self._work.done

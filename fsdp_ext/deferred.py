@@ -1,0 +1,275 @@
+"""Reduce-scatters under way while the backward goes on: the memory of their results, and when it is filled.
+
+FSDP2 all-reduces a result over replicas (HSDP), divides it, and makes gradients of views of it, at once; on CPUs the
+backward would stand still until the result has arrived. But the memory is ours to allocate, and PyTorch asks tensor
+subclasses what functions do with them (``__torch_function__``), ``torch.distributed.all_reduce`` included.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.distributed_c10d import all_reduce
+from torch.distributed.tensor import DTensor
+
+from ddp_hooks.comm import LaneError, Recorder, Stall, Work, see
+from ddp_hooks.comm import torch_compat as comm_compat
+from fsdp_ext import compat
+
+# Attributes that do not depend on values. (In Python each access makes another object, which is equal.)
+_METADATA = tuple(getattr(Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout"))
+
+
+class Reduction(Protocol):
+    """Fills the memory of a :class:`DeferredOutput`, and takes over what FSDP2 does to it."""
+
+    def all_reduce(self, output: Tensor, group: dist.ProcessGroup | None, op: Any) -> bool:
+        """Do the all-reduce of ``output``, perhaps later; return False to leave it to the caller."""
+
+    def divide(self, divisor: float) -> bool:
+        """Divide the result when it arrives; return False if it has arrived."""
+
+    def view(self) -> None:
+        """Get ready for gradients made of views of the memory; nothing that follows changes it."""
+
+    def finish(self) -> None:
+        """Fill the memory now, for any other use."""
+
+
+class DeferredOutput(Tensor):
+    """Memory for a rank's part of the gradients, which ``reduction`` fills."""
+
+    reduction: Reduction
+    memory: Tensor  # the same, a plain tensor
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Run ``func``, unless the reduction takes it over; return plain tensors."""
+        kwargs = kwargs or {}
+        with comm_compat.without_overrides():
+            if func is torch.as_strided and args:  # for every parameter
+                args[0].reduction.view()
+                return func(*args, **kwargs)
+            given = [each if isinstance(each, (list, tuple)) else (each,) for each in (*args, *kwargs.values())]
+            for output in (each for several in given for each in several if isinstance(each, cls)):
+                if output._takes_over(func, args, kwargs):
+                    return None if func is all_reduce else output
+            return func(*args, **kwargs)
+
+    def _takes_over(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+        """Let the reduction do ``func``, or fill the memory for it."""
+        if func in _METADATA:
+            return False
+        if func is all_reduce and not kwargs["async_op"]:
+            takes_over = self.reduction.all_reduce(self.memory, kwargs["group"], kwargs["op"])
+        else:
+            takes_over = func == Tensor.div_ and not kwargs and args[0] is self and self.reduction.divide(args[1])
+        if not takes_over:
+            self.reduction.finish()
+        return takes_over
+
+
+def deferred_output(memory: Tensor, reduction: Reduction) -> DeferredOutput:
+    """Return ``memory`` as a tensor whose use asks ``reduction``."""
+    output = memory.as_subclass(DeferredOutput)
+    output.reduction, output.memory = reduction, memory
+    return output
+
+
+def memory_of(tensor: Tensor) -> Tensor:
+    """Return a plain tensor of the same memory."""
+    return tensor.memory if isinstance(tensor, DeferredOutput) else tensor
+
+
+class SavedGrad(NamedTuple):
+    """Gradient to accumulate into; hidden from FSDP2 until the new gradient has arrived."""
+
+    parameter: Tensor
+    gradient: Tensor
+
+    def restore(self, output: Tensor, add: bool) -> None:
+        """Make it the parameter's gradient again, plus the new one if ``add``; not if that was replaced meanwhile."""
+        new = self.parameter.grad
+        if new is not None and _shares_memory(new, output):
+            if add:
+                _local(self.gradient).add_(_local(new))
+            self.parameter.grad = self.gradient
+
+
+class Delivery(NamedTuple):
+    """Reduced gradients on their way: once ``work`` is complete, ``source / divisor`` belongs into ``output``."""
+
+    work: Work
+    source: Tensor  # (numel,), this rank's range of the memory in which sums are formed
+    output: Tensor  # (numel,), which FSDP2 made the sharded gradients of
+    nbytes: int  # of the memory that is kept for it
+    owner: object = None  # whose gradients these are
+    saved: tuple[SavedGrad, ...] = ()
+    parameters: tuple[Tensor, ...] = ()  # that may have gradients in the output
+    divisor: float | None = None
+    version: int = 0  # of the output, when it became NaN
+
+    def wait(self) -> None:
+        """Wait until the mean is in ``source``; call it once."""
+        self.work.wait()
+        if self.divisor is not None:
+            self.source.div_(self.divisor)
+
+    def complete(self) -> None:
+        """Wait, copy, and accumulate."""
+        self.wait()
+        self.output.copy_(self.source)
+        for each in self.saved:
+            each.restore(self.output, add=True)
+
+    @property
+    def was_changed(self) -> bool:
+        """True if somebody has written to the gradients since they became NaN.
+
+        A write to a DTensor does not count for the tensor that it holds; FSDP2 has just made these DTensors.
+        """
+        if compat.version_of(self.output) != self.version:
+            return True
+        gradients = [parameter.grad for parameter in self.parameters if isinstance(parameter.grad, DTensor)]
+        return any(compat.version_of(grad) and _shares_memory(grad, self.output) for grad in gradients)
+
+    def finalize(self, failed: bool) -> None:
+        """Deliver after a backward that has failed, to gradients that are still NaN: nobody has written to them since.
+
+        If the reduce-scatter has ``failed``, too, saved gradients come back, and others become None.
+        """
+        saved = {id(each.parameter): each for each in self.saved}
+        for parameter in (*self.parameters, *(each.parameter for each in self.saved)):
+            grad = parameter.grad
+            if grad is None or not _shares_memory(grad, self.output) or not _local(grad).isnan().all():
+                continue
+            if not failed:
+                new = _local(grad)
+                place = self.source.storage_offset() + new.storage_offset() - self.output.storage_offset()
+                new.copy_(self.source.as_strided(new.shape, new.stride(), place))
+            if id(parameter) in saved:
+                saved[id(parameter)].restore(self.output, add=not failed)
+            elif failed:
+                parameter.grad = None
+
+
+class PendingReductions:
+    """Deliveries that are due when the backward ends in which they were deferred.
+
+    FSDP2 makes the sharded gradients of memory that is not filled yet. Until it is, it holds NaN: a hook inside of the
+    backward that reads a gradient sees NaN, and one that changes it gets an error. Existing gradients are taken away,
+    so that FSDP2 does not add NaN to them, and are accumulated into in the order of deliveries.
+
+    Args:
+        limit_bytes: most memory that deliveries may keep; None: no limit.
+        stall, recorder: where waits are counted.
+    """
+
+    def __init__(self, limit_bytes: int | None, stall: Stall, recorder: Recorder) -> None:
+        self._limit_bytes = limit_bytes
+        self._stall = stall
+        self._recorder = recorder
+        self._deferred: deque[Delivery] = deque()
+        self._nbytes = 0
+        self._backward: int | None = None  # at its end they are delivered
+
+    def __len__(self) -> int:
+        return len(self._deferred)
+
+    @torch.no_grad()
+    def flush_owner(self, owner: object) -> None:
+        """Deliver everything up to the last gradients of ``owner``, and drop the rest of a backward that has failed.
+
+        Raises:
+            LaneError: a reduce-scatter has failed.
+        """
+        if self._backward != compat.current_backward() and not comm_compat.inside_another_backward():
+            self.drop()
+        while any(delivery.owner is owner for delivery in self._deferred):
+            self._deliver_oldest()
+
+    @torch.no_grad()
+    def make_room(self, nbytes: int) -> None:
+        """Deliver everything complete, then wait for the oldest until ``nbytes`` more fit the limit.
+
+        Raises:
+            LaneError: a reduce-scatter has failed.
+        """
+        while self._deferred and self._deferred[0].work.done:
+            self._deliver_oldest()
+        while self._limit_bytes is not None and self._deferred and self._nbytes + nbytes > self._limit_bytes:
+            self._deliver_oldest()
+
+    def defer(self, delivery: Delivery) -> None:
+        """Deliver at the end of the backward that runs. The delivery's output is NaN."""
+        backward = compat.current_backward()
+        if self._backward != backward:
+            self._backward = backward
+            comm_compat.queue_engine_callback(self.deliver_all)
+        self._deferred.append(delivery._replace(version=compat.version_of(delivery.output)))
+        self._nbytes += delivery.nbytes
+
+    def deliver_all(self) -> None:
+        """Wait for all deliveries.
+
+        Raises:
+            LaneError: a reduce-scatter has failed.
+        """
+        self._backward = None
+        while self._deferred:
+            self._deliver_oldest()
+
+    @torch.no_grad()
+    def drop(self) -> None:
+        """Finalize deliveries of a backward that has failed: reduced, as FSDP2 leaves them, if all ranks came so far.
+
+        A failed reduce-scatter has raised where it was waited for, or raises for whoever waits for the next one.
+        """
+        self._backward = None
+        while self._deferred:
+            delivery = self._deferred.popleft()
+            try:
+                delivery.wait()
+            except LaneError:
+                delivery.finalize(failed=True)
+            else:
+                delivery.finalize(failed=False)
+        self._nbytes = 0
+
+    @torch.no_grad()
+    def _deliver_oldest(self) -> None:
+        delivery = self._deferred.popleft()
+        self._nbytes -= delivery.nbytes
+        if not delivery.work.done:
+            try:
+                with self._stall.measure(self._recorder, delivery.work.label):
+                    delivery.work.wait()
+            except LaneError:
+                delivery.finalize(failed=True)
+                raise
+        if delivery.was_changed:
+            raise RuntimeError(
+                f"a gradient of {delivery.work.label} was changed inside of the backward, before it was ready: change "
+                f"it after the backward, in parameter.register_post_accumulate_grad_hook(...), or set "
+                f"ExtConfig(defer=False){see('gradients-are-guarded')}"
+            )
+        delivery.complete()
+
+
+def _local(gradient: Tensor) -> Tensor:
+    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+
+
+def _shares_memory(gradient: Tensor, output: Tensor) -> bool:
+    return _local(gradient).untyped_storage().data_ptr() == output.untyped_storage().data_ptr()
