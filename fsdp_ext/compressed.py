@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import Algorithm, Partition, pairwise_exchange, ring_all_gather
-from ddp_hooks.topk.ledger import Ledger
-from ddp_hooks.topk.scattered import Scattered
-from ddp_hooks.topk.selection import BlockSelector
-from ddp_hooks.topk.spardl import Plan, spar_reduce_scatter
-from ddp_hooks.topk.wire import Format, Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec, Format
+from ddp_hooks.topk.algorithms.common import Plan
+from ddp_hooks.topk.algorithms.error_feedback import ErrorFeedback
+from ddp_hooks.topk.algorithms.spardl import spar_reduce_scatter
+from ddp_hooks.topk.selection import BlockSelector, ChunkedGradient
 from fsdp_ext import compat
 from fsdp_ext.codecs import Codec, codec_of
 from fsdp_ext.config import ExtConfig
@@ -151,8 +151,8 @@ def sparse_reduce_scatter(
     """
     numel, world_size = residual.numel(), len(partition.ranges)
     plan = Plan(numel, max(world_size, round(density * numel)), world_size, 1, rank)
-    selector = BlockSelector(residual, plan.bounds, plan.counts, Scattered((partition.flat,)))
-    held = yield from spar_reduce_scatter(Ledger(residual), selector, plan, Wire(wire, residual.dtype))
+    selector = BlockSelector(residual, plan.bounds, plan.counts, ChunkedGradient((partition.flat,)))
+    held = yield from spar_reduce_scatter(ErrorFeedback(residual), selector, plan, EntryCodec(wire, residual.dtype))
     own = partition.ranges[rank]
     mean = held.values / divisor if divisor > 1 else held.values
     own.zero_().index_copy_(0, held.indices, mean.to(own.dtype))

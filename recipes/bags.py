@@ -15,11 +15,12 @@ from pathlib import Path
 import torch
 
 from ddp_hooks.comm import Algorithm, Send, num_rounds, run_on_fabric
-from ddp_hooks.comm.bags import reduce_scatter_steps
-from ddp_hooks.topk.ledger import Ledger
+from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.algorithms.common import Plan
+from ddp_hooks.topk.algorithms.error_feedback import ErrorFeedback
+from ddp_hooks.topk.algorithms.spardl import spardl
 from ddp_hooks.topk.selection import BlockSelector
-from ddp_hooks.topk.spardl import Plan, spardl
-from ddp_hooks.topk.wire import Wire
 
 _ENTRIES = 4  # per block
 
@@ -38,13 +39,13 @@ def moves_of(workers: int) -> list[list[Move]]:
     Raises:
         RuntimeError: the messages are other ones than the bags say.
     """
-    wire = Wire("exact", torch.float32)
+    wire = EntryCodec("exact", torch.float32)
     sent: list[list[tuple[int, int]]] = [[] for _ in range(workers)]  # (peer, bytes), per worker and round
 
     def watched(rank: int) -> Algorithm:
         plan = Plan(_ENTRIES * workers, _ENTRIES * workers, workers, 1, rank)
         work = torch.arange(plan.numel, dtype=torch.float32) + rank
-        exchange = spardl(Ledger(work), BlockSelector(work, plan.bounds, plan.counts), plan, wire)
+        exchange = spardl(ErrorFeedback(work), BlockSelector(work, plan.bounds, plan.counts), plan, wire)
         for exchanges in exchange:
             exchanges = list(exchanges)
             sent[rank] += [(each.peer, each.tensor.nbytes) for each in exchanges if isinstance(each, Send)]

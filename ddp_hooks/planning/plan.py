@@ -254,9 +254,9 @@ def plan_profiled(
 
 def _rehearsal(workers: int) -> Callable[[Tensor], float]:
     """Return a function that runs the computation of one of SparDL's workers, and returns its seconds."""
-    from ddp_hooks.topk.rehearsal import compute_s  # here, since hooks lie above planning
+    from ddp_hooks.topk.selection_cost import selection_cost  # here, since hooks lie above planning
 
-    return partial(compute_s, density=DENSITY, workers=min(workers, _MAX_REHEARSED))
+    return partial(selection_cost, density=DENSITY, workers=min(workers, _MAX_REHEARSED))
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

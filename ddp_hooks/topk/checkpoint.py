@@ -1,7 +1,6 @@
-"""What a worker keeps, as plain tensors and numbers, for as many workers as there were or for another number.
+"""Residuals and velocities as plain tensors, saved by parameter name, for the same or another number of ranks.
 
-Residuals and velocities belong to parameters, in their shapes. Everything else only matters for ending in the same
-bits: the order of the parameters in groups, what algorithms remember, and which of them were chosen.
+The other entries of a state (order of the groups, memory and choice of algorithms) only matter for the same bits.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import in_order_of, is_dense, shaped_like
-from ddp_hooks.topk.groups import GradientGroup, Kept
+from ddp_hooks.topk.reduction.groups import GradientGroup, Kept
 
 _KINDS: tuple[Kept, ...] = ("residual", "velocity")
 
@@ -21,7 +20,7 @@ _KINDS: tuple[Kept, ...] = ("residual", "velocity")
 def kept_by_name(
     groups: Sequence[GradientGroup], parameters: Sequence[Tensor], names: Sequence[str]
 ) -> dict[str, dict[str, Tensor]]:
-    """Copies of what is kept, by kind and name, in the shapes of the parameters."""
+    """Return copies of residuals and velocities, by kind and name, in the shapes of the parameters."""
     result: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
     for group in groups:
         for kind, kept in group.kept().items():
@@ -39,23 +38,17 @@ def restore(
     mine: Sequence[Mapping[str, Any]],
     everyones: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Let groups keep the sums of what some workers have saved; nothing is left of what they kept before.
+    """Replace residuals and velocities by the sums of the states ``mine``.
 
-    Args:
-        groups, parameters, names: of this worker.
-        mine: the states that it takes over.
-        everyones: all states: a group that has a residual on one worker has one on all of them.
+    A group that has a residual on one rank has one on all ranks, so ``everyones`` says which groups have one.
     """
-    group_of = {index: group for group in groups for index in (*group.offsets, *group.dense_offsets)}
+    group_of = {index: group for group in groups for index in group.members.all}
     for group in groups:
-        group.residual = None
-        for vector in (group.velocity, group.dense_velocity):
-            if vector is not None:
-                vector.zero_()
+        group.clear()
     for index, (name, like) in enumerate(zip(names, parameters, strict=True)):
         group = group_of[index]
         if any(name in state["residual"] for state in everyones):
-            group.opened()
+            group.ensure_residual()
         for kind in _KINDS:
             found = [state[kind][name] for state in mine if name in state[kind]]
             if found:
@@ -65,6 +58,12 @@ def restore(
                 group.keep(kind, index, in_order_of(total, like) if is_dense(like) else total.contiguous().view(-1))
 
 
+def fingerprint(saved: Mapping[str, Any], own: bool) -> dict[str, Any]:
+    """Return the entries that are the same in the states of all ranks, by name."""
+    entries = {key: saved.get(key) for key in ("step", "order", "chosen", "group_mb", "lanes", "tuned")}
+    return entries | {"what is loaded": "this rank's own state" if own else "a list of states"}
+
+
 def find_problem(
     saved: Sequence[Mapping[str, Any]],
     own_rank: int | None,
@@ -72,32 +71,20 @@ def find_problem(
     shapes: Mapping[str, torch.Size],
     dense: Collection[str],
 ) -> str | None:
-    """Why these states cannot be loaded, with a remedy; None if they can.
+    """Return the reason why states cannot be loaded, with a remedy; None if they can.
 
     Args:
-        saved: what is to be loaded.
-        own_rank: if it is this rank's own state; None: if it is those of all ranks.
-        world_size: the number of ranks now.
+        saved: the states to load.
+        own_rank: the rank, if it loads its own state; None: the states are those of all ranks.
+        world_size: present number of ranks.
         shapes: of the parameters, by name.
-        dense: names of those that are summed in full now.
+        dense: names of parameters that are summed in full now.
     """
     if not saved:
         return "there is no state to load"
-    for state in saved:
-        missing = {"rank", "world_size", "step", "num_skipped", "order", "chosen", "memories", *_KINDS} - set(state)
-        if missing:
-            return f"this is no state of TopKState: it lacks {sorted(missing)}"
-        if state["order"] is not None and set(state["order"]) != set(shapes):
-            differing = sorted(set(state["order"]) ^ set(shapes))
-            return f"the state is of other parameters: {differing[0]} is trained only before or only now"
-        for kind in _KINDS:
-            for name, values in state[kind].items():
-                if name not in shapes:
-                    return f"the state has a {kind} of {name}, which the model has not"
-                if values.shape != shapes[name]:
-                    return f"the {kind} of {name} has shape {tuple(values.shape)}, the parameter {tuple(shapes[name])}"
-                if kind == "residual" and name in dense:
-                    return f"{name} is summed in full now, and its residual would be lost: keep dense_below_numel"
+    problem = next((found for state in saved if (found := _problem_of_content(state, shapes, dense))), None)
+    if problem is not None:
+        return problem
     before, ranks = saved[0]["world_size"], [state["rank"] for state in saved]
     if own_rank is not None:
         if before != world_size:
@@ -110,4 +97,24 @@ def find_problem(
         return f"the states of all {before} ranks are needed, each once, got those of {sorted(ranks)}"
     if len({state["step"] for state in saved}) > 1:
         return f"the states are of different steps, {sorted({state['step'] for state in saved})}"
+    return None
+
+
+def _problem_of_content(
+    state: Mapping[str, Any], shapes: Mapping[str, torch.Size], dense: Collection[str]
+) -> str | None:
+    missing = {"rank", "world_size", "step", "num_skipped", "order", "chosen", "memories", *_KINDS} - set(state)
+    if missing:
+        return f"this is no state of TopKState: it lacks {sorted(missing)}"
+    if state["order"] is not None and set(state["order"]) != set(shapes):
+        differing = sorted(set(state["order"]) ^ set(shapes))
+        return f"the state is of other parameters: {differing[0]} is trained only before or only now"
+    for kind in _KINDS:
+        for name, values in state[kind].items():
+            if name not in shapes:
+                return f"the state has a {kind} of {name}, which the model has not"
+            if values.shape != shapes[name]:
+                return f"the {kind} of {name} has shape {tuple(values.shape)}, the parameter {tuple(shapes[name])}"
+            if kind == "residual" and name in dense:
+                return f"{name} is summed in full now, and its residual would be lost: keep dense_below_numel"
     return None

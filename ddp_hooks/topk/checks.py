@@ -1,84 +1,54 @@
-"""What cannot be right is refused before anything is changed, with what to do instead."""
+"""Checks of the set-up: everything that cannot work is refused before anything is changed, with a remedy."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import agree, see, torch_compat
 from ddp_hooks.intercept import PARAMETERWISE
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
+from ddp_hooks.topk.choosing import candidates
 from ddp_hooks.topk.config import TopKConfig
-from ddp_hooks.topk.variants import candidates
 
 
-def find_problem(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
-    """The first reason why sparse all-reduce cannot be right here, with a remedy; None if there is none."""
-    if not isinstance(ddp, DistributedDataParallel):
-        return f"TopKState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
-    if not isinstance(config, TopKConfig):
-        return f"TopKState takes its settings as TopKConfig(...), got {type(config).__name__}"
-    return (
-        _problem_of_ddp(ddp)
-        or _problem_of_parameters(ddp)
-        or _problem_of_teams(config, world_size)
-        or _problem_of_trials(ddp, config, world_size)
-    )
-
-
-def find_problem_of_pipeline(
+def agree_on_setup(
     ddp: DistributedDataParallel,
     config: TopKConfig,
     scaler: torch.amp.GradScaler | None,
     optimizer: torch.optim.Optimizer | None,
-) -> str | None:
-    """Return the first reason why the optimizer is wrong here, or gradients cannot arrive in the next forward."""
-    if optimizer is not None:
-        problem = _problem_of_optimizer(optimizer, config)
-        if problem is not None:
-            return problem
-    if config.pipeline == "backward":
-        return None
-    if scaler is not None:
-        return (
-            'a gradient scaler reads gradients before the step, when pipeline="forward" has none yet: use '
-            'pipeline="backward", or bfloat16 autocast, which needs no scaler'
-        )
-    if optimizer is None:
-        return (
-            'pipeline="forward" runs the updates in forwards, so it needs the optimizer: '
-            "TopKState(ddp, config, optimizer=optimizer)"
-        )
-    problem = find_problem_of_hooks(optimizer)
-    if problem is not None:
-        return problem
-    if not ddp.gradient_as_bucket_view:
-        return 'pipeline="forward" needs DistributedDataParallel(..., gradient_as_bucket_view=True)'
-    addresses = [p.data_ptr() for p in torch_compat.managed_parameters(ddp).values() if p.numel()]
-    if len(set(addresses)) < len(addresses):
-        return (
-            'with pipeline="forward" every module waits for its own parameters, and some of these share their memory '
-            "without being the same: tie weights by assigning the parameter itself"
-        )
-    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    missing = [name for name, parameter in torch_compat.managed_parameters(ddp).items() if id(parameter) not in held]
-    if missing:
-        return (
-            f'pipeline="forward" needs one optimizer of all parameters, and this one does not have '
-            f"{', '.join(missing[:5])}: give it all, or use pipeline=\"backward\""
-        )
-    return None
+) -> dist.ProcessGroup:
+    """Return the model's group if all ranks have the same set-up, and it can work; collective.
+
+    Raises:
+        ValueError: on every rank, with the first problem and a remedy.
+        LaneError, LaneTimeout: a rank failed, or does not answer.
+    """
+    group = getattr(ddp, "process_group", None) or dist.group.WORLD
+    assert group is not None, "torch.distributed is not initialised"
+    problem = (
+        _problem_of_types(ddp, config)
+        or _problem_of_ddp(ddp)
+        or _problem_of_parameters(ddp)
+        or _problem_of_algorithm(ddp, config, dist.get_world_size(group))
+        or (_problem_of_optimizer(optimizer, config) if optimizer is not None else None)
+        or (_problem_of_pipeline(ddp, scaler, optimizer) if config.pipeline == "forward" else None)
+    )
+    entries = _fingerprint(ddp, config, scaler is not None) if problem is None else {}
+    agree(entries, problem, group, "the set-up of TopKState", config)
+    return group
 
 
 def updates_parameters(optimizer: torch.optim.Optimizer, config: TopKConfig) -> bool:
-    """Whether the optimizer updates every parameter by itself, as far as is known or vouched for."""
+    """True if the optimizer updates every parameter by itself, as far as is known or vouched for."""
     return type(optimizer) in PARAMETERWISE or config.assume_parameterwise
 
 
 def refuse_join(*_: Any, **__: Any) -> Any:
-    """Stands for ``join`` and ``join_hook`` of a DDP module; raises."""
+    """Raise a RuntimeError in place of ``join`` and ``join_hook`` of a DDP module."""
     raise RuntimeError(
         "join() cannot work with TopKState: a rank that has run out of data selects nothing. Give every rank the same "
         "number of batches: DistributedSampler(drop_last=True), or stop with the rank that has the fewest"
@@ -86,8 +56,8 @@ def refuse_join(*_: Any, **__: Any) -> Any:
     )
 
 
-def fingerprint(ddp: DistributedDataParallel, config: TopKConfig, scales: bool) -> dict[str, object]:
-    """Everything that must be equal on all ranks, by name."""
+def _fingerprint(ddp: DistributedDataParallel, config: TopKConfig, scales: bool) -> dict[str, object]:
+    """Return everything that must be equal on all ranks, by name."""
     from ddp_hooks import __version__
 
     entries: dict[str, object] = {
@@ -101,6 +71,14 @@ def fingerprint(ddp: DistributedDataParallel, config: TopKConfig, scales: bool) 
     for name, p in torch_compat.managed_parameters(ddp).items():
         entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
     return entries
+
+
+def _problem_of_types(ddp: DistributedDataParallel, config: TopKConfig) -> str | None:
+    if not isinstance(ddp, DistributedDataParallel):
+        return f"TopKState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
+    if not isinstance(config, TopKConfig):
+        return f"TopKState takes its settings as TopKConfig(...), got {type(config).__name__}"
+    return None
 
 
 def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
@@ -118,8 +96,8 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
     sparse = torch_compat.first_managed_sparse_parameter(ddp)
     if sparse is not None:
         return (
-            f"{sparse} has sparse gradients, of which only the rows that are used exist: construct it with "
-            f"sparse=False, split it with shard_embeddings(), or create an EmbeddingState before, which reduces it"
+            f"{sparse} has sparse gradients, with only the rows that are used: construct it with sparse=False, split "
+            f"it with shard_embeddings(), or create an EmbeddingState before, which reduces it"
         )
     return None
 
@@ -134,8 +112,8 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
     for name, parameter in parameters.items():
         if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
             return (
-                f"{name} is {parameter.dtype}, of which there is no order by magnitude that we support: use float32, "
-                f"float64, bfloat16 or float16, or keep it out of DDP with requires_grad_(False)"
+                f"{name} is {parameter.dtype}, which is not supported: use float32, float64, bfloat16 or float16, or "
+                f"keep it out of DDP with requires_grad_(False)"
             )
     devices = {parameter.device for parameter in parameters.values()}
     if len(devices) > 1:
@@ -147,6 +125,22 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
+def _problem_of_algorithm(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
+    teams = config.teams
+    if config.algorithm in ("spardl", "auto") and isinstance(teams, int):
+        if world_size % teams:
+            possible = [number for number in range(1, world_size + 1) if world_size % number == 0]
+            return f"teams must divide the number of ranks, {world_size}: got {teams}, possible are {possible}"
+        if config.sag == "r" and teams & (teams - 1):
+            return f'sag="r" needs a power of two of teams, got {teams}: use sag="b" or "auto"'
+    device = next(iter(torch_compat.managed_parameters(ddp).values())).device
+    possible_variants = candidates(config, world_size)
+    if device.type != "cpu" and len(possible_variants) > 1:
+        names = ", ".join(variant.name for variant in possible_variants)
+        return f"on {device.type} there is no choosing by trial yet: name algorithm, teams and sag, of {names}"
+    return None
+
+
 def _problem_of_optimizer(optimizer: torch.optim.Optimizer, config: TopKConfig) -> str | None:
     if not isinstance(optimizer, torch.optim.Optimizer):
         return (
@@ -155,28 +149,43 @@ def _problem_of_optimizer(optimizer: torch.optim.Optimizer, config: TopKConfig) 
         )
     if config.momentum and any(group.get("momentum") for group in optimizer.param_groups):
         return (
-            f"momentum={config.momentum!r} sums up what is selected, and {type(optimizer).__name__} has momentum, too: "
-            f"give it to one of the two"
+            f"momentum={config.momentum!r} adds momentum before the selection, and {type(optimizer).__name__} has "
+            f"momentum, too: give it to one of the two"
         )
     return None
 
 
-def _problem_of_teams(config: TopKConfig, world_size: int) -> str | None:
-    if config.algorithm not in ("spardl", "auto") or config.teams == "auto":
-        return None
-    assert isinstance(config.teams, int)
-    if world_size % config.teams:
-        possible = [teams for teams in range(1, world_size + 1) if world_size % teams == 0]
-        return f"teams must divide the number of ranks, {world_size}: got {config.teams}, possible are {possible}"
-    if config.sag == "r" and config.teams & (config.teams - 1):
-        return f'sag="r" needs a power of two of teams, got {config.teams}: use sag="b" or "auto"'
+def _problem_of_pipeline(
+    ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None
+) -> str | None:
+    """Return the first reason why gradients cannot arrive in the next forward."""
+    if scaler is not None:
+        return (
+            'a gradient scaler reads gradients before the step, when pipeline="forward" has none yet: use '
+            'pipeline="backward", or bfloat16 autocast, which needs no scaler'
+        )
+    if optimizer is None:
+        return (
+            'pipeline="forward" runs the updates in forwards, so it needs the optimizer: '
+            "TopKState(ddp, config, optimizer=optimizer)"
+        )
+    problem = find_problem_of_hooks(optimizer)
+    if problem is not None:
+        return problem
+    if not ddp.gradient_as_bucket_view:
+        return 'pipeline="forward" needs DistributedDataParallel(..., gradient_as_bucket_view=True)'
+    parameters = torch_compat.managed_parameters(ddp)
+    addresses = [p.data_ptr() for p in parameters.values() if p.numel()]
+    if len(set(addresses)) < len(addresses):
+        return (
+            'with pipeline="forward" every module waits for its own parameters, and some of these share their memory '
+            "without being the same: tie weights by assigning the parameter itself"
+        )
+    held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    missing = [name for name, parameter in parameters.items() if id(parameter) not in held]
+    if missing:
+        return (
+            f'pipeline="forward" needs one optimizer of all parameters, and this one does not have '
+            f"{', '.join(missing[:5])}: give it all, or use pipeline=\"backward\""
+        )
     return None
-
-
-def _problem_of_trials(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
-    device = next(iter(torch_compat.managed_parameters(ddp).values())).device
-    possible = candidates(config, world_size)
-    if device.type == "cpu" or len(possible) == 1:
-        return None
-    names = ", ".join(variant.name for variant in possible)
-    return f"on {device.type} there is no choosing by trial yet: name algorithm, teams and sag, of {names}"

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from ddp_hooks.comm import above, at_least, check_booleans, check_waits, check_whole, positive, refuse_unused, whole
-from ddp_hooks.topk.ledger import Collection
-from ddp_hooks.topk.spardl import Split
-from ddp_hooks.topk.wire import Format
+from ddp_hooks.topk.algorithms.codec import Format
+from ddp_hooks.topk.algorithms.error_feedback import Collection
+from ddp_hooks.topk.algorithms.spardl import Split
 from ddp_hooks.tuning import BucketTuner
 
 AlgorithmName: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk", "dense"]
@@ -23,45 +23,45 @@ _ALGORITHMS = (*get_args(AlgorithmName), "auto")
 
 @dataclass(frozen=True)
 class TopKConfig:
-    """What is kept of a gradient, and how it travels; what is left out is added to the next gradient.
+    """Settings of sparse all-reduce: which part of a gradient travels, and how. The rest is added to the next gradient.
 
     A setting that has no effect beside the others raises a ValueError.
 
     Args:
-        density: part of the elements that is kept, in (0, 1]. 1: everything, as plain DDP. None: 0.01, and with
-            ``"dense"`` 1.
+        density: part of the elements to keep, in (0, 1]. 1: everything, as plain DDP. None: 0.01, with ``"dense"`` 1.
         algorithm: ``"spardl"``, one of its baselines ``"topka"``, ``"topkdsa"``, ``"gtopk"``, ``"oktopk"``, or
             ``"dense"``. ``"auto"``: per group SparDL or dense, whichever a few steps show to be faster.
-        teams: of SparDL; a divisor of the number of ranks. ``"auto"``: the fastest, found in the same way. As many
-            teams as ranks leave out more than fewer do, so that is only done when asked for.
+        teams: of SparDL; a divisor of the number of ranks. ``"auto"``: the fastest, found in the same way, but never as
+            many teams as ranks, which leave out more.
         sag: Spar-All-Gather between teams: ``"r"``, recursive, for a power of two of teams; ``"b"``, Bruck's;
-            ``"auto"``: the faster one of those that are possible.
-        collection: what becomes of what is left out: ``"global"`` keeps everything (zhao2024spardl, section III-C);
-            ``"partial"`` and ``"local"``, for comparison, lose some.
-        split: who keeps what several workers leave out: ``"whole"``, one of them, or ``"paper"``, parts.
-        wire: ``"compact"``, four bytes per entry, values in bfloat16 (what rounding takes is kept, too); ``"exact"``,
+            ``"auto"``: the faster of the possible ones.
+        collection: of residuals. ``"global"`` keeps everything (zhao2024spardl, section III-C); ``"partial"`` and
+            ``"local"``, for comparison, lose some.
+        split: who keeps entries that several workers leave out: ``"whole"``, one of them, or ``"paper"``, a part each.
+        wire: ``"compact"``, four bytes per entry, values in bfloat16 (rounding errors are kept, too); ``"exact"``,
             eight.
         group_mb: gradients that are selected from and travel together, in MiB.
         tuner: finds ``group_mb`` while training runs, and before ``"auto"`` chooses anything; see
-            :class:`~ddp_hooks.BucketTuner`. Groups decide what is selected, so which gradients arrive when then depends
-            on what was measured. None: it stays as it is.
+            :class:`~ddp_hooks.BucketTuner`. Groups decide which elements are selected, so the step in which a gradient
+            arrives then depends on measurements. None: ``group_mb`` stays.
         dense_below_numel: parameters with fewer elements are summed in full, such as biases.
-        momentum: momentum correction (deep gradient compression): it is summed up here, before the selection, so the
-            optimizer must have none. None: none. Costs another copy of the gradients.
-        warmup_steps: steps in which the density falls from ``warmup_density`` to ``density``, by the same factor each.
-        warmup_density: density of the first step, if there are any of those. None: 0.25.
-        on_nonfinite: if a gradient is infinite or not a number on any rank: ``"skip"`` the update on all of them (with
-            a gradient scaler it does that), or ``"raise"`` on all of them. What is not finite enters no residual; what
-            is finite in that step is kept for the next one where gradients are sparse, and dropped where not.
-        pipeline: when gradients arrive. ``"backward"``: before it ends. ``"forward"``: in the next forward, where each
-            parameter is updated just before it is read, to the same bits; needs the optimizer, and DDP's
+        momentum: momentum correction (deep gradient compression): momentum is added here, before the selection, so the
+            optimizer must have none. Costs another copy of the gradients. None: no momentum here.
+        warmup_steps: steps in which the density falls, by the same factor each:
+            ``warmup_density * (density / warmup_density) ** (step / warmup_steps)``.
+        warmup_density: density of the first of these steps. None: 0.25.
+        on_nonfinite: if a gradient is infinite or NaN on any rank: ``"skip"`` the update on all ranks (with a gradient
+            scaler it does that), or ``"raise"`` on all ranks. Such values enter no residual. Finite gradients of that
+            step are kept for the next one where gradients are sparse, and dropped where they are dense.
+        pipeline: ``"backward"``: gradients arrive before the backward ends. ``"forward"``: in the next forward, where
+            each parameter is updated just before it is read, to the same bits; needs the optimizer, and DDP's
             ``gradient_as_bucket_view=True``. Until then gradients may not be read.
         assume_parameterwise: with ``pipeline="forward"``, vouch for an optimizer that is not from ``torch.optim``: the
-            update of each parameter depends on that parameter, its gradient and its state alone. Others wait for all
-            gradients inside of ``step()``.
+            update of each parameter depends on that parameter, its gradient and its state alone. Other optimizers wait
+            for all gradients inside of ``step()``.
         lanes: streams of communication side by side, and so selections.
         timeout_s: a wait that takes longer fails.
-        stall_warning_s: a wait that takes longer is logged, with what it waits for.
+        stall_warning_s: a wait that takes longer is logged, with its reason.
     """
 
     density: float | None = None
@@ -117,9 +117,8 @@ class TopKConfig:
     def _refuse_unused(self) -> None:
         """Raise a ValueError if a setting has no effect beside the others."""
         if self.algorithm == "dense":
-            if self.density != 1:
-                refuse_unused(self, ("density",), 'with algorithm="dense", which sends everything')
-            refuse_unused(self, ("collection", "warmup_steps"), 'with algorithm="dense", which sends everything')
+            names = ("collection", "warmup_steps") + (("density",) if self.density != 1 else ())
+            refuse_unused(self, names, 'with algorithm="dense", which sends everything')
         if self.algorithm not in ("spardl", "auto"):
             refuse_unused(self, ("teams", "sag", "split"), f'with algorithm="{self.algorithm}", but with "spardl"')
         if self.teams == 1:
@@ -130,7 +129,7 @@ class TopKConfig:
             refuse_unused(self, ("assume_parameterwise",), 'with pipeline="backward", but with "forward"')
 
     def density_at(self, step: int) -> float:
-        """The density of a step, counted from 0."""
+        """Return the density of a step, counted from 0."""
         density, first = self.density, self.warmup_density
         if density is None:
             density = 1.0 if self.algorithm == "dense" else _DENSITY

@@ -8,11 +8,14 @@ from ddp_hooks.topk.state import TopKState
 
 
 def topk_hook(state: TopKState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """Start the sparse all-reduce of what is complete with ``bucket``; backward goes on meanwhile.
+    """Start the sparse all-reduce of the groups that are ready with ``bucket``; backward goes on meanwhile.
 
-    ``bucket.buffer()`` is changed in place: it becomes the mean over ranks of what they have kept of their gradients.
+    ``bucket.buffer()`` is changed in place: it becomes the mean over ranks of the kept gradients.
 
     Usage: ``ddp.register_comm_hook(TopKState(ddp, TopKConfig(density=0.01)), topk_hook)``.
+
+    Raises:
+        TypeError: if ``state`` is no TopKState; otherwise the errors of :meth:`TopKState.reduce_bucket`.
     """
     if not isinstance(state, TopKState):
         raise wrong_state("topk_hook", "TopKState(ddp, TopKConfig(density=0.01))", state)

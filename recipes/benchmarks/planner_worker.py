@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.planning import StepProfile, measure, profile_step, slowest_of
-from ddp_hooks.topk.rehearsal import compute_s
+from ddp_hooks.topk.selection_cost import selection_cost
 from recipes.benchmarks.planner_job import DENSITY, PlannerJob
 from recipes.benchmarks.variants import OptimizerFactory, build, parse_variant
 from recipes.benchmarks.worker import StepTimes, cpu_seconds, over_ranks, report, run, timed_window, train_step
@@ -32,7 +32,7 @@ def measure_and_compare(job: PlannerJob) -> dict[str, Any]:
     windows: dict[str, list[dict[str, float]]] = {name: [] for name in job.variants}
     measured = []
     for number in range(job.rounds):
-        select_s = partial(compute_s, density=DENSITY, workers=dist.get_world_size())
+        select_s = partial(selection_cost, density=DENSITY, workers=dist.get_world_size())
         found = measure(group, torch.device("cpu"), select_s)
         profile = _profile(job, factory)
         measured.append(asdict(found) | {"profile": profile.to_json()})

@@ -21,8 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.scattered import Scattered
-from ddp_hooks.topk.selection import BlockSelector
+from ddp_hooks.topk.selection import BlockSelector, ChunkedGradient
 from recipes.benchmarks.alternating import Table, show, time_in_turns, write_page
 from recipes.benchmarks.dear_table2 import command
 
@@ -71,7 +70,7 @@ def measure(numel: int, density: float, rounds: int, device: torch.device) -> di
     residual, magnitudes, k = torch.zeros_like(gradient), gradient.abs(), max(1, round(density * numel))
 
     def ours() -> None:
-        chosen = BlockSelector(residual, (0, numel), (k,), Scattered((gradient,))).select(0)
+        chosen = BlockSelector(residual, (0, numel), (k,), ChunkedGradient((gradient,))).select(0)
         assert len(chosen) == k
 
     ways: dict[str, Callable[[], object]] = {
@@ -91,7 +90,7 @@ def measure_ties(numel: int, density: float, rounds: int, device: torch.device) 
     residual = torch.zeros(numel, device=device)
 
     def select(vector: Tensor) -> None:
-        assert len(BlockSelector(residual, (0, numel), (k,), Scattered((vector,))).select(0)) == k
+        assert len(BlockSelector(residual, (0, numel), (k,), ChunkedGradient((vector,))).select(0)) == k
 
     ways = {name: partial(select, vector.to(device)) for name, vector in with_ties(numel, k).items()}
     return time_in_turns(ways, rounds, device, residual.zero_)

@@ -19,12 +19,12 @@ from rich.table import Table
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, num_rounds, run_on_fabric
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
 
 WORLD_SIZES = (2, 4, 8, 14, 16, 32, 64)
 ENTRIES_PER_WORKER = 16
 DENSITY = 0.1
-_WIRE = Wire("exact", torch.float32)
+_WIRE = EntryCodec("exact", torch.float32)
 
 
 @dataclass(frozen=True)

@@ -18,8 +18,8 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, Recv, Round, Send, aligned_bounds
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.oktopk import OkTopkEstimates
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.algorithms.oktopk import OkTopkEstimates
 from recipes.benchmarks.sparse_job import SparseJob, is_sparse, settings_of
 from recipes.benchmarks.worker import over_ranks, report, run
 
@@ -168,7 +168,7 @@ class Bench:
         """A function that runs it once."""
         if is_sparse(name):
             k = max(1, round(density * self._gradient.numel()))
-            sparsity = Sparsity(k=k, wire=Wire(wire, torch.float32), **settings_of(name))  # type: ignore[arg-type]
+            sparsity = Sparsity(k=k, codec=EntryCodec(wire, torch.float32), **settings_of(name))  # type: ignore[arg-type]
             rank = dist.get_rank()
             summation = SparseSum(sparsity, self._gradient.numel(), rank, self._world_size)
             if isinstance(summation.memory, OkTopkEstimates):

@@ -22,16 +22,16 @@ from torchvision.models.vgg import cfgs, make_layers
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, Round, run_on_fabric
 from ddp_hooks.topk.algorithms import Name, SparseSum, Sparsity
-from ddp_hooks.topk.controller import TopHController
-from ddp_hooks.topk.exchange import Exchange
-from ddp_hooks.topk.ledger import Collection
-from ddp_hooks.topk.spardl import SpAllGather
-from ddp_hooks.topk.sparse import SparseVector
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.algorithms.common import Exchange
+from ddp_hooks.topk.algorithms.controller import TopHController
+from ddp_hooks.topk.algorithms.error_feedback import Collection
+from ddp_hooks.topk.algorithms.spardl import SpAllGather
+from ddp_hooks.topk.selection import SparseVector
 from recipes.images import load_images
 from recipes.texts import python_documentation
 
-WIRE = Wire("exact", torch.float32)  # four bytes of index and four of value: the paper's two words per entry
+WIRE = EntryCodec("exact", torch.float32)  # four bytes of index and four of value: the paper's two words per entry
 VOCABULARY, SENTENCE = 1000, 20  # words
 VGG_LAYERS = {11: "A", 16: "D", 19: "E"}  # torchvision's names
 

@@ -20,7 +20,7 @@ from ddp_hooks.planning import Network, StepProfile, fit_link, measure, profile_
 from ddp_hooks.planning.events import Link
 from ddp_hooks.planning.measurement.processor import HostTime, RankTime, total_seconds
 from ddp_hooks.planning.measurement.profiling import StepWatch
-from ddp_hooks.topk.rehearsal import compute_s
+from ddp_hooks.topk.selection_cost import selection_cost
 from tests.support.workers import WorkerPools
 
 # -- fits --------------------------------------------------------------------------------------------------------------
@@ -226,7 +226,7 @@ def measure_all(rank: int, world_size: int) -> tuple[Any, StepProfile, bool]:
 
     group = dist.group.WORLD
     assert group is not None
-    found = measure(group, torch.device("cpu"), partial(compute_s, density=0.01, workers=world_size), progress)
+    found = measure(group, torch.device("cpu"), partial(selection_cost, density=0.01, workers=world_size), progress)
     ddp = DistributedDataParallel(Two())
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
     torch.manual_seed(rank)

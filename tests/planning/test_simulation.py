@@ -37,7 +37,7 @@ from ddp_hooks.planning import (
 from ddp_hooks.planning.events import Link, Processor, Slice, clock_of
 from ddp_hooks.planning.rounds import all_reduce, all_to_all, halving, ring, sent_bytes
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
 
 COST = AlphaBeta(0.5, 0.01)
 DENSE: tuple[Strategy, ...] = (
@@ -108,8 +108,8 @@ def test_as_many_workers_as_a_paper_has() -> None:
 def test_spardl_sends_what_is_predicted(world_size: int) -> None:
     numel, density = 60_000, 0.05
     generator = torch.Generator().manual_seed(0)
-    sums = [SparseSum(Sparsity("spardl", round(density * numel), Wire("exact", torch.float32)), numel, r, world_size)
-            for r in range(world_size)]
+    sparsity = Sparsity("spardl", round(density * numel), EntryCodec("exact", torch.float32))
+    sums = [SparseSum(sparsity, numel, r, world_size) for r in range(world_size)]
     vectors = [torch.randn(numel, generator=generator) for _ in sums]
     traffic = run_on_fabric([_only(each.run(vector, None)) for each, vector in zip(sums, vectors, strict=True)])
     pattern = SparDL(density, entry_bytes=8).rounds(world_size, numel)

@@ -6,6 +6,7 @@ threshold has discarded on the way.
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -16,16 +17,16 @@ from torch import Tensor
 
 from ddp_hooks.comm import run_on_fabric
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.oktopk import OkTopkEstimates
-from ddp_hooks.topk.sparse import SparseVector
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.algorithms.oktopk import OkTopkEstimates
+from ddp_hooks.topk.selection import SparseVector
 from tests.support.topk.algorithms import returning
 from tests.support.topk.twins import top
 
 NAMES = ["topka", "topkdsa", "gtopk", "oktopk"]
 
 
-def sums_of(name: Any, k: int, wire: Wire, world_size: int, numel: int) -> list[SparseSum]:
+def sums_of(name: Any, k: int, wire: EntryCodec, world_size: int, numel: int) -> list[SparseSum]:
     """One per rank."""
     return [SparseSum(Sparsity(name, k, wire), numel, rank, world_size) for rank in range(world_size)]
 
@@ -62,7 +63,7 @@ def inputs(draw: Any) -> tuple[list[Tensor], int]:
 def test_nothing_is_lost(name: str, format: Any, given_inputs: Any) -> None:
     work, k = given_inputs
     before = torch.stack(work).sum(0)
-    results = run_baseline(sums_of(name, k, Wire(format, torch.float64), len(work), before.numel()), work)
+    results = run_baseline(sums_of(name, k, EntryCodec(format, torch.float64), len(work), before.numel()), work)
     assert all(torch.equal(r.indices, results[0].indices) for r in results), "replicas differ"
     assert all(torch.equal(r.values, results[0].values) for r in results), "replicas differ"
     assert torch.equal(dense_of(results[0], before.numel()) + sum(work), before)
@@ -76,7 +77,7 @@ def test_replicas_are_the_same_with_real_numbers(name: str, format: Any) -> None
         generator = torch.Generator().manual_seed(world_size)
         shared = torch.randn(5_000, generator=generator) ** 3  # so that entries meet
         work = [torch.randn(5_000, generator=generator) + shared for _ in range(world_size)]
-        results = run_baseline(sums_of(name, 200, Wire(format, torch.float32), world_size, 5_000), work)
+        results = run_baseline(sums_of(name, 200, EntryCodec(format, torch.float32), world_size, 5_000), work)
         assert all(torch.equal(r.indices, results[0].indices) for r in results)
         assert all(torch.equal(r.values, results[0].values) for r in results)
 
@@ -88,7 +89,7 @@ def test_sums_that_are_not_finite(name: str) -> None:
         values[7::50] = -3e38 if rank == 2 else 3e38
     before = [values.clone() for values in work]
     with pytest.raises(RuntimeError, match="their sum over the ranks is not"):
-        run_baseline(sums_of(name, 40, Wire("compact", torch.float32), 3, 1000), work)
+        run_baseline(sums_of(name, 40, EntryCodec("compact", torch.float32), 3, 1000), work)
     assert all(torch.equal(values, old) for values, old in zip(work, before, strict=True))
 
 
@@ -100,7 +101,7 @@ def test_all_selected_entries_arrive(name: str, given_inputs: Any) -> None:
     masks = [top(values, k) for values in work]
     expected = torch.stack([torch.where(mask, v, 0.0) for mask, v in zip(masks, work, strict=True)]).sum(0)
     rest = [torch.where(mask, 0.0, values) for mask, values in zip(masks, work, strict=True)]
-    results = run_baseline(sums_of(name, k, Wire("exact", torch.float64), len(work), work[0].numel()), work)
+    results = run_baseline(sums_of(name, k, EntryCodec("exact", torch.float64), len(work), work[0].numel()), work)
     assert torch.equal(dense_of(results[0], work[0].numel()), expected)
     for mine, right, mask in zip(work, rest, masks, strict=True):
         # Entries that cancel are no part of a dense message, so those who made them keep them.
@@ -122,7 +123,7 @@ def test_the_tree(given_inputs: Any) -> None:
             kept[where[top(values[where], k)]] = True
             held[rank] = torch.where(kept, values, 0.0), kept
         distance *= 2
-    results = run_baseline(sums_of("gtopk", k, Wire("exact", torch.float64), len(work), work[0].numel()), work)
+    results = run_baseline(sums_of("gtopk", k, EntryCodec("exact", torch.float64), len(work), work[0].numel()), work)
     assert torch.equal(dense_of(results[0], work[0].numel()), held[0][0])
     assert torch.equal(results[0].indices, torch.nonzero(held[0][1]).squeeze(1))
 
@@ -132,7 +133,7 @@ def test_estimates_are_used_for_several_steps() -> None:
     torch.manual_seed(0)
     world_size, numel, k = 5, 4000, 100
     estimates = [OkTopkEstimates(threshold_interval=4, region_interval=8) for _ in range(world_size)]
-    sums = sums_of("oktopk", k, Wire("exact", torch.float64), world_size, numel)
+    sums = sums_of("oktopk", k, EntryCodec("exact", torch.float64), world_size, numel)
     for each, its in zip(sums, estimates, strict=True):
         each.memory = its
     work = [torch.zeros(numel, dtype=torch.float64) for _ in range(world_size)]
@@ -150,5 +151,5 @@ def test_estimates_are_used_for_several_steps() -> None:
         assert len({tuple(e.bounds) for e in estimates}) == 1 and len({e.global_threshold for e in estimates}) == 1
     assert thresholds[0] == thresholds[3] != thresholds[4], "not re-estimated when it was due, or too often"
     assert counts[0] >= k and estimates[0].bounds[1] < numel // world_size
-    again = OkTopkEstimates.from_state(estimates[0].state_dict())
+    again = OkTopkEstimates(**asdict(estimates[0]))
     assert again == estimates[0]

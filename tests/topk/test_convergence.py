@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
-from ddp_hooks.topk.ledger import Collection
+from ddp_hooks.topk.algorithms.error_feedback import Collection
 from recipes.images import load_images
 from recipes.texts import python_documentation
 from recipes.vgg_spardl import make_vgg
@@ -130,7 +130,7 @@ TASKS = {
 
 
 def final_losses(rank: int, world_size: int, name: str, seed: int) -> dict[str, float]:
-    """Of plain DDP and of every residual variant, on the same batches from the same weights."""
+    """Return the losses of plain DDP and of every residual rule, on the same batches from the same weights."""
     variants: dict[str, Collection | None] = {"dense": None, **{collection: collection for collection in RESIDUALS}}
     return {key: train(TASKS[name], rank, world_size, collection, seed) for key, collection in variants.items()}
 

@@ -10,7 +10,7 @@ import torch
 
 from ddp_hooks.comm import AlphaBeta, run_on_fabric
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
 from recipes.benchmarks.sparse_costs import WORLD_SIZES, Counted, lines
 from tests.support.topk.algorithms import returning
 
@@ -48,7 +48,7 @@ def test_b_sag_stays_in_its_range(world_size: int, num_teams: int) -> None:
     k, numel = 16 * world_size, 3000
     least = 2 * k * (world_size * num_teams + world_size - 2 * num_teams) / (world_size * num_teams)
     most = 2 * k * (num_teams**2 + 2 * world_size - 3 * num_teams) / world_size
-    sparsity = Sparsity("spardl", k, Wire("exact", torch.float32), num_teams, "b")
+    sparsity = Sparsity("spardl", k, EntryCodec("exact", torch.float32), num_teams, "b")
     sums = [SparseSum(sparsity, numel, rank, world_size) for rank in range(world_size)]
     gradient = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     words = []
@@ -66,7 +66,7 @@ def test_bytes_per_entry(name: str, density: float) -> None:
     numel, world_size = 1 << 21, 4
     k = round(density * numel)
     entries = {"spardl": 2 * k * (world_size - 1) / world_size, "topka": (world_size - 1) * k, "gtopk": 2 * k}[name]
-    sparsity = Sparsity(name, k, Wire("compact", torch.float32))  # type: ignore[arg-type]
+    sparsity = Sparsity(name, k, EntryCodec("compact", torch.float32))  # type: ignore[arg-type]
     generator = torch.Generator().manual_seed(0)
     exchanges = []
     for rank in range(world_size):

@@ -15,10 +15,8 @@ import torch
 
 from ddp_hooks.comm import run_on_fabric
 from ddp_hooks.topk.algorithms import Name, SparseSum, Sparsity
-from ddp_hooks.topk.scattered import Scattered
-from ddp_hooks.topk.selection import BlockSelector
-from ddp_hooks.topk.sparse import SparseVector
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.selection import BlockSelector, ChunkedGradient, SparseVector
 from tests.support.topk import forward, hooks
 from tests.support.topk.algorithms import returning
 from tests.support.workers import WorkerPools
@@ -43,7 +41,7 @@ def test_selections(density: float, kind: str) -> None:
     bounds, chosen = (0, 100_000, 300_007), []
     counts = tuple(round(density * (end - start)) for start, end in itertools.pairwise(bounds))
     for device in (torch.device("cpu"), GPU):
-        selector = BlockSelector(residual.to(device).clone(), bounds, counts, Scattered((gradient.to(device),)))
+        selector = BlockSelector(residual.to(device).clone(), bounds, counts, ChunkedGradient((gradient.to(device),)))
         chosen.append([selector.select(block) for block in range(2)])
     for ours, theirs in zip(*chosen, strict=True):
         assert torch.equal(ours.indices, theirs.indices.cpu()) and torch.equal(ours.values, theirs.values.cpu())
@@ -56,7 +54,7 @@ def test_selections(density: float, kind: str) -> None:
 def test_exchanges(name: Any, format: Any, teams: Any) -> None:
     outcomes = []
     for device in (torch.device("cpu"), GPU):
-        sparsity = Sparsity(name, 400, Wire(format, torch.float32), *teams)
+        sparsity = Sparsity(name, 400, EntryCodec(format, torch.float32), *teams)
         results: dict[int, SparseVector] = {}
         exchanges, residuals = [], []
         for rank in range(4):

@@ -86,7 +86,7 @@ def test_an_exception_in_backward_hangs_nobody(workers: WorkerPools) -> None:
 
 
 def drop(rank: int, world_size: int, num_steps: int) -> bool:
-    """Whether a model that nobody holds any more is freed, with its state."""
+    """True if a model that nobody holds any more is freed, with its state."""
     ddp, _, state = wrapped(world_size)
     for step in range(num_steps):
         ddp(*whole_batches(rank, world_size, step)).backward()

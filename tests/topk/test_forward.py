@@ -1,4 +1,4 @@
-"""``pipeline="forward"``: gradients that arrive in the next forward give the bits of those that arrive in the backward.
+"""``pipeline="forward"``: gradients that arrive in the next forward give the same bits as ``pipeline="backward"``.
 
 Prevents: updates with a gradient that is not whole, with another step's settings, twice or never; parameters that are
 read too early; and gradients that loops read, keep, add to or drop at moments when they are not there.
@@ -343,7 +343,7 @@ def test_refusals(workers: WorkerPools) -> None:
 
 
 def resumed(rank: int, world_size: int) -> bool:
-    """Whether a run that was saved and loaded in the middle ends in the same bits."""
+    """True if a run that was saved and loaded in the middle ends in the same bits."""
     ends = []
     for interrupted in (False, True):
         run = Run(rank, FORWARD)

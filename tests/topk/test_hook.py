@@ -20,9 +20,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKState, topk_hook
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.topk import reduction
+from ddp_hooks.comm.executors.slices import reduce_scatter_slices
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.reduction import group_reduction
 from tests.support.dear.twins import WholeNumbers
 from tests.support.devices import rank_device
 from tests.support.messages import message_of
@@ -89,8 +90,8 @@ def test_settings(workers: WorkerPools, changes: dict[str, Any]) -> None:
 def dense_parts(rank: int, world_size: int, gathered_nbytes: int) -> tuple[Any, int]:
     """And how often they were summed in two halves."""
     with (
-        mock.patch.object(reduction, "_GATHERED_NBYTES", gathered_nbytes),
-        mock.patch.object(reduction, "reduce_scatter_slices", wraps=reduction.reduce_scatter_slices) as halves,
+        mock.patch.object(group_reduction, "_GATHERED_NBYTES", gathered_nbytes),
+        mock.patch.object(group_reduction, "reduce_scatter_slices", wraps=reduce_scatter_slices) as halves,
     ):
         outcome = conserve(rank, world_size, replace(CONFIG, dense_below_numel=200), plain, 5)
     return outcome, halves.call_count
@@ -140,7 +141,7 @@ class Sometimes(WholeNumbers):
 @pytest.mark.parametrize("loop", [plain, zero_to_zeros, accumulate], ids=lambda loop: loop.__name__)
 @pytest.mark.parametrize("view", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_unused_parameters(workers: WorkerPools, changes: dict[str, Any], loop: Any, view: bool) -> None:
-    """What comes out for a parameter that nobody used is not applied by DDP, so it is kept."""
+    """DDP does not apply the result for a parameter that nobody used, so it returns to the residuals."""
     run = partial(conserve, model=Sometimes, find_unused_parameters=True, gradient_as_bucket_view=view)
     check(workers(3).run(run, replace(CONFIG, density=0.3, **changes), loop, 9))
 
@@ -177,7 +178,8 @@ def against_the_fabric(rank: int, world_size: int, algorithm: Any, momentum: flo
         fresh = [gradients_of(pair.plain.module, 17 * step + other + 1) for other in range(world_size)]
         for members in groups:
             numels = [parameters[i].numel() for i in members]
-            sparsity = Sparsity(algorithm, max(1, round(CONFIG.density * sum(numels))), Wire("compact", torch.float32))
+            k = max(1, round(CONFIG.density * sum(numels)))
+            sparsity = Sparsity(algorithm, k, EntryCodec("compact", torch.float32))
             results: dict[int, Any] = {}
             exchanges, residuals = [], []
             for other in range(world_size):
@@ -435,7 +437,7 @@ def test_a_skipped_step_keeps_momentum(workers: WorkerPools) -> None:
 
 
 def resume(rank: int, world_size: int, changes: dict[str, Any], before: int, after: int) -> bool:
-    """Whether stopping and going on ends in the same bits."""
+    """True if stopping and going on ends in the same bits."""
     config = replace(CONFIG, **changes)
     straight = Pair.of(rank, world_size, config)
     for step in range(before + after):
@@ -555,7 +557,7 @@ def test_states_that_do_not_fit_are_refused(workers: WorkerPools) -> None:
 
 
 def load_what_was_chosen(rank: int, world_size: int, changes: dict[str, Any]) -> list[str]:
-    """Which algorithms are used after loading a state in which dense sums had been chosen."""
+    """Return the algorithms in use after loading a state in which dense sums had been chosen."""
     pair = Pair.of(rank, world_size, replace(CONFIG, **changes))
     plain(pair, 0)
     saved = pair.state.state_dict()

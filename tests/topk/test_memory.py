@@ -1,4 +1,4 @@
-"""What the hook needs: one copy of the gradient, and little more while a selection runs.
+"""Memory of the hook: one copy of the gradient, and little more while a selection runs.
 
 Prevents: copies of whole vectors in selections and exchanges, and residuals that are kept twice.
 """

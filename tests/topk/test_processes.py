@@ -14,8 +14,8 @@ from torch import Tensor
 
 from ddp_hooks.comm import Lanes, LaneSettings, Recorder, run_on_fabric
 from ddp_hooks.topk.algorithms import Name, SparseSum, Sparsity
-from ddp_hooks.topk.sparse import SparseVector
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.selection import SparseVector
 from tests.support.topk.algorithms import returning, teams_of
 from tests.support.workers import WorkerPools
 
@@ -31,7 +31,7 @@ def inputs(rank: int) -> tuple[Tensor, Tensor]:
 def every_sparsity(world_size: int) -> list[Sparsity]:
     """Every algorithm, in both formats."""
     sparsities = []
-    for wire in (Wire("exact", torch.float32), Wire("compact", torch.float32)):
+    for wire in (EntryCodec("exact", torch.float32), EntryCodec("compact", torch.float32)):
         for num_teams, sag in teams_of(world_size):
             sparsities.append(Sparsity("spardl", K, wire, num_teams, sag))  # type: ignore[arg-type]
         sparsities += [Sparsity(name, K, wire) for name in get_args(Name) if name != "spardl"]

@@ -1,4 +1,4 @@
-"""What cannot be right is refused on every rank, with what to do instead.
+"""Set-ups that cannot work are refused on every rank, with a remedy.
 
 Prevents: hangs because one rank refuses and the others wait, and settings that are silently something else.
 """

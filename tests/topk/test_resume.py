@@ -27,7 +27,7 @@ def train(rank: int, world_size: int, folder: str, victim: int, phase: str | Non
 
 
 class Loop:
-    """What a user would write, with places to die in."""
+    """A user's loop, with places to die in."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank, self.world_size = rank, world_size

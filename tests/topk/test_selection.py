@@ -17,12 +17,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_hooks.topk import passes, primitives, selection
-from ddp_hooks.topk.passes import reaching
-from ddp_hooks.topk.primitives import are_in, kth_largest, positions_of, stable_order
-from ddp_hooks.topk.scattered import Scattered
-from ddp_hooks.topk.selection import BlockSelector
-from ddp_hooks.topk.sparse import SparseVector, add, largest, split_largest
+from ddp_hooks.topk.selection import (
+    BlockSelector,
+    ChunkedGradient,
+    SparseVector,
+    add_and_threshold,
+    primitives,
+)
+from ddp_hooks.topk.selection import selector as selector_module
+from ddp_hooks.topk.selection import threshold as threshold_module
+from ddp_hooks.topk.selection.primitives import are_in, kth_largest, positions_of, stable_order
+from ddp_hooks.topk.selection.sparse_vector import add, largest, split_largest
 from tests.support.topk.twins import top
 
 
@@ -66,18 +71,18 @@ def few(numel: int, num: int, start: int) -> Tensor:
 @pytest.mark.parametrize("kind", SLOW_ONCE)
 def test_the_first_of_equals(kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """However many are equal, short lists suffice, and no other entries are chosen; also where a chunk ends."""
-    monkeypatch.setattr(passes, "_CHUNK", 4096)
-    monkeypatch.setattr(passes, "_SLACK", 1000)
+    monkeypatch.setattr(threshold_module, "_CHUNK", 4096)
+    monkeypatch.setattr(threshold_module, "_SLACK", 1000)
     listed: list[int] = []
     for function in ("above_and_ties", "largest"):
-        monkeypatch.setattr(passes, function, noting(listed, getattr(passes, function), len))
+        monkeypatch.setattr(threshold_module, function, noting(listed, getattr(threshold_module, function), len))
     for numel, density in [(1, 1.0), (4095, 0.3), (4096, 0.01), (4097, 0.9), (20_000, 0.01), (20_480, 0.2)]:
         k = max(1, round(density * numel))
         gradient = SLOW_ONCE[kind](numel, k, torch.Generator().manual_seed(0)).to(dtype)
         for with_gradient in (False, True):
             listed.clear()
             work = torch.zeros_like(gradient) if with_gradient else gradient.clone()
-            scattered = Scattered((gradient,)) if with_gradient else None
+            scattered = ChunkedGradient((gradient,)) if with_gradient else None
             chosen = BlockSelector(work, (0, numel), (k,), scattered).select(0)
             assert torch.equal(chosen.indices, by_sorting(gradient, k))
             assert torch.equal(chosen.values.nan_to_num(7.0), gradient[chosen.indices].nan_to_num(7.0))
@@ -107,7 +112,7 @@ def test_the_fast_path_selects_the_same(density: float, kind: str) -> None:
     bounds = (0, 100_000, 100_000, 100_003, numel)
     counts = tuple(round(density * (end - start)) for start, end in itertools.pairwise(bounds))
     work = residual.clone()
-    scattered = Scattered((gradient[:70_000], gradient[70_000:250_000], gradient[250_000:]))
+    scattered = ChunkedGradient((gradient[:70_000], gradient[70_000:250_000], gradient[250_000:]))
     selector = BlockSelector(work, bounds, counts, scattered)
     for block, k in enumerate(counts):
         part = work[bounds[block] : bounds[block + 1]]
@@ -122,7 +127,7 @@ def test_the_fast_path_selects_the_same(density: float, kind: str) -> None:
 def test_a_gradient_in_several_places(lengths: list[int], stride: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     parts = tuple(torch.randint(-9, 10, (length,), generator=generator).float() for length in lengths)
-    scattered, whole = Scattered(parts), torch.cat(parts)
+    scattered, whole = ChunkedGradient(parts), torch.cat(parts)
     start, end = sorted(torch.randint(0, len(whole) + 1, (2,), generator=generator).tolist())
     cut = scattered.cut(start, end).parts
     assert torch.equal(torch.cat([*cut, whole[:0]]), whole[start:end]) and all(len(part) for part in cut)
@@ -135,8 +140,8 @@ def test_a_gradient_in_several_places(lengths: list[int], stride: int, seed: int
     again = values.clone()
     scattered.add_to(again)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "_CHUNK", 7)
-        found = reaching(values, 6.0, len(values), scattered)
+        patch.setattr(threshold_module, "_CHUNK", 7)
+        found = add_and_threshold(values, 6.0, len(values), scattered)
     assert torch.equal(values, again) and torch.equal(found.values, values[found.indices])
     assert found.indices.tolist() == [index for index, value in enumerate(values.tolist()) if abs(value) >= 6.0]
 
@@ -151,7 +156,7 @@ def test_entries_that_are_received(seed: int, chunk: int, with_gradient: bool, i
     generator = torch.Generator().manual_seed(seed)
     gradient = torch.randint(-9, 10, (5000,), generator=generator) * 0.1
     work = torch.zeros(5000) if with_gradient else gradient.clone()
-    scattered = Scattered((gradient[:2500], gradient[2500:])) if with_gradient else None
+    scattered = ChunkedGradient((gradient[:2500], gradient[2500:])) if with_gradient else None
     selector = BlockSelector(work, (0, 2000, 5000), (20, 30), scattered)
     total = gradient.clone()
     received = torch.randperm(2999, generator=generator)[:400].sort().values + 1
@@ -164,9 +169,9 @@ def test_entries_that_are_received(seed: int, chunk: int, with_gradient: bool, i
         selector.receive(1, SparseVector(indices, added))
         total[2000 + indices] += added
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passes, "_CHUNK", chunk)
+        patch.setattr(threshold_module, "_CHUNK", chunk)
         if is_misled:  # nothing is on the list
-            patch.setattr(selection, "_sampled_threshold", lambda *_: 1e9)
+            patch.setattr(selector_module, "_sampled_threshold", lambda *_: 1e9)
         for block, (start, end, k) in enumerate([(0, 2000, 20), (2000, 5000, 30)]):
             chosen = selector.select(block)
             assert torch.equal(chosen.indices, by_sorting(total[start:end], k))
@@ -176,20 +181,20 @@ def test_entries_that_are_received(seed: int, chunk: int, with_gradient: bool, i
 
 @pytest.mark.parametrize("what", ["others", "the sample", "everything"])
 def test_a_list_that_is_too_short_is_not_used(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was received counts in the sample; where that misleads, all is looked at again, with what was received."""
+    """Received entries count in the sample; where it misleads, a second pass looks at all sums, with these entries."""
     thresholds: list[float] = []
 
     def noted(values: Tensor, threshold: float, *others: Any) -> SparseVector:
         thresholds.append(threshold)
-        return reaching(values, threshold, *others)
+        return add_and_threshold(values, threshold, *others)
 
-    monkeypatch.setattr(selection, "reaching", noted)
+    monkeypatch.setattr(selector_module, "add_and_threshold", noted)
     numel, k = 3 * 2**20, 1000
     work = torch.randn(numel, generator=torch.Generator().manual_seed(0))
     selector = BlockSelector(work.clone(), (0, numel), (k,))
     received = {
         "others": torch.arange(0, numel, 97),
-        "the sample": selection._sampled_places(numel, numel // selection._SAMPLE, work.device),
+        "the sample": selector_module._sampled_places(numel, numel // selector_module._SAMPLE, work.device),
         "everything": torch.arange(numel),
     }[what]
     added = torch.full((len(received),), 50.0) if what == "the sample" else -work[received]
@@ -234,7 +239,7 @@ def noting(seen: list[int], function: Callable[..., Any], number: Callable[[Any]
 def test_a_sample_sees_all_columns(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Columns of a linear layer's gradient are large or small together, as its inputs are."""
     listed: list[int] = []
-    monkeypatch.setattr(passes, "largest", noting(listed, largest, len))
+    monkeypatch.setattr(threshold_module, "largest", noting(listed, largest, len))
     generator = torch.Generator().manual_seed(0)
     rows = 3 * 2**20 // columns
     values = torch.randn(rows, columns, generator=generator) * torch.randn(columns, generator=generator).exp()
@@ -277,15 +282,15 @@ def look_up(some: list[int], others: list[int], stretch: int) -> None:
 def test_what_reaches_a_threshold(
     dtype: torch.dtype, with_gradient: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(passes, "_CHUNK", 3)  # several chunks, one of them short
+    monkeypatch.setattr(threshold_module, "_CHUNK", 3)  # several chunks, one of them short
     values = torch.tensor([1.0, -2.0, 3.0, 2.0, -1.9, 0.0, -4.0], dtype=dtype)
     gradient = torch.tensor([1.0, 0.0, -3.0, 0.0, 0.0, 0.0, 1.0], dtype=torch.bfloat16)
-    found = reaching(values, 2.0, 7, Scattered((gradient,)) if with_gradient else None)
+    found = add_and_threshold(values, 2.0, 7, ChunkedGradient((gradient,)) if with_gradient else None)
     assert found.indices.tolist() == ([0, 1, 3, 6] if with_gradient else [1, 2, 3, 6])
     assert torch.equal(found.values, values[found.indices]) and values.dtype == dtype
     assert values.tolist()[2] == (0.0 if with_gradient else 3.0)
     for nothing in (values[:0], values[5:6]):
-        found = reaching(nothing, 2.0, 7)
+        found = add_and_threshold(nothing, 2.0, 7)
         assert len(found) == 0 and found.indices.dtype == torch.int64 and found.values.dtype == dtype
         assert found.values.view(torch.uint8).numel() == 0
 

@@ -5,6 +5,7 @@ Prevents: gradients that are lost or counted twice, replicas that differ, messag
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from typing import Any
 
 import pytest
@@ -14,12 +15,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import num_rounds, run_on_fabric
-from ddp_hooks.comm.bags import bags, reduce_scatter_steps
+from ddp_hooks.comm.algorithms.spar_schedule import bags, reduce_scatter_steps
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.blocks import block_counts
-from ddp_hooks.topk.controller import TopHController
-from ddp_hooks.topk.sparse import SparseVector
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.algorithms.common import block_counts
+from ddp_hooks.topk.algorithms.controller import TopHController
+from ddp_hooks.topk.selection import SparseVector
 from tests.support.topk.algorithms import returning, teams_of
 from tests.support.topk.twins import DenseTwin
 
@@ -31,7 +32,7 @@ def run_spardl(
     sag: Any,
     collection: Any,
     split: Any,
-    wire: Wire,
+    wire: EntryCodec,
     gradients: list[Tensor] | None = None,
 ) -> list[SparseVector]:
     """One exchange of all ranks; ``work``, to which gradients are added, becomes their residuals."""
@@ -63,7 +64,7 @@ def exchanges(draw: Any) -> tuple[list[Tensor], int, int, str]:
 )
 @settings(max_examples=200, deadline=None)
 def test_as_the_twin_has_it(exchange: Any, collection: str, split: str, in_one_pass: bool) -> None:
-    """Whether the gradient is added in the pass that selects or was added before."""
+    """The gradient is added in the pass that selects, or was added before."""
     work, k, num_teams, sag = exchange
     before = [values.clone() for values in work]
     twin = DenseTwin(work, k, num_teams, collection, split)
@@ -71,7 +72,7 @@ def test_as_the_twin_has_it(exchange: Any, collection: str, split: str, in_one_p
     if in_one_pass:
         gradients = [values.flip(0) for values in work]
         work = [values - gradient for values, gradient in zip(work, gradients, strict=True)]
-    results = run_spardl(work, k, num_teams, sag, collection, split, Wire("exact", torch.float64), gradients)
+    results = run_spardl(work, k, num_teams, sag, collection, split, EntryCodec("exact", torch.float64), gradients)
     twin.reduce_scatter()
     if num_teams > 1 and sag == "r":
         twin.recursive_all_gather()
@@ -95,7 +96,7 @@ def test_what_rounding_takes_is_kept(exchange: Any) -> None:
     """Sums of small integers are exact in float64, also with what bfloat16 takes from them."""
     work, k, num_teams, sag = exchange
     before = torch.stack(work).sum(0)
-    results = run_spardl(work, k, num_teams, sag, "global", "whole", Wire("compact", torch.float64))
+    results = run_spardl(work, k, num_teams, sag, "global", "whole", EntryCodec("compact", torch.float64))
     dense = torch.zeros_like(before)
     dense[results[0].indices] = results[0].values
     assert torch.equal(results[0].values, results[0].values.bfloat16().double())
@@ -109,7 +110,7 @@ def test_rounding_is_kept_under_every_rule(collection: str) -> None:
     work = [torch.zeros(100, dtype=torch.float64) for _ in range(2)]
     for values in work:
         values[:10] = 1000.0 + torch.arange(10)
-    results = run_spardl(work, 20, 1, "r", collection, "whole", Wire("compact", torch.float64))
+    results = run_spardl(work, 20, 1, "r", collection, "whole", EntryCodec("compact", torch.float64))
     dense = torch.zeros(100, dtype=torch.float64)
     dense[results[0].indices] = results[0].values
     assert any(values.any() for values in work)
@@ -117,13 +118,13 @@ def test_rounding_is_kept_under_every_rule(collection: str) -> None:
 
 
 def test_how_much_is_lost() -> None:
-    """Of eight ranks' real gradients at 1 %: nothing, or a good part of what ranks discard on the way."""
+    """Eight ranks' real gradients at 1 % lose nothing, or a good part of the entries that ranks discard on the way."""
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(20_000, generator=generator).double() ** 3 for _ in range(8)]
     lost = {}
     for collection in ("global", "partial", "local"):
         work = [gradient.clone() for gradient in gradients]
-        result = run_spardl(work, 200, 1, "r", collection, "whole", Wire("exact", torch.float64))[0]
+        result = run_spardl(work, 200, 1, "r", collection, "whole", EntryCodec("exact", torch.float64))[0]
         missing = torch.stack(gradients).sum(0) - torch.stack(work).sum(0)
         missing[result.indices] -= result.values
         lost[collection] = float(missing.abs().sum() / result.values.abs().sum())
@@ -140,7 +141,7 @@ def test_replicas_are_the_same_with_real_numbers(world_size: int) -> None:
     for num_teams, sag in teams_of(world_size):
         for format in ("exact", "compact"):
             work = [values + shared for values in inputs]
-            results = run_spardl(work, 400, num_teams, sag, "global", "whole", Wire(format, torch.float32))
+            results = run_spardl(work, 400, num_teams, sag, "global", "whole", EntryCodec(format, torch.float32))
             for result in results:
                 assert torch.equal(result.indices, results[0].indices), (num_teams, sag)
                 assert torch.equal(result.values, results[0].values), (num_teams, sag)
@@ -160,7 +161,7 @@ def test_sums_that_are_not_finite(format: Any, opposite: str, k: int) -> None:
             values[[7, 57, 600, 601, 999]] = -3e38 if negative else 3e38
         before = [values.clone() for values in work]
         with pytest.raises(RuntimeError, match="their sum over the ranks is not"):
-            run_spardl(work, k, num_teams, sag, "global", "whole", Wire(format, torch.float32))
+            run_spardl(work, k, num_teams, sag, "global", "whole", EntryCodec(format, torch.float32))
         assert all(torch.equal(values, old) for values, old in zip(work, before, strict=True))
 
 
@@ -210,5 +211,5 @@ def test_the_controller_leaves_its_bounds() -> None:
     for _ in range(100):
         controller.observe(5000)
     assert controller.count < 350
-    again = TopHController.from_state(controller.state_dict())
+    again = TopHController(**asdict(controller))
     assert again == controller

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from ddp_hooks.comm import mebibytes
 from ddp_hooks.comm.algorithms.bruck import all_gather_steps
-from ddp_hooks.comm.bags import reduce_scatter_steps
+from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
 from ddp_hooks.planning.events import Process, Signal, Slice
 from ddp_hooks.planning.rounds import Round, Rounds
 from ddp_hooks.planning.simulation import Run, Strategy

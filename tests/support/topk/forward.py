@@ -120,7 +120,7 @@ def saved(run: Run, step: int) -> None:
 def outcomes(
     rank: int, world_size: int, loop: Callable[[Run, int], None], config: TopKConfig, *arguments: Any
 ) -> tuple[bool, int]:
-    """Whether both pipelines end in the same bits, and how many updates have happened in forwards."""
+    """Return True if both pipelines end in the same bits, and the number of updates in forwards."""
     results, updates = [], 0
     for pipeline in ("backward", "forward"):
         make, model, options = arguments or (momentum_sgd, Net, {})

@@ -69,7 +69,7 @@ class Pair:
         return total
 
     def gap(self) -> float:
-        """What of all gradients has neither been applied nor kept."""
+        """Largest part of a gradient that has neither been applied nor kept."""
         residuals, plain = self.residuals(), dict(self.plain.module.named_parameters())
         gaps = [0.0]
         for name, parameter in self.ours.module.named_parameters():
@@ -117,7 +117,7 @@ def conserve(
     model: Callable[[int], nn.Module] = WholeNumbers,
     **options: Any,
 ) -> tuple[float, bool, float, int]:
-    """What is missing after some steps, whether replicas agree, how much is kept, and the groups."""
+    """Return the gap after some steps, True if replicas agree, the sum of residuals, and the number of groups."""
     pair = Pair.of(rank, world_size, config, model, **options)
     for step in range(num_steps):
         loop(pair, step)

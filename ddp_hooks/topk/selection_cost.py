@@ -1,30 +1,27 @@
-"""A sparse all-reduce of all workers in this process: how long one of them computes for it."""
+"""Time that a sparse all-reduce computes, measured with all workers in this process."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Generator
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, run_on_fabric
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.wire import Wire
+from ddp_hooks.topk.algorithms import EntryCodec, SparseSum, Sparsity
+from ddp_hooks.topk.algorithms.common import Exchange
 
 
-def compute_s(gradient: Tensor, density: float, workers: int) -> float:
-    """Seconds that one of so many workers computes in a sparse all-reduce (SparDL) of gradients like this one.
+def selection_cost(gradient: Tensor, density: float, workers: int) -> float:
+    """Return the seconds that each of ``workers`` computes in a sparse all-reduce (SparDL) of a gradient.
 
     Args:
         gradient: (n,), floating point; every worker gets its elements in an order of its own.
-        density: part of the elements that is kept, in (0, 1].
+        density: part of the elements to keep, in (0, 1].
         workers: how many.
     """
     numel = gradient.numel()
-    wire = Wire("compact", gradient.dtype)
-    sparsity = Sparsity("spardl", max(1, round(density * numel)), wire)
+    sparsity = Sparsity("spardl", max(1, round(density * numel)), EntryCodec("compact", gradient.dtype))
     gradients = [gradient.roll(rank * numel // workers) for rank in range(workers)]
     residuals = [torch.zeros_like(gradient) for _ in range(workers)]
     sums = [SparseSum(sparsity, numel, rank, workers) for rank in range(workers)]
@@ -38,8 +35,8 @@ def compute_s(gradient: Tensor, density: float, workers: int) -> float:
     return (time.perf_counter() - start_s) / workers
 
 
-def _written(exchange: Generator[Any, None, Any], dense: Tensor) -> Algorithm:
-    """The exchange, and its sum written as a dense vector."""
+def _written(exchange: Exchange, dense: Tensor) -> Algorithm:
+    """Run the exchange, and write its sum as a dense vector."""
     total = yield from exchange
     dense.zero_()
     dense[total.indices.long()] = total.values.to(dense.dtype)

@@ -1,61 +1,96 @@
-"""The pass over a long vector: add the gradient to it, and find what is large, while it is in the cache."""
+"""Pass over a long vector: add the gradient to it, and list its large entries, while it is in the cache."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.primitives import kth_largest, numpy_knows, positions_of
-from ddp_hooks.topk.scattered import Scattered
-from ddp_hooks.topk.sparse import SparseVector, above_and_ties, empty_like, largest
+from ddp_hooks.topk.selection.primitives import kth_largest, numpy_knows, positions_of
+from ddp_hooks.topk.selection.sparse_vector import SparseVector, above_and_ties, empty_like, largest
 
 _CHUNK = 1 << 17  # elements that are handled at a time: they stay in the cache
 _SLACK = 1 << 16  # entries that a list may have beyond three times as many as are wanted, before it is shortened
 
 
-def reaching(
+@dataclass(frozen=True)
+class ChunkedGradient:
+    """A gradient in several of DDP's buckets, read as if it lay in one place."""
+
+    parts: tuple[Tensor, ...]  # (n_i,) each, one after the other
+
+    def cut(self, start: int, end: int) -> ChunkedGradient:
+        """Return the elements from ``start`` to ``end``, views."""
+        found = []
+        for offset, part in self.placed():
+            first, last = max(start - offset, 0), min(end - offset, part.numel())
+            if first < last:
+                found.append(part[first:last])
+        return ChunkedGradient(tuple(found))
+
+    def sample(self, places: Tensor) -> Tensor:
+        """Return the elements at ``places``, (n,) ascending."""
+        if len(self.parts) == 1:
+            return self.parts[0].index_select(0, places)
+        offsets, parts = zip(*self.placed(), strict=True)
+        cuts = torch.searchsorted(places, torch.tensor(offsets[1:], device=places.device)).tolist()
+        found = places.tensor_split(cuts)
+        return torch.cat([p.index_select(0, f - o) for o, p, f in zip(offsets, parts, found, strict=True)])
+
+    def add_to(self, vector: Tensor) -> None:
+        """Add all elements to (n,), in place."""
+        for offset, part in self.placed():
+            vector[offset : offset + part.numel()] += part
+
+    def placed(self) -> Iterator[tuple[int, Tensor]]:
+        """Yield the offset of each part, and the part."""
+        offsets = itertools.accumulate((part.numel() for part in self.parts), initial=0)
+        return zip(offsets, self.parts, strict=False)
+
+
+def add_and_threshold(
     values: Tensor,
     threshold: float,
     most: int,
-    gradient: Scattered | None = None,
+    gradient: ChunkedGradient | None = None,
     received: Sequence[SparseVector] = (),
 ) -> SparseVector:
-    """The largest of what reaches a threshold by magnitude, or is not a number; of equals, the first ones.
+    """Return the largest entries that reach a threshold by magnitude, or are NaN; of equals, the first ones.
 
     Args:
         values: (n,); becomes the sum with ``gradient``, in place.
         threshold: a magnitude, 0 for everything.
-        most: entries that are returned; all that there are if they are fewer.
+        most: number of entries to return, at most.
         gradient: (n,), or None.
-        received: of (n,), added to what is looked at and returned, in this order, but not to ``values``.
+        received: of (n,), added to the entries that are compared and returned, in this order, but not to ``values``.
     """
     if not numpy_knows(values):
         if gradient is not None:
             gradient.add_to(values)
         return _at_once(_with_added(values, received), threshold, most)
     shortlist = _Shortlist(threshold, most, min(_CHUNK, values.numel()), values.numpy().dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # what is not finite is found, and the ledger tells all ranks
+    with np.errstate(over="ignore", invalid="ignore"):  # error feedback finds infinities and NaN, on all ranks
         for first, part in _in_chunks(values, gradient, received):
-            shortlist.look_at(first, part)
+            shortlist.extend(first, part)
     return shortlist.largest() if len(shortlist) else empty_like(values)
 
 
 class _Shortlist:
-    """The largest entries of what has been looked at from left to right, and a few others.
+    """Largest entries of the chunks seen so far, from left to right, and a few others.
 
-    As soon as there are as many as are wanted, what equals the threshold comes too late, so that a list stays short
-    where many are equal. Where the threshold is too low, the list is shortened now and then, which raises it.
+    As soon as it has ``most`` entries, it takes only magnitudes above the threshold, so that it stays short where many
+    are equal. Where the threshold is too low, the list is shortened now and then, which raises the threshold.
 
     Args:
         threshold: a magnitude that entries reach.
-        most: entries that are wanted.
-        room: elements that are looked at together, at most.
-        dtype: of the values.
+        most: number of wanted entries.
+        room: length of the longest chunk.
+        dtype: type of the values.
     """
 
     def __init__(self, threshold: float, most: int, room: int, dtype: np.dtype) -> None:
@@ -69,9 +104,9 @@ class _Shortlist:
     def __len__(self) -> int:
         return self._numel
 
-    def look_at(self, first: int, part: np.ndarray) -> None:
-        """Go on with (m,), which begins at ``first``."""
-        if math.isnan(self._threshold):  # all on the list are that, and none is larger
+    def extend(self, first: int, part: np.ndarray) -> None:
+        """List the large entries of the next chunk, (m,), which begins at ``first``."""
+        if math.isnan(self._threshold):  # all entries of the list are NaN, and none is larger
             return
         positions = self._found(np.abs(part, out=self._magnitudes[: len(part)]))
         if len(positions):
@@ -82,7 +117,7 @@ class _Shortlist:
             self._shorten()
 
     def largest(self) -> SparseVector:
-        """As many as are wanted, or all; there is at least one on the list."""
+        """Return the ``most`` largest entries; the list has at least one."""
         positions, values = (torch.from_numpy(np.concatenate(parts)) for parts in (self._positions, self._values))
         listed, magnitudes = SparseVector(positions, values), values.abs()
         if len(listed) <= self._most:
@@ -92,7 +127,7 @@ class _Shortlist:
         return listed.at(largest(magnitudes, self._most))
 
     def _found(self, magnitudes: np.ndarray) -> np.ndarray:
-        """Where magnitudes are large enough, or no numbers."""
+        """Return where magnitudes are large enough, or NaN."""
         missing = self._most - self._numel
         if missing <= 0:
             return self._not(np.less_equal, magnitudes).nonzero()[0]
@@ -109,7 +144,7 @@ class _Shortlist:
         return np.concatenate([in_time, late])
 
     def _not(self, compare: np.ufunc, magnitudes: np.ndarray) -> np.ndarray:
-        """Where a comparison with the threshold fails: so it does for what is not a number."""
+        """Return where a comparison with the threshold fails, as it does for NaN."""
         mask = self._mask[: len(magnitudes)]
         compare(magnitudes, self._threshold, out=mask)
         return np.logical_not(mask, out=mask)
@@ -127,7 +162,7 @@ class _Shortlist:
 
 
 def _at_once(sums: Tensor, threshold: float, most: int) -> SparseVector:
-    """As :class:`_Shortlist` does it, with operations on all of (n,)."""
+    """Do the work of :class:`_Shortlist` with operations on all of (n,)."""
     magnitudes, longest = sums.abs(), 3 * most + _SLACK
     mask = ~(magnitudes < threshold)
     if int(mask.count_nonzero()) > longest:
@@ -140,7 +175,7 @@ def _at_once(sums: Tensor, threshold: float, most: int) -> SparseVector:
 
 
 def _with_added(values: Tensor, received: Sequence[SparseVector]) -> Tensor:
-    """(n,) and what was received, in this order; ``values`` itself if that is nothing."""
+    """Return (n,) plus the received entries, in this order; ``values`` itself if there are none."""
     sums = values.clone() if received else values
     for vector in received:
         sums.index_add_(0, vector.indices, vector.values)
@@ -148,13 +183,13 @@ def _with_added(values: Tensor, received: Sequence[SparseVector]) -> Tensor:
 
 
 def _in_chunks(
-    values: Tensor, gradient: Scattered | None, received: Sequence[SparseVector]
+    values: Tensor, gradient: ChunkedGradient | None, received: Sequence[SparseVector]
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Where chunks begin, and what is to be looked at of them, until the next one is asked for."""
-    array, chunks = values.numpy(), list(_chunks(values.numel(), gradient))
-    arriving = [_Arriving(vector, [*(chunk.first for chunk in chunks), len(array)]) for vector in received]
+    """Yield the offset of each chunk and its sums, valid until the next chunk; adds the gradient to ``values``."""
+    array = values.numpy()
+    arriving = [(vector.indices.numpy(), vector.values.numpy()) for vector in received]
     sums = np.empty(min(_CHUNK, len(array)) if arriving else 0, array.dtype)
-    for number, (first, last, added) in enumerate(chunks):
+    for first, last, added in _chunks(len(array), gradient):
         part = array[first:last]
         if added is not None and numpy_knows(added):
             np.add(part, added.numpy(), out=part)
@@ -163,41 +198,16 @@ def _in_chunks(
         if arriving:
             np.copyto(sums[: len(part)], part)
             part = sums[: len(part)]
-            for vector in arriving:
-                vector.add_to(part, number)
+            for indices, entries in arriving:
+                cut = slice(*np.searchsorted(indices, (first, last)))
+                part[indices[cut] - first] += entries[cut]
         yield first, part
 
 
-class _Chunk(NamedTuple):
-    """A range of the vector, and what belongs to it of one part of the gradient."""
-
-    first: int
-    last: int
-    gradient: Tensor | None
-
-
-def _chunks(numel: int, gradient: Scattered | None) -> Iterator[_Chunk]:
-    """All of the vector, in order."""
+def _chunks(numel: int, gradient: ChunkedGradient | None) -> Iterator[tuple[int, int, Tensor | None]]:
+    """Cut all of the vector, in order, into ranges that lie in one part of the gradient; yields this part's range."""
     for start, part in gradient.placed() if gradient is not None else [(0, None)]:
         end = numel if part is None else start + part.numel()
         for first in range(start, end, _CHUNK):
             last = min(first + _CHUNK, end)
-            yield _Chunk(first, last, None if part is None else part[first - start : last - start])
-
-
-class _Arriving:
-    """What was received, cut into chunks.
-
-    Args:
-        vector: of the whole.
-        edges: where chunks begin, and the last one ends.
-    """
-
-    def __init__(self, vector: SparseVector, edges: Sequence[int]) -> None:
-        self._indices, self._values, self._edges = vector.indices.numpy(), vector.values.numpy(), edges
-        self._cuts = np.searchsorted(self._indices, edges)
-
-    def add_to(self, part: np.ndarray, number: int) -> None:
-        """Add what belongs to a chunk to it."""
-        cut = slice(self._cuts[number], self._cuts[number + 1])
-        part[self._indices[cut] - self._edges[number]] += self._values[cut]
+            yield first, last, None if part is None else part[first - start : last - start]

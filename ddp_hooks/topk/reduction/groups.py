@@ -1,8 +1,8 @@
-"""Which gradients are selected from together, and what each group keeps from step to step.
+"""Groups of parameters whose gradients are selected from together, and the memory of each group.
 
-Groups are runs of parameters in the order in which backward reaches them, up to a size. They do not depend on DDP's
-buckets, which change once and are other ones after a resume: a bucket only says when gradients are there. So residuals
-belong to parameters, and what is selected does not depend on how DDP has packed them.
+Groups are runs of parameters in the order of the backward, up to a size. They do not depend on DDP's buckets, which
+change after the first step and after a resume: a bucket only says when gradients are ready. So residuals belong to
+parameters, and a selection does not depend on how DDP has packed them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Run(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where a parameter's gradient begins."""
+    """Beginning of a parameter's gradient."""
 
     bucket: int
     start: int
@@ -37,15 +37,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Members:
-    """The parameters of a group, by their index, in order.
+    """Parameters of a group, by their index, in order."""
 
-    Args:
-        sparse: of whose gradients the largest elements are summed.
-        dense: whose gradients are summed in full.
-    """
+    sparse: tuple[int, ...]  # the largest elements of their gradients are summed
+    dense: tuple[int, ...]  # their gradients are summed in full
 
-    sparse: tuple[int, ...]
-    dense: tuple[int, ...]
+    @property
+    def all(self) -> tuple[int, ...]:
+        return self.sparse + self.dense
 
 
 def form_groups(
@@ -53,7 +52,7 @@ def form_groups(
 ) -> list[Members]:
     """Cut ``order``, a permutation of all parameters, into groups of one type and at most ``group_bytes`` each.
 
-    A parameter that is larger stands alone.
+    A larger parameter stands alone.
     """
     groups: list[list[int]] = []
     room, dtype = 0, None
@@ -74,7 +73,7 @@ def form_groups(
 
 
 def runs_of(members: Sequence[int], numels: Sequence[int], places: Mapping[int, Place]) -> list[Run]:
-    """Where the gradients of ``members``, one after the other, lie in buckets: in as few pieces as possible."""
+    """Return where the gradients of ``members``, one after the other, lie in buckets: as few runs as possible."""
     runs: list[Run] = []
     offset = 0
     for index in members:
@@ -90,64 +89,46 @@ def runs_of(members: Sequence[int], numels: Sequence[int], places: Mapping[int, 
 
 @dataclass
 class GradientGroup:
-    """What one group keeps.
-
-    Args:
-        members: its parameters.
-        offsets: where each of the sparse ones begins in the group's vector.
-        dense_offsets: where the dense ones begin, one after the other.
-        numel: of that vector.
-        dtype, device: of what is kept.
-        name: for messages.
-        residual: (numel,), what has been left out so far; None: nothing.
-        velocity: (numel,), the running sum of momentum correction; None without.
-        dense_velocity: likewise, of the dense parameters, one after the other.
-        sums: the algorithms in use, by their name.
-        memories: what they remembered when a checkpoint was saved, as long as they are not in use.
-    """
+    """Memory of one group. Residuals and velocities of 16-bit gradients are float32: 16 bits lose small summands."""
 
     members: Members
-    offsets: dict[int, int]
-    dense_offsets: dict[int, int]
-    numel: int
+    offsets: dict[int, int]  # sparse parameter -> beginning in the group's vector
+    dense_offsets: dict[int, int]  # dense parameter -> beginning, one after the other
+    numel: int  # of the vector
     dtype: torch.dtype
     device: torch.device
-    name: str
-    residual: Tensor | None = None
-    velocity: Tensor | None = None
-    dense_velocity: Tensor | None = None
-    sums: dict[str, SparseSum] = field(default_factory=dict)
-    memories: dict[str, dict[str, Any]] = field(default_factory=dict)
+    name: str  # for messages
+    residual: Tensor | None = None  # (numel,); None: nothing was left out
+    velocity: Tensor | None = None  # (numel,), running sum of momentum correction; None without
+    dense_velocity: Tensor | None = None  # the same, of the dense parameters
+    sums: dict[str, SparseSum] = field(default_factory=dict)  # algorithms in use, by name
+    memories: dict[str, dict[str, Any]] = field(default_factory=dict)  # loaded, of algorithms that are not in use yet
 
     @staticmethod
     def of(members: Members, parameters: Sequence[Tensor], names: Sequence[str], with_velocity: bool) -> GradientGroup:
-        """A group that has left out nothing yet.
-
-        What is kept of 16-bit gradients is float32: sums of many small parts would be lost in less.
-        """
+        """Return a group without a residual, and with velocities of zero if it has some."""
         offsets, numel = _offsets(members.sparse, parameters)
         dense_offsets, dense_numel = _offsets(members.dense, parameters)
-        every = members.sparse + members.dense
-        dtype = torch.promote_types(parameters[every[0]].dtype, torch.float32)
-        name = names[every[0]] + (f" and {len(every) - 1} more" if len(every) > 1 else "")
-        group = GradientGroup(members, offsets, dense_offsets, numel, dtype, parameters[every[0]].device, name)
+        first, others = members.all[0], len(members.all) - 1
+        dtype = torch.promote_types(parameters[first].dtype, torch.float32)
+        name = names[first] + (f" and {others} more" if others else "")
+        group = GradientGroup(members, offsets, dense_offsets, numel, dtype, parameters[first].device, name)
         if with_velocity:
-            group.velocity = group.zeros(numel)
-            group.dense_velocity = group.zeros(dense_numel)
+            group.velocity, group.dense_velocity = group.zeros(numel), group.zeros(dense_numel)
         return group
 
     def zeros(self, numel: int) -> Tensor:
-        """Memory for something to keep."""
+        """Return (numel,) zeros in the type and on the device of the memory."""
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
-    def opened(self) -> Tensor:
-        """The residual, of which there is one from now on."""
+    def ensure_residual(self) -> Tensor:
+        """Return the residual; create it if there is none."""
         if self.residual is None:
             self.residual = self.zeros(self.numel)
         return self.residual
 
     def sum_of(self, name: str, sparsity: Sparsity, rank: int, world_size: int) -> SparseSum:
-        """An algorithm, by its name, with what it remembers of earlier steps with the same settings."""
+        """Return the algorithm with this name; it keeps its memory as long as its settings stay the same."""
         present = self.sums.get(name)
         if present is None or present.sparsity != sparsity:
             present = self.sums[name] = SparseSum(sparsity, self.numel, rank, world_size)
@@ -155,32 +136,39 @@ class GradientGroup:
         return present
 
     def memory(self) -> dict[str, dict[str, Any]]:
-        """What algorithms remember, by their name, as plain numbers and lists."""
+        """Return the memory of the algorithms, by name, as plain numbers and lists."""
         return self.memories | {name: sums.state_dict() for name, sums in self.sums.items()}
 
     def kept(self) -> dict[Kept, dict[int, Tensor]]:
-        """What there is, by kind and parameter: views, (numel,) each, in storage order."""
+        """Return residuals and velocities by parameter: views, (numel,) each, in storage order."""
         return {
-            "residual": _pieces(self.residual, self.offsets),
-            "velocity": _pieces(self.velocity, self.offsets) | _pieces(self.dense_velocity, self.dense_offsets),
+            "residual": _split(self.residual, self.offsets),
+            "velocity": _split(self.velocity, self.offsets) | _split(self.dense_velocity, self.dense_offsets),
         }
 
-    def surrender(self) -> dict[Kept, dict[int, Tensor]]:
-        """What there is, as :meth:`kept` has it, which is not kept here from now on: memory goes with the views."""
+    def release(self) -> dict[Kept, dict[int, Tensor]]:
+        """Return :meth:`kept`, and give the memory up: it goes with the views."""
         kept = self.kept()
         self.residual = self.velocity = self.dense_velocity = None
         return kept
 
+    def clear(self) -> None:
+        """Forget the residual, and set velocities to zero."""
+        self.residual = None
+        for velocity in (self.velocity, self.dense_velocity):
+            if velocity is not None:
+                velocity.zero_()
+
     def keep(self, kind: Kept, parameter: int, values: Tensor) -> None:
-        """Let (numel,) be what is kept of a parameter, as far as its gradients are still treated in that way."""
+        """Copy (numel,) into the memory of a parameter, if the group has such memory for it."""
         if kind == "residual" and parameter in self.offsets:
-            self.opened()
+            self.ensure_residual()
         target = self.kept()[kind].get(parameter)
         if target is not None:
             target.copy_(values)
 
 
-def _pieces(vector: Tensor | None, offsets: Mapping[int, int]) -> dict[int, Tensor]:
+def _split(vector: Tensor | None, offsets: Mapping[int, int]) -> dict[int, Tensor]:
     if vector is None:
         return {}
     edges = [*offsets.values(), vector.numel()]
@@ -188,7 +176,7 @@ def _pieces(vector: Tensor | None, offsets: Mapping[int, int]) -> dict[int, Tens
 
 
 def _offsets(members: Sequence[int], parameters: Sequence[Tensor]) -> tuple[dict[int, int], int]:
-    """Where each one begins if they lie one after the other, and where the last one ends."""
+    """Return the beginning of each member if they lie one after the other, and the end of the last one."""
     offsets, end = {}, 0
     for index in members:
         offsets[index] = end

@@ -1,7 +1,7 @@
-"""Which algorithm, with how many teams: as configured, or the fastest of those that are possible, found by trying.
+"""Choice of an algorithm and its number of teams: as configured, or the fastest, found by trial.
 
-Every candidate serves a few steps of the running job, which loses nothing by it: what is left out is kept, whichever
-algorithm leaves it out. Then each group takes the one whose slowest rank was fastest, on all ranks the same.
+Every candidate serves a few steps of the running job, which loses nothing by it: residuals are kept, whichever
+algorithm leaves them. Then each group takes the candidate whose slowest rank was fastest, on all ranks the same.
 """
 
 from __future__ import annotations
@@ -9,17 +9,18 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Sequence
+from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from ddp_hooks.comm import Lanes
+from ddp_hooks.topk.algorithms.spardl import SpAllGather
 from ddp_hooks.topk.config import AlgorithmName, TopKConfig
-from ddp_hooks.topk.spardl import SpAllGather
 
 logger = logging.getLogger("ddp_hooks")
 
 _FIRST_TRIAL = 2  # steps before it: DDP rebuilds its buckets, and groups are formed anew
 _STEPS_PER_TRIAL = 4
-_WARM_UP = 1  # of them, that does not count
+_WARM_UP = 1  # of them, not counted
 
 
 class Variant(NamedTuple):
@@ -35,7 +36,7 @@ class Variant(NamedTuple):
 
 
 def candidates(config: TopKConfig, world_size: int) -> list[Variant]:
-    """What may be tried, the default first; one if there is no choice."""
+    """Return the variants to try, the default first; a single one if there is no choice."""
     if config.algorithm != "spardl" and config.algorithm != "auto":
         return [Variant(config.algorithm)]
     if isinstance(config.teams, int):
@@ -45,27 +46,25 @@ def candidates(config: TopKConfig, world_size: int) -> list[Variant]:
     variants = []
     for teams in numbers:
         is_power_of_two = not teams & (teams - 1)
-        if teams == 1:
-            variants.append(Variant("spardl"))
-            continue
-        if config.sag in ("r", "auto") and is_power_of_two:
+        if teams == 1 or (config.sag in ("r", "auto") and is_power_of_two):
             variants.append(Variant("spardl", teams, "r"))
-        if config.sag in ("b", "auto"):
+        if teams > 1 and config.sag in ("b", "auto"):
             variants.append(Variant("spardl", teams, "b"))
     return variants + ([Variant("dense")] if config.algorithm == "auto" else [])
 
 
-class VariantChooser:
-    """Says which variant each group uses in this step.
+class _Phase(Enum):
+    FIXED = auto()  # there is no choice
+    POSTPONED = auto()  # the first candidate is used, and nothing is tried
+    TRYING = auto()  # steps are timed, or will be
+    CHOSEN = auto()
 
-    Args:
-        config: the settings.
-        lanes: whose ranks agree.
-    """
+
+class VariantChooser:
+    """Variant of each group in each step; ``lanes`` are those of the ranks that agree."""
 
     def __init__(self, config: TopKConfig, lanes: Lanes) -> None:
-        self.chosen: list[Variant] | None = None
-        """Per group; None as long as variants are tried, or if there is but one."""
+        self.chosen: list[Variant] | None = None  # per group, after trials
         self._candidates = candidates(config, lanes.world_size)
         self._warmup_steps = config.warmup_steps
         self._lanes = lanes
@@ -73,46 +72,33 @@ class VariantChooser:
         self.begin(0, None)
 
     def begin(self, step: int, chosen: Sequence[Sequence[Any]] | None) -> None:
-        """Training goes on with ``step``, with what was chosen before, or with new trials."""
-        self._is_postponed = False
-        former = [Variant(*variant) for variant in chosen or ()]
-        self.chosen = former if former and self.has_choice and set(former) <= set(self._candidates) else None
-        if former and self.chosen is None and self._lanes.rank == 0:
+        """Go on with ``step``: with an earlier choice, if the settings allow it, or with new trials."""
+        former, self.chosen = [Variant(*variant) for variant in chosen or ()], None
+        self._phase = _Phase.TRYING if len(self._candidates) > 1 else _Phase.FIXED
+        if former and self.is_trying and set(former) <= set(self._candidates):
+            self._phase, self.chosen = _Phase.CHOSEN, former
+        elif former and self._lanes.rank == 0:
             names = ", ".join(sorted({variant.name for variant in former}))
-            logger.info("%s had been chosen by trial, which the present settings exclude: %s", names, self._now())
+            now = "trying anew" if self.is_trying else f"using {self._candidates[0].name}"
+            logger.info("%s had been chosen by trial, which the present settings exclude: %s", names, now)
         self._times_s.clear()
         self._first_trial = max(_FIRST_TRIAL, self._warmup_steps, step)
 
     def postpone(self) -> None:
         """Use the first candidate, and try nothing, until :meth:`begin` is called."""
-        self.chosen = None
-        self._is_postponed = True
+        self._phase, self.chosen = _Phase.POSTPONED, None
 
     @property
     def is_trying(self) -> bool:
-        """Whether steps are timed, or will be."""
-        return self.chosen is None and self.has_choice and not self._is_postponed
-
-    @property
-    def has_choice(self) -> bool:
-        """Whether there is more than one variant."""
-        return len(self._candidates) > 1
-
-    def _now(self) -> str:
-        return "trying anew" if self.has_choice else f"using {self._candidates[0].name}"
+        """True if steps are timed, or will be."""
+        return self._phase is _Phase.TRYING
 
     def variant_of(self, group: int, step: int) -> Variant:
-        """The variant for a group in a step, counted from 0."""
+        """Return the variant of a group in a step, counted from 0."""
         return self.chosen[group] if self.chosen is not None else self._on_trial(step)
 
     def stepped(self, step: int, times_s: Sequence[float], names: Sequence[str]) -> None:
-        """A step is over; collective when it was the last of the trials.
-
-        Args:
-            step: which one.
-            times_s: how long each group has taken.
-            names: of the groups.
-        """
+        """Note the time of each group in a step; collective after the last trial, which makes the choice."""
         if not self.is_trying or step < self._first_trial:
             return
         self._times_s.setdefault(self._on_trial(step), []).append(list(times_s))
@@ -120,7 +106,7 @@ class VariantChooser:
             self._choose(names)
 
     def _on_trial(self, step: int) -> Variant:
-        trial = 0 if self._is_postponed else max(0, step - self._first_trial) // _STEPS_PER_TRIAL
+        trial = max(0, step - self._first_trial) // _STEPS_PER_TRIAL if self.is_trying else 0
         return self._candidates[min(trial, len(self._candidates) - 1)]
 
     def _choose(self, names: Sequence[str]) -> None:
@@ -129,17 +115,13 @@ class VariantChooser:
             for variant in self._candidates
         ]
         everyone: list[list[list[float]]] = self._lanes.gather_objects(mine, "the choice of algorithms, after trials")
-        self.chosen = []
+        self._phase, self.chosen = _Phase.CHOSEN, []
         for group, name in enumerate(names):
-            slowest_s = [
-                max(times[candidate][group] for times in everyone) for candidate in range(len(self._candidates))
-            ]
-            best = slowest_s.index(min(slowest_s))
-            self.chosen.append(self._candidates[best])
+            slowest_s = [max(times[number][group] for times in everyone) for number in range(len(self._candidates))]
+            best = self._candidates[slowest_s.index(min(slowest_s))]
+            self.chosen.append(best)
             if self._lanes.rank == 0:
-                tried = ", ".join(
-                    f"{variant.name} {seconds:.3f} s"
-                    for variant, seconds in zip(self._candidates, slowest_s, strict=True)
-                )
-                logger.info("group %d (%s) uses %s: %s", group, name, self._candidates[best].name, tried)
+                pairs = zip(self._candidates, slowest_s, strict=True)
+                tried = ", ".join(f"{variant.name} {seconds:.3f} s" for variant, seconds in pairs)
+                logger.info("group %d (%s) uses %s: %s", group, name, best.name, tried)
         self._times_s.clear()

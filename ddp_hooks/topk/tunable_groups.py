@@ -1,4 +1,4 @@
-"""What a :class:`~ddp_hooks.BucketTuner` turns of sparse all-reduce: which gradients are selected from together."""
+"""TunableGroups: how a :class:`~ddp_hooks.BucketTuner` changes the size of the groups."""
 
 from __future__ import annotations
 
@@ -9,29 +9,22 @@ from torch import Tensor
 
 from ddp_hooks.comm import Lanes, profile_link
 from ddp_hooks.topk.config import TopKConfig
-from ddp_hooks.topk.grouping import Grouping
+from ddp_hooks.topk.reduction.grouping import Grouping
 from ddp_hooks.tuning import Groups, Setting, Tuning, begin, job_of
 
 
-class TopKKnob:
-    """See :class:`~ddp_hooks.tuning.Knob`.
-
-    Args:
-        grouping: the groups in force.
-        lanes: of which some may be left idle.
-    """
+class TunableGroups:
+    """Groups in force, and lanes of which some may be left idle; a :class:`~ddp_hooks.tuning.Knob`."""
 
     def __init__(self, grouping: Grouping, lanes: Lanes) -> None:
         self._grouping = grouping
         self._lanes = lanes
 
     def groups_of(self, mb: float) -> Groups:
-        """See :class:`~ddp_hooks.tuning.Knob`."""
         members = tuple(self._grouping.members_of(mb))
         return Groups(len(members), members)
 
     def turn(self, setting: Setting) -> None:
-        """See :class:`~ddp_hooks.tuning.Knob`."""
         self._grouping.form(setting.mb)
         self._lanes.use(setting.lanes)
 
@@ -39,10 +32,10 @@ class TopKKnob:
 def begin_tuning(
     config: TopKConfig, lanes: Lanes, parameters: Sequence[Tensor], names: Sequence[str], grouping: Grouping
 ) -> Tuning | None:
-    """The search that the settings ask for; None if there is nothing to search for. Collective."""
+    """Return the search that the settings ask for; None if there is nothing to search for. Collective."""
     if config.tuner is None:
         return None
     goodput_bytes_s = profile_link(lanes).goodput_bytes_s
     settings = str(replace(config, tuner=None))
     job = job_of("topk", parameters, names, lanes, settings, goodput_bytes_s)
-    return begin(config.tuner, TopKKnob(grouping, lanes), lanes, grouping.mb, job, parameters[0].device)
+    return begin(config.tuner, TunableGroups(grouping, lanes), lanes, grouping.mb, job, parameters[0].device)

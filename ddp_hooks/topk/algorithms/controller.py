@@ -1,27 +1,26 @@
-"""How many entries a team contributes to B-SAG: Algorithm 2 of SparDL (zhao2024spardl, section III-D2).
+"""Number of entries that a team sends in B-SAG: Algorithm 2 of SparDL (zhao2024spardl, section III-D2).
 
-The number of entries after the exchange should be near the number that a block keeps. Too many: fewer are sent; the
-sentence above Algorithm 2 has it the other way round.
+The exchange should leave about as many entries as a block keeps. If it leaves more, fewer are sent (the sentence above
+Algorithm 2 says the opposite).
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 _MIN_STEP = 0.1  # moves h by one within ten steps
 
 
 @dataclass
 class TopHController:
-    """Algorithm 2 for one block position; the same on all workers that have it.
+    """Algorithm 2 for one block position; the same on all workers at this position.
 
     Args:
         target: entries that the block keeps, ``d k / P``.
         num_teams: d.
         h: entries to send, a real number from ``k / P`` to ``d k / P``; rounded when it is used.
-        step: what is added to ``h`` next.
-        doubles: whether the next step in the same direction is twice as long.
+        step: added to ``h`` next.
+        doubles: True if the next step in the same direction is twice as long.
     """
 
     target: int
@@ -36,12 +35,12 @@ class TopHController:
 
     @property
     def lowest(self) -> float:
-        """If teams' entries do not overlap."""
+        """``h`` if teams' entries do not overlap."""
         return self.target / self.num_teams
 
     @property
     def initial_step(self) -> float:
-        """One percent of the range in which ``h`` may lie."""
+        """One percent of the range of ``h``."""
         return max(0.01 * self.lowest * (self.num_teams - 1), _MIN_STEP)
 
     @property
@@ -50,9 +49,9 @@ class TopHController:
         return max(1, round(self.h)) if self.target else 0
 
     def observe(self, num_entries: int) -> None:
-        """The exchange has left ``num_entries`` different ones; adjust ``h`` for the next (lines 3 to 12)."""
+        """Adjust ``h`` after an exchange that has left ``num_entries`` different entries (lines 3 to 12)."""
         too_many = num_entries > self.target
-        if too_many != (self.step > 0):  # it goes in the right direction
+        if too_many != (self.step > 0):  # the direction is right
             if self.doubles:
                 self.step *= 2
             self.doubles = not self.doubles
@@ -67,12 +66,3 @@ class TopHController:
             self.h = min(max(self.h, self.lowest), float(self.target))
             self.step = self.initial_step * (1 if self.h == self.lowest else -1)
             self.doubles = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """As plain numbers."""
-        return asdict(self)
-
-    @staticmethod
-    def from_state(state: dict[str, Any]) -> TopHController:
-        """The reverse of :meth:`state_dict`."""
-        return TopHController(**state)

@@ -1,11 +1,12 @@
-"""Sparse vectors: sums of them, and their largest entries, the same on every rank that computes them.
+"""Sparse vectors: their sums and their largest entries, the same on every rank that computes them.
 
-Every operation is deterministic: sums are formed in the order of the arguments, and of entries of equal magnitude the
-one with the lowest index is the larger.
+Every operation is deterministic: sums are formed in the order of the arguments; of entries of equal magnitude the one
+with the lowest index is the larger; NaN is the largest magnitude, so that it is not overlooked.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,26 +14,21 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.primitives import first_of, kth_largest, positions_of, stable_order
+from ddp_hooks.topk.selection.primitives import first_of, kth_largest, positions_of, stable_order
 
 
 @dataclass(frozen=True)
 class SparseVector:
-    """Some entries of a vector; the others are zero.
+    """Some entries of a vector; the others are zero."""
 
-    Args:
-        indices: (k,), int64, ascending, each at most once.
-        values: (k,).
-    """
-
-    indices: Tensor
-    values: Tensor
+    indices: Tensor  # (k,), int64, ascending, each at most once
+    values: Tensor  # (k,)
 
     def __len__(self) -> int:
         return self.indices.numel()
 
     def at(self, positions: Tensor | slice) -> SparseVector:
-        """The entries at some positions (or where a mask is set), in the order given."""
+        """Return the entries at some positions, or where a mask is set, in the order given."""
         if isinstance(positions, slice):
             return SparseVector(self.indices[positions], self.values[positions])
         if positions.dtype == torch.bool:
@@ -48,22 +44,22 @@ class SparseVector:
         return SparseVector(there, self.values.index_select(0, found.index_select(0, there)))
 
     def shifted(self, offset: int) -> SparseVector:
-        """The same entries of a vector in which this one begins at ``offset``."""
+        """Return the same entries of a vector in which this one begins at ``offset``."""
         return SparseVector(self.indices + offset, self.values)
 
 
 def empty_like(values: Tensor) -> SparseVector:
-    """No entries, in the type and on the device of ``values``."""
+    """Return a vector without entries, in the type and on the device of ``values``."""
     return SparseVector(torch.empty(0, dtype=torch.int64, device=values.device), values.new_empty(0))
 
 
 def concatenated(vectors: Sequence[SparseVector]) -> SparseVector:
-    """The entries of several vectors, one after the other: a sparse vector, if their ranges follow each other."""
+    """Join the entries of vectors; a sparse vector if their ranges follow each other."""
     return SparseVector(torch.cat([v.indices for v in vectors]), torch.cat([v.values for v in vectors]))
 
 
 def add(first: SparseVector, second: SparseVector) -> SparseVector:
-    """The sum; entries that cancel stay, as zeros."""
+    """Return the sum; entries that cancel stay, as zeros."""
     both = concatenated([first, second])
     both = both.at(stable_order(both.indices))
     if not len(both):
@@ -77,23 +73,15 @@ def add(first: SparseVector, second: SparseVector) -> SparseVector:
 
 
 def total(vectors: Sequence[SparseVector]) -> SparseVector:
-    """The sum of several vectors, formed from left to right."""
-    result = vectors[0]
-    for vector in vectors[1:]:
-        result = add(result, vector)
-    return result
+    """Return the sum of vectors, formed from left to right."""
+    return functools.reduce(add, vectors)
 
 
 def largest(magnitudes: Tensor, k: int) -> Tensor:
-    """A mask of the ``k`` largest of non-negative numbers, (n,) bool; ties go to the lowest position.
-
-    What is not a number counts as the largest, so that it is not overlooked.
-    """
+    """Return a mask of the ``k`` largest of non-negative numbers, (n,) bool."""
     numel = magnitudes.numel()
-    if k >= numel:
-        return torch.ones(numel, dtype=torch.bool, device=magnitudes.device)
-    if k <= 0:
-        return torch.zeros(numel, dtype=torch.bool, device=magnitudes.device)
+    if not 0 < k < numel:
+        return torch.full((numel,), k > 0, dtype=torch.bool, device=magnitudes.device)
     boundary = kth_largest(magnitudes, k)
     if math.isnan(boundary):
         return first_of(magnitudes.isnan(), k)
@@ -102,7 +90,7 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
 
 
 def above_and_ties(magnitudes: Tensor, threshold: float, k: int) -> Tensor:
-    """A mask of what is above a threshold, or no number; if that is less than ``k``, with the first that equal it."""
+    """Return a mask of everything above a threshold; up to ``k`` entries are filled with the first that equal it."""
     mask = ~(magnitudes <= threshold)
     missing = k - int(mask.count_nonzero())
     if missing > 0:
@@ -111,6 +99,6 @@ def above_and_ties(magnitudes: Tensor, threshold: float, k: int) -> Tensor:
 
 
 def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:
-    """The ``k`` largest entries by magnitude, and the others."""
+    """Return the ``k`` largest entries by magnitude, and the others."""
     mask = largest(vector.values.abs(), k)
     return vector.at(mask), vector.at(~mask)

@@ -1,0 +1,121 @@
+"""Wire formats of the kept entries of a block: as many bytes as both sides know beforehand.
+
+========= ============================================= ================= ==============================
+format    index                                         value             bytes
+========= ============================================= ================= ==============================
+exact     4 bytes                                       as it is          8 per float32 entry
+compact   2 bytes within runs of 65,536 elements        bfloat16          4 per entry and 4 per run
+========= ============================================= ================= ==============================
+
+:meth:`EntryCodec.round` returns the rounding error, for the residual.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ddp_hooks.topk.selection import SparseVector
+from ddp_hooks.topk.selection.sparse_vector import empty_like
+
+Format = Literal["exact", "compact"]
+_RUN = 1 << 16
+
+
+@dataclass(frozen=True)
+class EntryCodec:
+    """A wire format, and the type of the decoded values."""
+
+    format: Format
+    dtype: torch.dtype
+
+    def nbytes(self, numel: int, capacity: int) -> int:
+        """Return the length of a message for up to ``capacity`` entries of a block of ``numel`` elements.
+
+        A message for no entries is empty.
+        """
+        if not capacity:
+            return 0
+        if self.format == "exact":
+            return capacity * (4 + self.dtype.itemsize)
+        return 4 * _num_runs(numel) + 4 * capacity
+
+    def round(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Return the values as they will arrive, and the rounding error; None if there is none."""
+        if self.format == "exact":
+            return values, None
+        arriving = values.to(torch.bfloat16).to(self.dtype)
+        return arriving, values - arriving
+
+    def encode(self, vector: SparseVector, numel: int, capacity: int) -> Tensor:
+        """Return a message, (:meth:`nbytes`,) uint8, with the entries of a block.
+
+        Args:
+            vector: at most ``capacity`` entries: indices in the block, values that :meth:`round` has returned.
+            numel: elements of the block.
+            capacity: entries that the message has room for.
+        """
+        if not capacity:
+            return vector.values.new_empty(0, dtype=torch.uint8)
+        missing = capacity - len(vector)
+        if self.format == "exact":
+            indices = pad(vector.indices.to(torch.int32), (0, missing), value=numel)
+            return torch.cat([_bytes_of(pad(vector.values, (0, missing))), _bytes_of(indices)])
+        edges = torch.arange(_num_runs(numel) + 1, device=vector.indices.device) * _RUN
+        counts = torch.searchsorted(vector.indices, edges, out_int32=True).diff()
+        places = pad(vector.indices.to(torch.uint16), (0, missing))  # modulo 65,536
+        values = pad(vector.values.to(torch.bfloat16), (0, missing))
+        return torch.cat([_bytes_of(counts), _bytes_of(places), _bytes_of(values)])
+
+    def decode(self, message: Tensor, numel: int, capacity: int) -> SparseVector:
+        """Return the entries of a message that :meth:`encode` has made."""
+        if not capacity:
+            return empty_like(message.new_empty(0, dtype=self.dtype))
+        if self.format == "exact":
+            size = self.dtype.itemsize * capacity
+            values, indices = _as(message[:size], self.dtype), _as(message[size:], torch.int32).long()
+            num_entries = int((indices < numel).sum())
+            return SparseVector(indices[:num_entries], values[:num_entries])
+        num_runs = _num_runs(numel)
+        counts, places, values = message.split([4 * num_runs, 2 * capacity, 2 * capacity])
+        starts = torch.arange(num_runs, device=message.device) * _RUN
+        indices = torch.repeat_interleave(starts, _as(counts, torch.int32))
+        num_entries = indices.numel()
+        indices += _as(places, torch.uint16)[:num_entries].long()
+        return SparseVector(indices, _as(values, torch.bfloat16)[:num_entries].to(self.dtype))
+
+    def is_dense_shorter(self, numel: int, count: int) -> bool:
+        """True if all elements of a block are no longer than ``count`` entries."""
+        return 0 < self.dense_nbytes(numel) <= self.nbytes(numel, count)
+
+    def dense_nbytes(self, numel: int) -> int:
+        """Return the length of a message with all elements of a block."""
+        return numel * (self.dtype.itemsize if self.format == "exact" else 2)
+
+    def encode_dense(self, vector: SparseVector, numel: int) -> Tensor:
+        """Return a message with all elements of a block; entries as for :meth:`encode`."""
+        dense = vector.values.new_zeros(numel)
+        dense[vector.indices] = vector.values
+        return _bytes_of(dense if self.format == "exact" else dense.to(torch.bfloat16))
+
+    def decode_dense(self, message: Tensor) -> SparseVector:
+        """Return the entries, other than zeros, of a message that :meth:`encode_dense` has made."""
+        dense = _as(message, self.dtype if self.format == "exact" else torch.bfloat16).to(self.dtype)
+        indices = torch.nonzero(dense).squeeze(1)
+        return SparseVector(indices, dense[indices])
+
+
+def _num_runs(numel: int) -> int:
+    return -(-numel // _RUN)
+
+
+def _bytes_of(values: Tensor) -> Tensor:
+    return values.contiguous().view(torch.uint8)
+
+
+def _as(message: Tensor, dtype: torch.dtype) -> Tensor:
+    return message.clone().view(dtype)  # a copy, because a part of a message may begin at any byte

@@ -1,0 +1,138 @@
+"""Ok-Topk: thresholds instead of selections, regions of equal load, a balanced all-gather (li2022oktopk).
+
+Row 4 of SparDL's Table I. Thresholds and regions are estimated every so many steps and used in between, so the number
+of entries varies; only the global threshold discards entries on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import Recv, Round, Send, bruck_all_gather, round_of
+from ddp_hooks.topk.algorithms.baselines import direct_reduce_scatter, gather_count, gather_numbers
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.algorithms.common import Exchange, Plan, even_bounds
+from ddp_hooks.topk.algorithms.error_feedback import ErrorFeedback
+from ddp_hooks.topk.selection import ChunkedGradient, SparseVector, add_and_threshold
+from ddp_hooks.topk.selection.primitives import kth_largest
+from ddp_hooks.topk.selection.sparse_vector import concatenated, empty_like
+
+_IMBALANCE = 4  # times the mean, from which on entries are spread evenly before the all-gather
+
+
+@dataclass
+class OkTopkEstimates:
+    """Estimates of one working vector, used for several steps."""
+
+    threshold_interval: int = 32  # steps between two estimates of the thresholds
+    region_interval: int = 64  # steps between two estimates of the regions
+    step: int = 0
+    local_threshold: float = 0.0
+    global_threshold: float = 0.0
+    bounds: list[int] = field(default_factory=list)  # of the regions
+
+
+def oktopk(
+    feedback: ErrorFeedback,
+    gradient: ChunkedGradient | None,
+    plan: Plan,
+    codec: EntryCodec,
+    estimates: OkTopkEstimates,
+) -> Exchange:
+    """Return the entries of the sum that reach a global threshold, about ``plan.k``; changes ``estimates``.
+
+    There is no selector: ``gradient`` is added to the residual here, or is None if the residual includes it.
+    """
+    anew = estimates.step % estimates.threshold_interval == 0
+    mine = _reaching_local_threshold(feedback.work, plan.k, gradient, anew, estimates)
+    if estimates.step % estimates.region_interval == 0 or not estimates.bounds:
+        estimates.bounds = yield from _balanced_regions(mine.indices, plan)
+    estimates.step += 1
+    region = yield from direct_reduce_scatter(feedback.take(mine, codec), estimates.bounds, plan.rank, codec)
+    region = region.shifted(estimates.bounds[plan.rank])
+    if anew:
+        magnitudes = yield from _gather_magnitudes(region.values, plan)
+        keep = min(plan.k, magnitudes.numel())
+        estimates.global_threshold = kth_largest(magnitudes, keep) if keep else 0.0
+    reaches = ~(region.values.abs() < estimates.global_threshold)  # also NaN, which close() refuses
+    feedback.discard(region.at(~reaches))
+    kept = feedback.round(region.at(reaches), codec)
+    result = yield from _balanced_all_gather(kept, plan, codec)
+    feedback.close(result)
+    return result
+
+
+def _reaching_local_threshold(
+    work: Tensor, k: int, gradient: ChunkedGradient | None, anew: bool, estimates: OkTopkEstimates
+) -> SparseVector:
+    if not work.numel():
+        return empty_like(work)
+    if anew:
+        if gradient is not None:
+            gradient.add_to(work)
+            gradient = None
+        estimates.local_threshold = kth_largest(work.abs(), min(k, work.numel()))
+    return add_and_threshold(work, estimates.local_threshold, 2 * k, gradient)  # messages stay bounded
+
+
+def _balanced_regions(indices: Tensor, plan: Plan) -> Generator[Round, None, list[int]]:
+    """Return regions that hold about as many entries each: the mean over ranks of the cuts of each."""
+    world_size, numel = plan.world_size, plan.numel
+    positions = [len(indices) * part // world_size for part in range(1, world_size)]
+    cuts = [int(indices[position]) if len(indices) else numel for position in positions]
+    everyone = yield from gather_numbers(cuts, plan, indices.device)
+    return [0, *(sum(cuts) // world_size for cuts in zip(*everyone, strict=True)), numel]
+
+
+def _gather_magnitudes(values: Tensor, plan: Plan) -> Generator[Round, None, Tensor]:
+    counts = yield from gather_count(values.numel(), plan, values.device)
+    return torch.cat((yield from bruck_all_gather(values.abs(), counts, range(plan.world_size), plan.rank)))
+
+
+def _balanced_all_gather(vector: SparseVector, plan: Plan, codec: EntryCodec) -> Exchange:
+    """Return all entries on all ranks; where one rank has very many, they are first spread evenly."""
+    numel, ranks = plan.numel, range(plan.world_size)
+    counts = yield from gather_count(len(vector), plan, vector.values.device)
+    if max(counts) * len(ranks) > _IMBALANCE * sum(counts):
+        vector, counts = yield from _spread(vector, counts, plan, codec)
+    sizes = [codec.nbytes(numel, count) for count in counts]
+    message = codec.encode(vector, numel, len(vector))
+    messages = yield from bruck_all_gather(message, sizes, ranks, plan.rank)
+    return concatenated([codec.decode(each, numel, count) for each, count in zip(messages, counts, strict=True)])
+
+
+def _spread(
+    vector: SparseVector, counts: Sequence[int], plan: Plan, codec: EntryCodec
+) -> Generator[Round, None, tuple[SparseVector, list[int]]]:
+    """Give every rank an equal part of all entries, in their order: each overlap of two ranks' parts is a message."""
+    rank, ranks, numel = plan.rank, range(plan.world_size), plan.numel
+    have = [sum(counts[:r]) for r in range(len(ranks) + 1)]
+    get = even_bounds(have[-1], len(ranks))
+
+    def overlap(sender: int, receiver: int) -> tuple[int, int]:
+        first, last = max(have[sender], get[receiver]), min(have[sender + 1], get[receiver + 1])
+        return first, max(first, last)
+
+    parts, lengths = {}, {}
+    for peer in ranks:
+        first, last = overlap(rank, peer)
+        parts[peer] = vector.at(slice(first - have[rank], last - have[rank]))
+        first, last = overlap(peer, rank)
+        lengths[peer] = last - first
+    sources = [peer for peer in ranks if peer != rank and lengths[peer]]
+    targets = [peer for peer in ranks if peer != rank and len(parts[peer])]
+    device = vector.values.device
+    arriving = {
+        peer: torch.empty(codec.nbytes(numel, lengths[peer]), dtype=torch.uint8, device=device) for peer in sources
+    }
+    yield round_of(
+        *(Recv(peer, arriving[peer]) for peer in sources),
+        *(Send(peer, codec.encode(parts[peer], numel, len(parts[peer]))) for peer in targets),
+    )
+    received = {peer: codec.decode(arriving[peer], numel, lengths[peer]) for peer in sources}
+    received[rank] = parts[rank]
+    return concatenated([received[peer] for peer in sorted(received)]), [get[r + 1] - get[r] for r in ranks]

@@ -1,0 +1,94 @@
+"""SparseSum: every algorithm by its name, run in one way by the hook, tests and benchmarks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, TypeAlias
+
+from torch import Tensor
+
+from ddp_hooks.topk.algorithms.baselines import gtopk, topka, topkdsa
+from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.topk.algorithms.common import Exchange, Plan
+from ddp_hooks.topk.algorithms.controller import TopHController
+from ddp_hooks.topk.algorithms.error_feedback import Collection, ErrorFeedback
+from ddp_hooks.topk.algorithms.oktopk import OkTopkEstimates, oktopk
+from ddp_hooks.topk.algorithms.spardl import SpAllGather, Split, spardl
+from ddp_hooks.topk.selection import BlockSelector, ChunkedGradient
+
+Name: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk"]
+
+
+@dataclass(frozen=True)
+class Sparsity:
+    """Settings of a sparse sum.
+
+    Args:
+        algorithm: its name.
+        k: entries to keep of a vector.
+        codec: wire format.
+        num_teams, sag, split: of ``"spardl"``, see :func:`~ddp_hooks.topk.algorithms.spardl.spardl`.
+        collection: of residuals, see :mod:`~ddp_hooks.topk.algorithms.error_feedback`.
+    """
+
+    algorithm: Name
+    k: int
+    codec: EntryCodec
+    num_teams: int = 1
+    sag: SpAllGather = "r"
+    split: Split = "whole"
+    collection: Collection = "global"
+
+
+class SparseSum:
+    """One worker's part in the sums of one vector, step after step.
+
+    Args:
+        sparsity: the settings, the same on every rank.
+        numel: elements of the vector.
+        rank, world_size: of the group.
+    """
+
+    def __init__(self, sparsity: Sparsity, numel: int, rank: int, world_size: int) -> None:
+        self.sparsity = sparsity
+        self._plan = Plan(numel, min(sparsity.k, numel), world_size, sparsity.num_teams, rank)
+        self.memory: TopHController | OkTopkEstimates | None = None
+        """State that the algorithm keeps from step to step."""
+        if sparsity.algorithm == "oktopk":
+            self.memory = OkTopkEstimates()
+        elif sparsity.algorithm == "spardl" and sparsity.sag == "b" and sparsity.num_teams > 1:
+            self.memory = TopHController(self._plan.counts[self._plan.position], sparsity.num_teams)
+
+    def run(self, residual: Tensor, gradient: Tensor | ChunkedGradient | None) -> Exchange:
+        """Add ``gradient`` to ``residual``, and return the sparse sum over all workers.
+
+        Args:
+            residual: (n,), of the last step; becomes the residual of this step.
+            gradient: (n,); None if the residual includes it.
+        """
+        if isinstance(gradient, Tensor):
+            gradient = ChunkedGradient((gradient,))
+        sparsity, memory, plan, codec = self.sparsity, self.memory, self._plan, self.sparsity.codec
+        feedback = ErrorFeedback(residual, sparsity.collection)
+        if isinstance(memory, OkTopkEstimates):
+            return (yield from oktopk(feedback, gradient, plan, codec, memory))
+        if sparsity.algorithm == "spardl":
+            selector = BlockSelector(residual, plan.bounds, plan.counts, gradient)
+            return (yield from spardl(feedback, selector, plan, codec, sparsity.sag, sparsity.split, memory))
+        selector = BlockSelector(residual, (0, plan.numel), (plan.k,), gradient)
+        baseline = {"topka": topka, "topkdsa": topkdsa, "gtopk": gtopk}[sparsity.algorithm]
+        return (yield from baseline(feedback, selector, plan, codec))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the memory as plain numbers and lists."""
+        return {**self._sizes, **asdict(self.memory)} if self.memory is not None else {}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore a saved memory, if it is of a vector of the same length with as many entries."""
+        sizes = self._sizes
+        if self.memory is not None and all(state.get(key) == value for key, value in sizes.items()):
+            self.memory = type(self.memory)(**{key: state[key] for key in state if key not in sizes})
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"numel": self._plan.numel, "k": self._plan.k}
