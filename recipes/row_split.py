@@ -20,11 +20,11 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hooks.comm import Algorithm, Send, run_on_fabric
-from ddp_hooks.embedding.gradients import GradientExchange, RowSum, send_delayed
-from ddp_hooks.embedding.ids import NO_COMPLAINT, BatchRows, Purpose, tell_ids
+from ddp_hooks.embedding.exchange.gradients import GradientExchange, RowSum, send_delayed
+from ddp_hooks.embedding.exchange.ids import NO_ERROR, BatchRows, Purpose, exchange_ids
+from ddp_hooks.embedding.exchange.lookup import Lookup, look_up
+from ddp_hooks.embedding.step.updates import TableUpdates
 from ddp_hooks.embedding.table import Table, column_bounds
-from ddp_hooks.embedding.updates import TableUpdates
-from ddp_hooks.embedding.vectors import Lookup, look_up
 
 NUM_ROWS, DIM = 12, 6
 # Ids by worker: of the batch whose gradient is sent, and of the next one.
@@ -131,7 +131,7 @@ class _Worker:
         self._apply(exchange.delayed)
 
     def _tell(self, batch: BatchRows, purpose: Purpose) -> Algorithm:
-        return tell_ids(batch, purpose, 1, NO_COMPLAINT, [self.table], self.rank, range(self.world_size))
+        return exchange_ids(batch, purpose, 1, NO_ERROR, [self.table], self.rank, range(self.world_size))
 
     def _lookup(self, batch: BatchRows) -> Lookup:
         assert batch.wanted is not None
@@ -246,7 +246,7 @@ def _draw_times(ax: Any) -> None:
 
 
 def _bars() -> Iterator[tuple[int, float, float, str, str]]:
-    """(lane, start, end, label, colour) of two steps, as ``ddp_hooks.embedding.flow`` has them."""
+    """(lane, start, end, label, colour) of two steps, as ``ddp_hooks.embedding.step.scheduler`` has them."""
     period = 10.2
     for number in (1, 2):
         start = period * (number - 1)

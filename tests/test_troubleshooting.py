@@ -29,8 +29,11 @@ MADE_BY = {
         "coordination/negotiation/request_table.py",
         "_failure_of",
     ),
-    ("embedding/flow.py", "RuntimeError(batch.fault)"): ("embedding/ids.py", "_first_fault"),
-    ("embedding/flow.py", "RuntimeError(self._fault)"): ("embedding/ids.py", "_first_fault"),
+    ("embedding/step/lookups.py", "RuntimeError(batch.sync_error)"): ("embedding/exchange/ids.py", "_sync_error"),
+    ("embedding/step/scheduler.py", "RuntimeError(self.lookups.sync_error)"): (
+        "embedding/exchange/ids.py",
+        "_sync_error",
+    ),
 }
 
 

@@ -1,9 +1,8 @@
 """Embedding tables that travel by row (li2022embrace)."""
 
 from ddp_hooks.embedding.config import TableConfig
-from ddp_hooks.embedding.hook import embedding_hook
 from ddp_hooks.embedding.module import ShardedEmbedding
-from ddp_hooks.embedding.replicated import EmbeddingState
+from ddp_hooks.embedding.replicated import EmbeddingState, embedding_hook
 from ddp_hooks.embedding.rowwise import RowwiseAdamW
 from ddp_hooks.embedding.shard import shard_embeddings
 from ddp_hooks.embedding.stats import TableStats

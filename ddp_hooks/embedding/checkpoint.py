@@ -1,143 +1,185 @@
-"""Saving and loading: whole tables under their names in the model that was not sharded, or every rank its columns."""
+"""Saving and loading: whole tables under their names in the unsharded model, or every rank its columns."""
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_hooks.comm import Algorithm, agree, calling, read_metadata, see, torch_compat
-from ddp_hooks.embedding.channels import Channels
-from ddp_hooks.embedding.columns import gather_columns
+from ddp_hooks.embedding.exchange.channels import Channels
+from ddp_hooks.embedding.exchange.columns import gather_columns
+from ddp_hooks.embedding.step.lifecycle import Phase
+from ddp_hooks.embedding.step.scheduler import StepScheduler
 from ddp_hooks.embedding.table import Table
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
+logger = logging.getLogger("ddp_hooks")
+
 
 class TableCheckpoint:
-    """Makes and reads states of tables and their optimizer.
+    """Reads and writes the weights of tables and the state of their optimizer, after the scheduler's delayed rows."""
 
-    Args:
-        tables: all of them.
-        optimizer: of their weights.
-        channels: to the other ranks.
-    """
-
-    def __init__(self, tables: Sequence[Table], optimizer: torch.optim.Optimizer, channels: Channels) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        tables: Sequence[Table],
+        optimizer: torch.optim.Optimizer,
+        channels: Channels,
+        scheduler: StepScheduler,
+    ) -> None:
+        self._model = model
         self._tables = tables
         self._optimizer = optimizer
         self._channels = channels
+        self._scheduler = scheduler
         self._rank, self._world_size, self._group = channels.rank, channels.world_size, channels.group
-        self._saved: dict[str, Any] | None = None  # the optimizer's whole state
-        self._passing = False  # whether this module asks for the optimizer's own part
+        self._kept_weights: list[Tensor] | None = None  # whole tables, until the next step
+        self._kept_state: dict[str, Any] | None = None  # the optimizer's whole state, until the next step
+        self._wants_columns = False  # this object asks for, or loads, the optimizer's own columns
+        self._has_warned = False
+        # These hooks stay when the tables are closed: one rank's columns are never the whole state.
+        optimizer.register_state_dict_pre_hook(self._before_state_dict)
+        optimizer.register_state_dict_post_hook(self._after_state_dict)
+        optimizer.register_load_state_dict_pre_hook(self._before_load_state_dict)
 
-    # -- whole ------------------------------------------------------------------------------------------------------
+    @property
+    def is_whole(self) -> bool:
+        """True if ``state_dict()`` returns whole tables on this rank."""
+        return bool(self._scheduler.local_tables or self._kept_weights or self._world_size == 1)
 
-    def weights(self, to: int | None, device: torch.device) -> list[Tensor] | None:
-        """All whole tables, on rank ``to`` or everywhere; collective."""
+    # -- whole tables
+
+    def gather_weights(self, to: int | None, device: torch.device) -> list[Tensor] | None:
+        """Gather whole tables on rank ``to``, or on all ranks; collective."""
         gathered = [self._gather(table, table.weight.detach(), to) for table in self._tables]
         return [full.to(device) for full in gathered if full is not None] if to in (None, self._rank) else None
 
-    def optimizer_state(self, to: int | None) -> dict[str, Any] | None:
-        """The optimizer's ``state_dict`` as it would be for whole tables, on the CPU; collective."""
+    def gather_optimizer_state(self, to: int | None) -> dict[str, Any] | None:
+        """Gather the optimizer's ``state_dict`` for whole tables, on the CPU; collective."""
         own = self._own_state()
-        whole: dict[int, dict[str, Any]] = {}
-        for position, table in enumerate(self._in_order()):
+        gathered: dict[int, dict[str, Any]] = {}
+        for position, table in enumerate(self._in_optimizer_order()):
             state = own["state"].get(position)
-            if state is None:
-                continue
-            whole[position] = {
-                key: self._gather(table, value, to) if self._has_columns(table, value) else _on_host(value)
-                for key, value in state.items()
-            }
-        if to not in (None, self._rank):
-            return None
-        for state in whole.values():
-            for key, value in state.items():
-                state[key] = _on_host(value)
-        return {**own, "state": whole}
+            if state is not None:
+                gathered[position] = {
+                    key: _on_host(self._gather(table, value, to) if _has_columns(table, value) else value)
+                    for key, value in state.items()
+                }
+        return {**own, "state": gathered} if to in (None, self._rank) else None
 
-    def keep(self, state: dict[str, Any] | None) -> None:
-        """What ``optimizer.state_dict()`` is to return; None: to raise, unless there is one rank only."""
-        self._saved = state
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the model's ``state_dict`` with whole tables, on the CPU; collective."""
+        before, self._kept_weights = self._kept_weights, self.gather_weights(None, torch.device("cpu"))
+        try:
+            state: dict[str, Any] = self._model.state_dict()
+        finally:
+            self._kept_weights = before
+        return state
 
-    def before_state_dict(self, *_: Any) -> None:
-        """A hook of the optimizer."""
-        if self._passing:
-            return
-        self.meet_before_gather()
-        if self._world_size > 1 and self._saved is None and not torch_compat.inside_state_dict_api():
-            raise RuntimeError(
-                "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
-                "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
-                "tables.optimizer.state_dict() on the rank that saves then, before the next step and tables.close()"
-                f"{see('optimizer-state-is-sharded')}"
-            )
+    def consolidate(self, to: int | None) -> None:
+        """Keep whole tables and optimizer state on rank ``to``, or on all ranks, until the next step; collective."""
+        self._kept_weights = self.gather_weights(to, torch.device("cpu"))
+        self._kept_state = self.gather_optimizer_state(to)
 
-    def meet_before_gather(self) -> None:
-        """Let ranks meet if ``torch.distributed.checkpoint.state_dict`` is about to gather what they hold.
+    def discard_whole(self) -> None:
+        """Forget what :meth:`consolidate` has gathered."""
+        self._kept_weights = self._kept_state = None
 
-        It gathers in a group of torch's, whose waits name nobody, and last half an hour by default.
+    def discard_old(self) -> None:
+        """Forget whatever was gathered or looked up from weights that change now."""
+        self._scheduler.lookups.discard_ahead()
+        self.discard_whole()
+
+    # -- weights of modules
+
+    def weight_of(self, index: int, caller: str) -> Tensor:
+        """Return a whole table, or a DTensor for FSDP2 and ``torch.distributed.checkpoint.state_dict``.
+
+        Raises:
+            RuntimeError: this rank has some columns only.
         """
-        call = torch_compat.StateDictCall.current()
-        if call is not None and call.gathers:
-            with calling(f"{call.name}()"):
-                self._channels.meet()
-
-    def after_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """A hook of the optimizer."""
-        if self._passing:
-            return None
-        if self._world_size > 1 and torch_compat.inside_state_dict_api():
-            tables = self._in_order()
-            state = {
-                position: {key: self._spread(tables[position], value) for key, value in values.items()}
-                for position, values in state_dict["state"].items()
-            }
-            return {**state_dict, "state": state}
-        return self._saved
-
-    def before_load(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """A hook of the optimizer: cut out this rank's columns."""
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
-        table_of = dict(zip(keys, self._in_order(), strict=False))  # torch refuses other numbers of parameters
-        state = {
-            key: {name: self._cut(table_of[key], name, value) for name, value in values.items()}
-            for key, values in state_dict["state"].items()
-            if key in table_of
-        }
-        return {**state_dict, "state": state}
-
-    def _cut(self, table: Table, key: str, value: Any) -> Any:
-        if not isinstance(value, Tensor) or value.dim() < 2:
-            return value
-        if tuple(value.shape) != (table.num_rows, table.dim):
-            raise ValueError(
-                f"{key} of {table.name} must have the shape {(table.num_rows, table.dim)} of the whole table, got "
-                f"{tuple(value.shape)}: load what tables.full_optimizer_state_dict() has returned"
+        if self._scheduler.local_tables is not None:
+            return self._scheduler.local_tables[index]
+        if self._kept_weights is not None and not torch_compat.inside_state_dict_api():
+            return self._kept_weights[index]
+        table, is_closed = self._tables[index], self._scheduler.phase is Phase.CLOSED
+        if self._world_size == 1:
+            self._scheduler.split_step.flush()
+            return table.weight.detach()
+        if not is_closed and (_is_sharded_by_fsdp2(self._model) or torch_compat.inside_state_dict_api()):
+            self._scheduler.split_step.flush()
+            return self._as_dtensor(table, table.weight.detach())
+        rank = self._channels.ranks[self._rank]
+        if is_closed:
+            raise RuntimeError(
+                f"{caller}: the tables were closed, and rank {rank} has kept some columns of {table.name} only: call "
+                f"tables.full_state_dict() on all ranks before tables.close(){see('the-state-was-closed')}"
             )
-        return self.own_columns(table, value).contiguous()
+        raise RuntimeError(
+            f"{caller}: rank {rank} has some columns of {table.name} only, and to gather the others takes all ranks. "
+            f"To save call tables.full_state_dict() on all ranks, or tables.consolidate() on all ranks and "
+            f"state_dict() on the rank that saves then, before the next step; to evaluate or read weights use "
+            f"tables.local() on all ranks{see('tables-are-sharded')}"
+        )
 
-    # -- in parts ---------------------------------------------------------------------------------------------------
+    def weight_to_save(self, index: int) -> Tensor:
+        """Return :meth:`weight_of` for ``state_dict()``; collective if torch gathers it."""
+        if self._scheduler.local_tables is None:
+            self._meet_before_gather()
+        return self.weight_of(index, "state_dict()")
 
-    def parts(self) -> dict[str, Any]:
-        """This rank's columns of weights and state as DTensors, for ``torch.distributed.checkpoint``."""
+    def load_weight(self, index: int, full: Tensor) -> None:
+        """Copy this rank's columns of (num_rows, dim); collective for a DTensor."""
+        if self._scheduler.local_tables is not None:
+            raise RuntimeError(
+                "weights were loaded inside of tables.local(), where tables are copies: leave it before"
+                f"{see('called-at-the-wrong-moment')}"
+            )
+        self._scheduler.split_step.flush()
+        self.discard_old()
+        table = self._tables[index]
+        columns = self._own_columns(table, full)
+        with torch.no_grad():
+            table.weight.copy_(columns)
+
+    def convert(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
+        """Apply ``model.to()`` and the like to this rank's columns."""
+        self._scheduler.split_step.flush()
+        self.discard_old()
+        weight = self._tables[index].weight
+        with torch.no_grad():
+            converted = function(weight.data)
+        if converted.device != weight.device:
+            raise RuntimeError(
+                f"sharded tables cannot move from {weight.device} to {converted.device}: move the model before "
+                f"shard_embeddings(){see('storage-was-replaced')}"
+            )
+        weight.data = converted
+
+    # -- columns of this rank, for torch.distributed.checkpoint
+
+    def sharded_state_dict(self) -> dict[str, Any]:
+        """Return this rank's columns of weights and optimizer state as DTensors."""
         own = self._own_state()
         found: dict[str, Any] = {}
-        for position, table in enumerate(self._in_order()):
+        for position, table in enumerate(self._in_optimizer_order()):
             found[f"{table.name}.weight"] = self._as_dtensor(table, table.weight.detach())
             for key, value in own["state"].get(position, {}).items():
-                spread = self._spread(table, value)
-                found[f"{table.name}.{key}"] = spread if isinstance(spread, Tensor) else torch.as_tensor(spread)
+                entry = self._as_dtensor_if_columns(table, value)
+                found[f"{table.name}.{key}"] = entry if isinstance(entry, Tensor) else torch.as_tensor(entry)
         found["param_groups"] = own["param_groups"]
         return found
 
-    def load_parts(self, path: str | os.PathLike[str], prefix: str) -> None:
-        """Read what :meth:`parts` has made, on any number of ranks; collective."""
+    def load_sharded(self, path: str | os.PathLike[str], prefix: str) -> None:
+        """Load what :meth:`sharded_state_dict` has returned, on any number of ranks; collective."""
         from torch.distributed.checkpoint import load
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -148,24 +190,24 @@ class TableCheckpoint:
             problem = problem or f"{os.fspath(path)} has no table {', '.join(missing)} under {prefix!r}"
         agree({"entries": sorted(keys)}, problem, self._group, "the checkpoint", self._channels.config)
         target: dict[str, Any] = {"param_groups": self._own_state()["param_groups"]}
-        for table in self._tables:
-            for key in keys:
-                if key.rpartition(".")[0] != table.name:
-                    continue
-                entry = metadata[f"{prefix}.{key}"]
-                assert isinstance(entry, TensorStorageMetadata)
-                shape = tuple(entry.size)
-                if shape == (table.num_rows, table.dim):
-                    target[key] = self._as_dtensor(table, torch.zeros_like(table.weight.detach()))
-                else:
-                    target[key] = torch.zeros(shape, dtype=entry.properties.dtype)
+        table_of = {table.name: table for table in self._tables}
+        for key in keys:
+            table = table_of.get(key.rpartition(".")[0])
+            if table is None:
+                continue
+            entry = metadata[f"{prefix}.{key}"]
+            assert isinstance(entry, TensorStorageMetadata)
+            if tuple(entry.size) == table.shape:
+                target[key] = self._as_dtensor(table, torch.zeros_like(table.weight.detach()))
+            else:
+                target[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
         load({prefix: target}, checkpoint_id=path, process_group=self._group)
         self._install(target)
 
     def _install(self, loaded: Mapping[str, Any]) -> None:
-        template = self._own_state()["state"]
+        present = self._own_state()["state"]
         state: dict[int, dict[str, Any]] = {}
-        for position, table in enumerate(self._in_order()):
+        for position, table in enumerate(self._in_optimizer_order()):
             for key, value in loaded.items():
                 name, _, entry = key.rpartition(".")
                 if name != table.name:
@@ -174,64 +216,132 @@ class TableCheckpoint:
                 if entry == "weight":
                     with torch.no_grad():
                         table.weight.copy_(local)
-                elif local.dim() == 0 and not isinstance(template.get(position, {}).get(entry, 0), Tensor):
-                    state.setdefault(position, {})[entry] = local.item()
-                else:
-                    state.setdefault(position, {})[entry] = local
-        self._passing = True
-        try:
+                    continue
+                counts_in_numbers = not isinstance(present.get(position, {}).get(entry, 0), Tensor)
+                state.setdefault(position, {})[entry] = (
+                    local.item() if local.dim() == 0 and counts_in_numbers else local
+                )
+        with self._own_columns_only():
             self._optimizer.load_state_dict({"state": state, "param_groups": loaded["param_groups"]})
-        finally:
-            self._passing = False
 
-    def _spread(self, table: Table, value: Any) -> Any:
-        """An entry of the state; a DTensor if it has one value per element."""
-        return self._as_dtensor(table, value) if self._has_columns(table, value) else value
+    # -- hooks of the optimizer
+
+    def _before_state_dict(self, *_: Any) -> None:
+        self._scheduler.split_step.flush()
+        if self._wants_columns:
+            return
+        self._meet_before_gather()
+        if self._world_size > 1 and self._kept_state is None and not torch_compat.inside_state_dict_api():
+            raise RuntimeError(
+                "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
+                "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
+                "tables.optimizer.state_dict() on the rank that saves then, before the next step and tables.close()"
+                f"{see('optimizer-state-is-sharded')}"
+            )
+
+    def _after_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        if self._wants_columns:
+            return None
+        if self._world_size > 1 and torch_compat.inside_state_dict_api():
+            tables = self._in_optimizer_order()
+            state = {
+                position: {key: self._as_dtensor_if_columns(tables[position], value) for key, value in values.items()}
+                for position, values in state_dict["state"].items()
+            }
+            return {**state_dict, "state": state}
+        return self._kept_state
+
+    def _before_load_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Cut this rank's columns out of a whole state."""
+        self._scheduler.split_step.flush()
+        self.discard_whole()
+        if self._wants_columns:
+            return None
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
+        table_of = dict(zip(keys, self._in_optimizer_order(), strict=False))  # torch refuses other numbers of them
+        state = {
+            key: {name: self._cut(table_of[key], name, value) for name, value in values.items()}
+            for key, values in state_dict["state"].items()
+            if key in table_of
+        }
+        return {**state_dict, "state": state}
+
+    def _cut(self, table: Table, key: str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        if tuple(value.shape) != table.shape:
+            raise ValueError(
+                f"{key} of {table.name} must have the shape {table.shape} of the whole table, got "
+                f"{tuple(value.shape)}: load what tables.full_optimizer_state_dict() has returned"
+            )
+        return self._own_columns(table, value).contiguous()
+
+    def _meet_before_gather(self) -> None:
+        """Let ranks meet if ``torch.distributed.checkpoint.state_dict`` is about to gather their columns.
+
+        It gathers in a group of torch's, whose waits name nobody and last half an hour by default.
+        """
+        call = torch_compat.StateDictCall.current()
+        if call is not None and call.gathers:
+            with calling(f"{call.name}()"):
+                self._channels.meet()
+
+    def warn_if_left_out(self) -> None:
+        """Warn, once, if ``get_state_dict()`` or ``set_state_dict()`` was not given the tables' optimizer."""
+        call, optimizers = torch_compat.optimizers_beside_model()
+        has_state = not isinstance(self._optimizer, torch.optim.SGD)  # momentum is refused
+        if not optimizers or self._optimizer in optimizers or self._has_warned or not has_state:
+            return
+        self._has_warned = True
+        logger.warning(
+            "%s() was given optimizers without that of the sharded tables %s, whose state it leaves out; a run that "
+            "resumes would begin with a new one. Call get_state_dict(model, [optimizer, tables.optimizer]), and "
+            "set_state_dict() likewise%s",
+            call,
+            ", ".join(table.name for table in self._tables),
+            see("optimizer-state-is-sharded"),
+        )
+
+    # -- columns
+
+    @contextmanager
+    def _own_columns_only(self) -> Iterator[None]:
+        """Let the optimizer's hooks leave states as they are."""
+        self._wants_columns = True
+        try:
+            yield
+        finally:
+            self._wants_columns = False
+
+    def _own_state(self) -> dict[str, Any]:
+        with self._own_columns_only():
+            return self._optimizer.state_dict()
+
+    def _own_columns(self, table: Table, given: Tensor) -> Tensor:
+        """Return this rank's columns of (num_rows, dim); collective for a DTensor with another placement."""
+        from torch.distributed.tensor import DTensor
+
+        if isinstance(given, DTensor):
+            like = self._as_dtensor(table, table.weight.detach())
+            if given.placements == like.placements and given.device_mesh == like.device_mesh:
+                return given.to_local()
+            given = given.full_tensor()
+        return table.cut(given, self._rank)
+
+    def _in_optimizer_order(self) -> list[Table]:
+        table_of = {id(table.weight): table for table in self._tables}
+        return [table_of[id(p)] for group in self._optimizer.param_groups for p in group["params"]]
 
     def _as_dtensor(self, table: Table, columns: Tensor) -> DTensor:
         from torch.distributed.device_mesh import DeviceMesh
         from torch.distributed.tensor import DTensor, Shard
 
         mesh = DeviceMesh.from_group(self._group, columns.device.type)
-        shape = torch.Size((table.num_rows, table.dim))
+        shape = torch.Size(table.shape)
         return DTensor.from_local(columns, mesh, [Shard(1)], run_check=False, shape=shape, stride=(table.dim, 1))
 
-    def as_dtensor(self, table: Table) -> DTensor:
-        """A table as this rank's columns and where the others are; they are those in use, not a copy."""
-        return self._as_dtensor(table, table.weight.detach())
-
-    def own_columns(self, table: Table, given: Tensor) -> Tensor:
-        """This rank's columns of (num_rows, dim); collective if it is a DTensor that is sharded otherwise."""
-        from torch.distributed.tensor import DTensor
-
-        if isinstance(given, DTensor):
-            like = self.as_dtensor(table)
-            if given.placements == like.placements and given.device_mesh == like.device_mesh:
-                return given.to_local()
-            given = given.full_tensor()
-        return table.cut(given, self._rank)
-
-    # -- parts ------------------------------------------------------------------------------------------------------
-
-    @property
-    def loads_parts(self) -> bool:
-        """Whether a state of this rank's columns is being loaded."""
-        return self._passing
-
-    def _own_state(self) -> dict[str, Any]:
-        self._passing = True
-        try:
-            return self._optimizer.state_dict()
-        finally:
-            self._passing = False
-
-    def _in_order(self) -> list[Table]:
-        """The tables as the optimizer numbers them."""
-        table_of = {id(table.weight): table for table in self._tables}
-        return [table_of[id(p)] for group in self._optimizer.param_groups for p in group["params"]]
-
-    def _has_columns(self, table: Table, value: Any) -> bool:
-        return isinstance(value, Tensor) and value.dim() == 2 and value.shape == table.weight.shape
+    def _as_dtensor_if_columns(self, table: Table, value: Any) -> Any:
+        return self._as_dtensor(table, value) if _has_columns(table, value) else value
 
     def _gather(self, table: Table, columns: Tensor, to: int | None) -> Tensor | None:
         found: list[Tensor | None] = []
@@ -239,9 +349,20 @@ class TableCheckpoint:
         def algorithm() -> Algorithm:
             found.append((yield from gather_columns(table, columns, self._rank, self._world_size, to)))
 
-        self._channels.run_now(algorithm(), f"all columns of {table.name}")
+        self._channels.run("columns", algorithm(), f"all columns of {table.name}").wait()
         return found[0]
+
+
+def _has_columns(table: Table, value: Any) -> bool:
+    """Return True if an entry of the optimizer's state has one number per element of this rank's columns."""
+    return isinstance(value, Tensor) and value.dim() == 2 and value.shape == table.weight.shape
 
 
 def _on_host(value: Any) -> Any:
     return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+
+def _is_sharded_by_fsdp2(model: nn.Module) -> bool:
+    from torch.distributed.fsdp import FSDPModule
+
+    return any(isinstance(module, FSDPModule) for module in model.modules())

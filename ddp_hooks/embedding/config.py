@@ -13,23 +13,22 @@ Clip: TypeAlias = Literal["all", "dense_only"]
 
 @dataclass(frozen=True)
 class TableConfig:
-    """How tables travel.
+    """Settings of the exchange of tables.
 
     Args:
-        schedule: ``"2d"``: rows that no rank's next batch uses travel under the next forward and backward, the others
-            before (EmbRace, Algorithm 1); ``"horizontal"``: all rows before; ``"none"``: likewise, and vectors are
-            asked for when a table's forward runs, also with :meth:`~EmbeddingTables.prefetch`. For comparison; the
-            result is the same.
-        deduplicate: send each row once per rank and batch, and sum up its gradient beforehand. False, for comparison:
-            one vector per id, as in the paper's Table 2.
-        clip: whose norm ``ddp_hooks.clip_grad_norm_([state, tables], …)`` takes: ``"all"`` gradients', as plain DDP,
-            for which the update waits until all rows have arrived; or ``"dense_only"``, without those of tables, which
-            are not clipped then.
-        untie: give layers that share a table's weight (an output layer, mostly) a weight of their own. False: refuse.
+        schedule: ``"2d"``: rows that no rank's next batch uses travel under the next forward and backward, the rest
+            before the next step's lookup (EmbRace, Algorithm 1); ``"horizontal"``: all rows travel before it;
+            ``"none"``: all rows before it, and vectors are requested in a table's forward, also with
+            :meth:`~EmbeddingTables.prefetch`. The result is the same; the last two are for comparison.
+        deduplicate: send each row once per rank and batch, with the sum of its gradients. False, for comparison: one
+            vector per id, as in the paper's Table 2.
+        clip: gradients in the norm of ``ddp_hooks.clip_grad_norm_([state, tables], …)``. ``"all"``: as in plain DDP;
+            the update waits until all rows have arrived. ``"dense_only"``: tables neither count nor are clipped.
+        untie: give layers that share a table's weight (often an output layer) a weight of their own. False: refuse.
         init_sync: begin with the weights of the first rank, as DDP does. False: each rank cuts its columns out of its
             own weights, which must be equal already; spares sending tables over a slow link once.
         timeout_s: a wait that takes longer fails.
-        stall_warning_s: a wait that takes longer is logged, with what it waits for.
+        stall_warning_s: a wait that takes longer is logged, with the exchange that it waits for.
     """
 
     schedule: Schedule = "2d"

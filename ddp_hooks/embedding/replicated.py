@@ -1,19 +1,17 @@
-"""Sparse gradients of tables that every rank keeps whole: partition the rows, sum up, and tell everybody.
+"""Sparse gradients of tables that every rank keeps whole: partition the rows, sum them up, and send the sums to all.
 
 Gloo's all-reduce of sparse tensors gathers every rank's rows on every rank, N - 1 times the gradient (Table 2 of the
-paper, AllGather), each of which then adds all of them up. Here a row is summed up by one rank, the row's number modulo
-the number of ranks, and only sums travel to everybody: a row that many ranks have travels once. (Two ranks exchange
-their rows.)
-"""
+paper, AllGather), and each rank adds them up. Here the rank ``row % N`` adds up a row, and only sums travel to all
+ranks: a row that many ranks have travels once. (Two ranks exchange their rows.)
 
-from __future__ import annotations
+No ``from __future__ import annotations`` here: DDP compares the hook's annotations by identity.
+"""
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -35,15 +33,16 @@ from ddp_hooks.comm import (
     pairwise_exchange,
     see,
     torch_compat,
+    wrong_state,
 )
-from ddp_hooks.embedding.gradients import RowSum
-from ddp_hooks.embedding.packing import as_rows, packed, packed_length, parts_of
+from ddp_hooks.embedding.exchange.gradients import RowSum, mean_of_rows
+from ddp_hooks.embedding.exchange.packing import as_rows, message_bytes, new_message, parts_of
 from ddp_hooks.intercept.local_gradients import LocalGradients
 
 
 @dataclass
 class _Bucket:
-    """A sparse bucket on its way."""
+    """Sparse bucket on its way."""
 
     gradient: Tensor
     future: torch.futures.Future[Tensor]
@@ -54,8 +53,8 @@ class _Bucket:
 class EmbeddingState:
     """The state of :func:`~ddp_hooks.embedding_hook`: sparse gradients of ``nn.Embedding(sparse=True)`` under DDP.
 
-    The mean over ranks is DDP's own. Create it before the state for the dense gradients, if there is one, which then
-    leaves the sparse ones alone::
+    The result is DDP's mean over ranks. Create this state before the state for dense gradients, if there is one, which
+    then leaves sparse gradients alone::
 
         state = EmbeddingState(ddp)
         state.use_for_dense(dear_hook, DearState(ddp, optimizer))
@@ -64,12 +63,11 @@ class EmbeddingState:
     Args:
         ddp: the model.
         timeout_s: a wait that takes longer fails.
-        stall_warning_s: a wait that takes longer is logged, with what it waits for.
+        stall_warning_s: a wait that takes longer is logged, with the gradient that it waits for.
 
     Raises:
-        ValueError: on every rank, if there is no sparse table, a limit is none, or ranks differ.
-
-    Creating a state is collective: all ranks of the DDP module's group do it.
+        ValueError: on every rank: no table is sparse, a limit is invalid, or ranks differ.
+        LaneError, LaneTimeout: some rank did not create its state; creation is collective over the DDP module's group.
     """
 
     def __init__(
@@ -110,7 +108,7 @@ class EmbeddingState:
 
     @property
     def traffic(self) -> Traffic:
-        """Bytes and rounds so far, of sparse gradients."""
+        """Bytes and rounds of sparse gradients so far."""
         return self._lanes.traffic
 
     @property
@@ -119,7 +117,10 @@ class EmbeddingState:
         return self._stall.seconds
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Start reducing a bucket; called by DDP, through the hook, during backward."""
+        """Start reducing a bucket; DDP calls it during backward, through :func:`embedding_hook`.
+
+        Backward raises ``LaneError`` or ``LaneTimeout`` at its end if a rank died or did not send.
+        """
         if self._closed:
             raise RuntimeError(
                 "EmbeddingState was closed: wrap the model in a new DistributedDataParallel to train on"
@@ -141,7 +142,7 @@ class EmbeddingState:
         return future
 
     def close(self) -> None:
-        """Finish communication, let every rank do the same, and end the lane. DDP cannot remove its hook."""
+        """Finish communication and end the lane; every rank does the same. DDP cannot remove its hook."""
         if self._closed:
             return
         self._closed = True
@@ -177,91 +178,78 @@ class EmbeddingState:
     def _is_stuck(self) -> bool:
         return self._lanes.stuck
 
-    def __deepcopy__(self, memo: Any) -> EmbeddingState:
+    def __deepcopy__(self, memo: Any) -> "EmbeddingState":
         raise TypeError("a DDP module with EmbeddingState cannot be copied: the copy would lose its hook")
 
     def __reduce__(self) -> Any:
         raise TypeError("a DDP module with EmbeddingState cannot be pickled: save ddp.module.state_dict() instead")
 
 
-def mean_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
-    """The mean over ranks of rows, on every rank; equal, bit for bit, on all of them.
+def embedding_hook(state: EmbeddingState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    """Reduce a sparse gradient by partition and exchange, a dense one as ``state`` says.
 
-    Args:
-        own: this rank's; different rows, ascending.
-
-    Returns:
-        All rows that any rank has, ascending.
+    Usage: ``ddp.register_comm_hook(EmbeddingState(ddp), embedding_hook)``.
     """
-    if world_size <= 2:  # one message each, instead of two of which the second may be as long
-        return (yield from _mean_of_all_rows(own, rank, world_size))
+    if not isinstance(state, EmbeddingState):
+        raise wrong_state("embedding_hook", "EmbeddingState(ddp)", state)
+    return state.reduce_bucket(bucket)
+
+
+def mean_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
+    """Return the mean over ranks of all rows that any rank has, ascending; the same bits on every rank."""
+    if world_size <= 2:  # one message each, in place of two
+        return _mean((yield from _all_gather(own, rank, world_size)))
     partial = yield from _mean_of_own_rows(own, rank, world_size)
-    counts = yield from _all_numbers([len(partial.rows)], rank, world_size, own.rows.device)
-    message = _pack(partial)
-    sizes = [packed_length(_nbytes(partial, count)) for (count,) in counts]
-    messages = yield from bruck_all_gather(message, sizes, range(world_size), rank)
-    everything = [_unpack(part, count, partial) for part, (count,) in zip(messages, counts, strict=True)]
-    rows = torch.cat([part.rows for part in everything])
+    gathered = yield from _all_gather(partial, rank, world_size)
+    rows = torch.cat([part.rows for part in gathered])
     order = torch.argsort(rows)
-    return RowSum(rows[order], torch.cat([part.values for part in everything]).index_select(0, order))
-
-
-def _mean_of_all_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
-    """The mean over ranks, of which every rank gets all rows of all others."""
-    counts = yield from _all_numbers([len(own.rows)], rank, world_size, own.rows.device)
-    sizes = [packed_length(_nbytes(own, count)) for (count,) in counts]
-    messages = yield from bruck_all_gather(_pack(own), sizes, range(world_size), rank)
-    received = [_unpack(message, count, own) for message, (count,) in zip(messages, counts, strict=True)]
-    return _mean(received, world_size)
+    return RowSum(rows[order], torch.cat([part.values for part in gathered]).index_select(0, order))
 
 
 def _mean_of_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
-    """The mean over ranks of the rows whose number modulo the number of ranks is this rank."""
+    """Return the mean over ranks of the rows with ``row % world_size == rank``."""
     owner = own.rows % world_size
     parts = []
     for peer in range(world_size):
-        chosen = (owner == peer).nonzero().view(-1)
-        parts.append(RowSum(own.rows[chosen], own.values.index_select(0, chosen)))
-    counts = yield from _all_numbers([len(part.rows) for part in parts], rank, world_size, own.rows.device)
+        mine = (owner == peer).nonzero().view(-1)
+        parts.append(RowSum(own.rows[mine], own.values.index_select(0, mine)))
+    counts = yield from _all_gather_counts([len(part.rows) for part in parts], rank, world_size, own.rows.device)
     outgoing = [_pack(part) for part in parts]
-    incoming = [packed(_nbytes(own, row[rank]), own.rows.device)[0] for row in counts]
+    incoming = [new_message(_nbytes(own, row[rank]), own.rows.device)[0] for row in counts]
     incoming[rank] = outgoing[rank]
     yield from pairwise_exchange(outgoing, incoming, rank)
-    received = [_unpack(message, row[rank], own) for message, row in zip(incoming, counts, strict=True)]
-    return _mean(received, world_size)
+    return _mean([_unpack(message, row[rank], own) for message, row in zip(incoming, counts, strict=True)])
 
 
-def _mean(received: Sequence[RowSum], world_size: int) -> RowSum:
-    """The mean of everybody's rows, added up in the order of the ranks."""
-    like = received[0].values
-    rows = np.unique(np.concatenate([part.rows.cpu().numpy() for part in received]))
-    total = torch.zeros(
-        len(rows), *like.shape[1:], dtype=torch.promote_types(like.dtype, torch.float32), device=like.device
-    )
-    for part in received:
-        places = torch.from_numpy(np.searchsorted(rows, part.rows.cpu().numpy())).to(total.device)
-        total.index_add_(0, places, part.values.to(total.dtype))
-    total.div_(world_size)  # before rounding: a sum of 16-bit numbers may be out of their range
-    return RowSum(torch.from_numpy(rows).to(total.device), total.to(like.dtype))
+def _mean(received: Sequence[RowSum]) -> RowSum:
+    return mean_of_rows([part.rows.cpu().numpy() for part in received], [part.values for part in received])
 
 
-def _all_numbers(
+def _all_gather(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, list[RowSum]]:
+    """Return the rows of every rank."""
+    counts = yield from _all_gather_counts([len(own.rows)], rank, world_size, own.rows.device)
+    sizes = [message_bytes(_nbytes(own, count)) for (count,) in counts]
+    messages = yield from bruck_all_gather(_pack(own), sizes, range(world_size), rank)
+    return [_unpack(message, count, own) for message, (count,) in zip(messages, counts, strict=True)]
+
+
+def _all_gather_counts(
     mine: list[int], rank: int, world_size: int, device: torch.device
 ) -> Generator[Round, None, list[list[int]]]:
-    message = torch.tensor(mine, dtype=torch.int64, device=device)  # where the lane's backend can take it from
+    message = torch.tensor(mine, dtype=torch.int64, device=device)  # the lane's backend takes it from there
     gathered = yield from bruck_all_gather(message, [len(mine)] * world_size, range(world_size), rank)
     return [numbers.tolist() for numbers in gathered]
 
 
 def _nbytes(like: RowSum, count: int) -> list[int]:
-    columns = like.values.shape[1]
-    return [count * columns * like.values.element_size(), count * like.rows.element_size()]
+    num_columns = like.values.shape[1]
+    return [count * num_columns * like.values.element_size(), count * like.rows.element_size()]
 
 
 def _pack(part: RowSum) -> Tensor:
-    num_rows, columns = part.values.shape
-    message, (values, rows) = packed(_nbytes(part, num_rows), part.values.device)
-    as_rows(values, num_rows, columns, part.values.dtype).copy_(part.values)
+    num_rows, num_columns = part.values.shape
+    message, (values, rows) = new_message(_nbytes(part, num_rows), part.values.device)
+    as_rows(values, num_rows, num_columns, part.values.dtype).copy_(part.values)
     rows.view(part.rows.dtype).copy_(part.rows)
     return message
 

@@ -13,20 +13,20 @@ from ddp_hooks.comm import see
 
 
 class RowwiseAdamW(torch.optim.Optimizer):
-    """AdamW (loshchilov2019) that updates the rows which a sparse gradient has, and no others.
+    """AdamW (loshchilov2019) that updates only the rows of a sparse gradient.
 
     As in ``torch.optim.SparseAdam``, moments of a row decay when the row has a gradient, and the step that corrects
-    their bias counts all updates. Weight decay, too, reaches a row only when it has a gradient: on tables most rows of
-    which are not used in a step, ``torch.optim.AdamW`` would shrink and move all of them.
+    their bias counts all updates. Weight decay, too, reaches a row only when it has a gradient. ``torch.optim.AdamW``
+    would shrink and move all rows of a table in every step.
 
     Args:
-        params: whose gradients are sparse (``nn.Embedding(sparse=True)``), or tables of
+        params: parameters with sparse gradients (``nn.Embedding(sparse=True)``), or tables of
             :func:`~ddp_hooks.shard_embeddings`.
         lr: learning rate.
         betas: decay of the running averages of the gradient and its square, each in [0, 1).
         eps: added to the denominator.
-        weight_decay: a touched row is multiplied by ``1 - lr * weight_decay`` beforehand.
-        maximize: go up instead of down.
+        weight_decay: a row with a gradient is multiplied by ``1 - lr * weight_decay`` before its update.
+        maximize: maximize the objective.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Making tables of a model's embeddings."""
+"""Sharding of a model's embeddings."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.distributed as dist
 from torch import nn
 
 from ddp_hooks.comm import agree
-from ddp_hooks.embedding import updates
-from ddp_hooks.embedding.channels import Exchanger
-from ddp_hooks.embedding.choose import Chosen, Which, choose, find_problem
 from ddp_hooks.embedding.config import TableConfig
+from ddp_hooks.embedding.exchange.channels import Exchanger
 from ddp_hooks.embedding.module import ShardedEmbedding
+from ddp_hooks.embedding.selection import Selected, Which, find_problem, select
+from ddp_hooks.embedding.step import updates
 from ddp_hooks.embedding.table import Table, column_bounds
 from ddp_hooks.embedding.tables import EmbeddingTables
 
@@ -31,65 +31,62 @@ def shard_embeddings(
 ) -> EmbeddingTables:
     """Split large embeddings by columns over the ranks (EmbRace, section 4.1), in place, before wrapping the model.
 
-    Each ``nn.Embedding`` that is meant becomes a :class:`ShardedEmbedding` with the same forward. DDP, FSDP2 and the
-    model's optimizer do not see its weight. The result of training is that of an ``nn.Embedding(sparse=True)`` with the
-    same optimizer under plain DDP.
+    Each of these ``nn.Embedding`` becomes a :class:`ShardedEmbedding` with the same forward. DDP, FSDP2 and the model's
+    optimizer do not see its weight. Training gives the same result as ``nn.Embedding(sparse=True)`` with the same
+    optimizer under plain DDP.
 
-    Collective: all ranks do it, before ``DistributedDataParallel`` or ``fully_shard``. Tables begin with the weights of
-    the first rank.
+    Collective: all ranks call it, before ``DistributedDataParallel`` or ``fully_shard``. Tables begin with the weights
+    of the first rank.
 
     Args:
         model: changed in place.
-        process_group: of data parallelism; None: all ranks.
-        modules: which: names, modules or types of modules, or how many rows they have at least. None: every
-            ``nn.Embedding`` that is trained and has at least 4096 rows.
-        optimizer_class: ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`RowwiseAdamW`, whose updates of a row look at
-            no other one.
+        process_group: ranks of data parallelism; None: all ranks.
+        modules: names, modules or types of modules, or a smallest number of rows. None: every ``nn.Embedding`` that is
+            trained and has at least 4096 rows.
+        optimizer_class: ``SGD``, ``Adagrad``, ``SparseAdam`` or :class:`RowwiseAdamW`, which update rows one by one.
         config: settings of the exchange.
-        coordinator: a ``ddp_hooks.coordination.Coordinator`` of the same ranks, that orders what tables send among
-            all that it moves: what is waited for before gradients, delayed rows after them. On CPUs.
+        coordinator: a ``ddp_hooks.coordination.Coordinator`` of the same ranks, on CPUs. It moves urgent exchanges of
+            tables before gradients, and delayed rows after them.
         **optimizer_options: for ``optimizer_class``, such as ``lr``.
 
     Raises:
-        ValueError: on every rank, before anything is changed, when this cannot be right, or when ranks differ.
+        ValueError: on every rank, before the model is changed: tables cannot be made, or ranks differ.
+        LaneError, LaneTimeout: some rank did not call it.
     """
     config = config if config is not None else TableConfig()
     group = process_group if process_group is not None else dist.group.WORLD
     if group is None:
         raise ValueError("torch.distributed is not initialised: call init_process_group(), or launch with torchrun")
-    chosen: list[Chosen] = []
+    selected: list[Selected] = []
     problem = updates.find_problem(optimizer_class, optimizer_options)
     if problem is None:
         try:
-            chosen = choose(model, modules)
-            problem = find_problem(chosen, config) or _problem_of_devices(chosen)
-            problem = problem or _problem_of_coordinator(coordinator, chosen, group)
+            selected = select(model, modules)
+            problem = find_problem(selected, config) or _problem_of_devices(selected, coordinator, group)
         except ValueError as error:
             problem = str(error)
-    entries = _fingerprint(chosen, optimizer_class, optimizer_options, config) if problem is None else {}
+    entries = _fingerprint(selected, optimizer_class, optimizer_options, config) if problem is None else {}
     entries["coordinator"] = coordinator is not None
     agree(entries, problem, group, "the set-up of shard_embeddings", config)
     rank, world_size = dist.get_rank(group), dist.get_world_size(group)
-    tables = [_table_of(index, one, rank, world_size) for index, one in enumerate(chosen)]
+    tables = [_table_of(index, one, rank, world_size) for index, one in enumerate(selected)]
     optimizer = optimizer_class([(table.name, table.weight) for table in tables], **optimizer_options)
     result = EmbeddingTables(model, tables, optimizer, group, config, coordinator)
-    result.begin_with([one.weight for one in chosen])
-    for table, one in zip(tables, chosen, strict=True):
-        _replace(result, table, one)
-    result.have_moved_in()
+    result.initialize_from([one.module.weight for one in selected])
+    for table, one in zip(tables, selected, strict=True):
+        _replace(model, result, table, one)
+    result.attach_modules()
     return result
 
 
-def _table_of(index: int, chosen: Chosen, rank: int, world_size: int) -> Table:
-    module, weight = chosen.places[0].module, chosen.weight
+def _table_of(index: int, selected: Selected, rank: int, world_size: int) -> Table:
+    module, weight = selected.module, selected.module.weight
     bounds = column_bounds(module.embedding_dim, world_size)
-    own = torch.empty(
-        module.num_embeddings, bounds[rank + 1] - bounds[rank], dtype=weight.dtype, device=weight.device
-    )
+    own = weight.new_empty(module.num_embeddings, bounds[rank + 1] - bounds[rank])
     return Table(
         index=index,
-        name=chosen.name,
-        aliases=tuple(place.path for place in chosen.places[1:]),
+        name=selected.name,
+        aliases=tuple(path for path, _ in selected.places[1:]),
         num_rows=module.num_embeddings,
         dim=module.embedding_dim,
         bounds=bounds,
@@ -98,32 +95,27 @@ def _table_of(index: int, chosen: Chosen, rank: int, world_size: int) -> Table:
     )
 
 
-def _replace(tables: EmbeddingTables, table: Table, chosen: Chosen) -> None:
+def _replace(model: nn.Module, tables: EmbeddingTables, table: Table, selected: Selected) -> None:
     made: dict[int, ShardedEmbedding] = {}
-    for place in chosen.places:
-        key = id(place.module)
-        if key not in made:
-            made[key] = ShardedEmbedding(tables, table, is_first=not made).train(place.module.training)
-        setattr(place.parent, place.attribute, made[key])
-    for _, module, attribute in chosen.others:
-        setattr(module, attribute, torch.nn.Parameter(chosen.weight.detach().clone()))
+    for path, module in selected.places:
+        if id(module) not in made:
+            made[id(module)] = ShardedEmbedding(tables, table, is_first=not made).train(module.training)
+        parent, _, attribute = path.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, made[id(module)])
+    for _, other, attribute in selected.others:
+        setattr(other, attribute, torch.nn.Parameter(selected.module.weight.detach().clone()))
 
 
-def _problem_of_devices(chosen: Sequence[Chosen]) -> str | None:
-    devices = {str(one.weight.device) for one in chosen}
+def _problem_of_devices(
+    selected: Sequence[Selected], coordinator: Exchanger | None, group: dist.ProcessGroup
+) -> str | None:
+    devices = {str(one.module.weight.device) for one in selected}
     if len(devices) > 1:
         return f"the tables must be on one device, found {sorted(devices)}"
-    return None
-
-
-def _problem_of_coordinator(
-    coordinator: Exchanger | None, chosen: Sequence[Chosen], group: dist.ProcessGroup
-) -> str | None:
     if coordinator is None:
         return None
-    devices = {one.weight.device.type for one in chosen}
     if devices != {"cpu"}:
-        return f"coordinators move what is on CPUs, and the tables are on {sorted(devices)}: leave coordinator away"
+        return f"coordinators move what is on CPUs, and the tables are on {sorted(devices)}: leave coordinator out"
     ranks, theirs = dist.get_process_group_ranks(group), getattr(coordinator, "ranks", None)
     if theirs != ranks:
         return f"the coordinator has ranks {theirs}, and the tables have {ranks}: make them of one group"
@@ -131,7 +123,7 @@ def _problem_of_coordinator(
 
 
 def _fingerprint(
-    chosen: Sequence[Chosen], optimizer_class: Any, options: dict[str, Any], config: TableConfig
+    selected: Sequence[Selected], optimizer_class: Any, options: dict[str, Any], config: TableConfig
 ) -> dict[str, object]:
     from ddp_hooks import __version__
 
@@ -142,8 +134,9 @@ def _fingerprint(
         "optimizer_class": optimizer_class.__qualname__,
         "the optimizer's options": sorted(options.items()),
     }
-    for one in chosen:
-        places = ", ".join(place.path for place in one.places)
-        padding = one.places[0].module.padding_idx
-        entries[f"table {one.name}"] = f"{tuple(one.weight.shape)} {one.weight.dtype} padding {padding} as {places}"
+    for one in selected:
+        places, weight = ", ".join(path for path, _ in one.places), one.module.weight
+        entries[f"table {one.name}"] = (
+            f"{tuple(weight.shape)} {weight.dtype} padding {one.module.padding_idx} as {places}"
+        )
     return entries

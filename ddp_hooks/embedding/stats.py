@@ -1,13 +1,11 @@
-"""What the exchange of tables cost, for logs and tables."""
+"""Cost of exchanging tables: statistics of a step, and the running totals that they are made of."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_args
 
 from ddp_hooks.comm import Algorithm, Send, Stall
-from ddp_hooks.embedding.gradients import GradientExchange
 
 ClippedOf: TypeAlias = Literal["all", "dense_only", "none"]
 Kind: TypeAlias = Literal["id", "lookup", "prior", "delayed", "order", "columns"]
@@ -16,20 +14,21 @@ _IN_STATS: tuple[Kind, ...] = ("id", "lookup", "prior", "delayed")
 
 @dataclass(frozen=True)
 class TableStats:
-    """One step, on this rank; all tables together.
+    """One step on this rank, all tables together.
 
     Args:
-        step: its number, from 1; 0 before the first.
+        step: number of the step, from 1; 0 before the first.
         num_ids: ids that forwards asked for (Table 3 of the paper: original).
-        num_rows: of them, different rows (coalesced).
-        num_prior_rows, num_delayed_rows: of these, those that some rank's next batch uses, and the others.
-        id_bytes, lookup_bytes, prior_bytes, delayed_bytes: payload sent, by kind. Delayed rows of this step are sent
-            after it and count in the next one.
-        lookup_stall_s: seconds that forwards waited for vectors, and for ids where there was no prefetch.
+        num_rows: different rows among them (coalesced); ``num_prior_rows + num_delayed_rows``.
+        num_prior_rows: rows that some rank's next batch looks up.
+        num_delayed_rows: the rest.
+        id_bytes, lookup_bytes, prior_bytes, delayed_bytes: payload sent, by kind. Delayed rows are sent after their
+            step, so their bytes count in the next one.
+        lookup_stall_s: seconds that forwards waited for vectors, and for ids without prefetch.
         gradient_stall_s: seconds that the step waited for gradients.
-        update_s: seconds for the updates of prior rows and of what was delayed.
-        clip: what the norm of clipped gradients was taken of: ``"all"``, which waits for delayed rows,
-            ``"dense_only"``, or ``"none"`` where nothing was clipped.
+        update_s: seconds of the updates of prior and delayed rows.
+        clip: gradients in the norm of clipping: ``"all"``, which waits for delayed rows; ``"dense_only"``; ``"none"``
+            without clipping.
     """
 
     step: int = 0
@@ -54,7 +53,7 @@ class TableStats:
 
 @dataclass
 class Tally:
-    """Running totals, from which the statistics of a step are differences."""
+    """Running totals; the statistics of a step are differences of them."""
 
     sent: dict[Kind, int] = field(default_factory=lambda: dict.fromkeys(get_args(Kind), 0))
     lookups: Stall = field(default_factory=Stall)
@@ -66,18 +65,13 @@ class Tally:
     _before: dict[str, float] = field(default_factory=dict)
 
     def counted(self, kind: Kind, algorithm: Algorithm) -> Algorithm:
-        """The same algorithm, whose bytes count."""
+        """Run the algorithm and count the bytes that it sends."""
         for messages in algorithm:
             self.sent[kind] += sum(m.tensor.nbytes for m in messages if isinstance(m, Send))
             yield messages
 
-    def add_rows(self, exchanges: Sequence[GradientExchange]) -> None:
-        """Rows of this rank's gradients that have been sent, or are about to be."""
-        self.num_prior_rows += sum(exchange.num_prior for exchange in exchanges)
-        self.num_delayed_rows += sum(exchange.num_delayed for exchange in exchanges)
-
     def next_stats(self, last: TableStats, clip: ClippedOf) -> TableStats:
-        """What has come since the last step."""
+        """Return what has come since the last step."""
         now: dict[str, float] = {
             "num_ids": self.num_ids,
             "num_prior_rows": self.num_prior_rows,

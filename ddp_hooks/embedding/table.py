@@ -1,4 +1,4 @@
-"""One table, of which every rank holds some columns of all rows (EmbRace, section 4.1.1)."""
+"""Embedding table whose columns are split over the ranks (EmbRace, section 4.1.1)."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from torch import Tensor
 
 @dataclass
 class Table:
-    """A table, and the part of it that is here.
+    """Table and the columns that this rank owns.
 
     Args:
-        index: its place among the tables.
-        name: of the weight in the model that was not sharded, without ``.weight``; the first one if several modules
-            share it.
-        aliases: the other names.
-        num_rows, dim: of the whole table.
-        bounds: rank r holds the columns from ``bounds[r]`` to ``bounds[r + 1]``.
-        weight: (num_rows, own columns), contiguous.
-        padding_idx: a row without gradient; None: there is none.
+        index: position among the tables.
+        name: path of the ``nn.Embedding`` in the model; the first path if several modules share the weight.
+        aliases: the other paths.
+        num_rows, dim: shape of the whole table.
+        bounds: rank r owns columns ``[bounds[r], bounds[r + 1])``.
+        weight: this rank's columns, (num_rows, own columns), contiguous.
+        padding_idx: row without gradient, or None.
     """
 
     index: int
@@ -33,20 +32,24 @@ class Table:
     padding_idx: int | None
 
     @property
-    def row_bytes(self) -> int:
-        """Of a whole row."""
-        return self.dim * self.weight.element_size()
+    def shape(self) -> tuple[int, int]:
+        """Shape of the whole table."""
+        return self.num_rows, self.dim
 
-    def columns_of(self, rank: int) -> int:
-        """How many a rank holds."""
+    def num_columns(self, rank: int) -> int:
+        """Return how many columns a rank owns."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
+    def nbytes(self, num_rows: int, rank: int) -> int:
+        """Return the bytes of ``num_rows`` rows of a rank's columns."""
+        return num_rows * self.num_columns(rank) * self.weight.element_size()
+
     def cut(self, full: Tensor, rank: int) -> Tensor:
-        """A rank's columns of (..., dim); a view."""
+        """Return a view of a rank's columns of (..., dim)."""
         return full[..., self.bounds[rank] : self.bounds[rank + 1]]
 
 
 def column_bounds(dim: int, world_size: int) -> tuple[int, ...]:
-    """Where each rank's columns begin, and the end: as ``torch.chunk`` and DTensor's ``Shard`` cut a dimension."""
+    """Split ``dim`` columns as ``torch.chunk`` and DTensor's ``Shard`` do; return each rank's start, and the end."""
     share = -(-dim // world_size)
     return tuple(min(rank * share, dim) for rank in range(world_size + 1))

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ddp_hooks.embedding import EmbeddingTables
-from ddp_hooks.embedding.ids import BatchRows
-from ddp_hooks.embedding.prefetch import Announcement
+from ddp_hooks.embedding.exchange.ids import BatchRows
+from ddp_hooks.embedding.step.prefetch import Announcement
 
 _END = object()
 

@@ -355,12 +355,16 @@ class TopKState:
         return self.tuning is not None and not self.tuning.finished
 
     def _refuse_under_way(self, what: str) -> None:
-        link = see("called-at-the-wrong-moment")
         if self._backward is not None:
-            raise RuntimeError(f"{what} in the middle of a backward: call it between two steps{link}")
+            raise RuntimeError(
+                f"{what} in the middle of a backward: call it between two steps{see('called-at-the-wrong-moment')}"
+            )
         self.synchronize()
         if self._pipeline is not None and self._pipeline.is_holding:
-            raise RuntimeError(f"{what} between a backward and optimizer.step(): call it between two steps{link}")
+            raise RuntimeError(
+                f"{what} between a backward and optimizer.step(): call it between two steps"
+                f"{see('called-at-the-wrong-moment')}"
+            )
 
     def _before_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() or self._backward is None:

@@ -181,7 +181,9 @@ def details_of(model: nn.Module) -> dict[str, Any]:
     sharded = [module for module in model.modules() if isinstance(module, ShardedEmbedding)]
     if not sharded:
         return {}
-    found = asdict(sharded[0].tables.stats())
+    tables = sharded[0].tables
+    assert isinstance(tables, EmbeddingTables)
+    found = asdict(tables.stats())
     stats = {key: float(value) for key, value in found.items() if key not in ("clip", "step")}
     means = over_ranks(list(stats.values()), dist.ReduceOp.SUM)
     return dict(zip(stats, (value / dist.get_world_size() for value in means), strict=True))

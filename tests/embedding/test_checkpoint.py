@@ -65,7 +65,7 @@ def train_to_the_middle(side: Side, data: list[dict[str, Tensor]]) -> None:
         side.ddp(batch).backward()
         side.step()
         if number == STOP - 1:
-            assert side.tables._step._late  # there is something to flush
+            assert side.tables._step._delayed  # there is something to flush
             break
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, run_on_fabric
-from ddp_hooks.embedding import columns
+from ddp_hooks.embedding.exchange import columns
 from ddp_hooks.embedding.table import Table, column_bounds
 
 

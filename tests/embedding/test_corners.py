@@ -20,6 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_hooks import GradScaler, TableConfig, shard_embeddings
+from ddp_hooks.embedding.step.lifecycle import Phase
 from ddp_hooks.intercept import co_optimizers
 from tests.support.embedding.twins import CONFIG, Batch, Side, Twins, batches, ids_of
 from tests.support.messages import message_of
@@ -281,7 +282,7 @@ def forwards_without_backward(rank: int, world_size: int) -> int:
     assert tables is not None
     for batch in batches(rank, world_size, 10):
         twins.ours.ddp.module(batch)
-    kept = [lookup.vectors for lookup in tables._expected._all()]
+    kept = [lookup.vectors for lookup in tables._scheduler.expected.lookups()]
     tables.close()
     return sum(vectors is not None for vectors in kept)
 
@@ -290,7 +291,7 @@ def test_vectors_are_not_kept(workers: WorkerPools) -> None:
     assert workers(2).run(forwards_without_backward) == [8, 8]  # of the last two forwards' four calls
 
 
-def parted(rank: int, world_size: int, case: str) -> str:
+def desynchronized(rank: int, world_size: int, case: str) -> str:
     """Ranks do different things without prefetch: nobody's process ends, and everybody is told."""
     config = TableConfig(timeout_s=3, stall_warning_s=1)
     model = Two()
@@ -316,15 +317,15 @@ def parted(rank: int, world_size: int, case: str) -> str:
             model(torch.tensor([3]))
 
     message = message_of(train)
-    tables._closed = True
+    tables._scheduler.phase = Phase.CLOSED
     return message
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["evaluation", "saving", "another table"])
-def test_ranks_that_part(workers: WorkerPools, case: str) -> None:
+def test_desynchronized_ranks(workers: WorkerPools, case: str) -> None:
     pool = workers(2)
-    outcomes = pool.outcomes(parted, case, timeout_s=60)
+    outcomes = pool.outcomes(desynchronized, case, timeout_s=60)
     pool.end()
     for kind, message, *_ in outcomes:
         assert kind == "ok", outcomes  # a rank that aborts is lost

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ddp_hooks.embedding.prefetch import Announcement, Announcements
+from ddp_hooks.embedding.step.prefetch import Announcement, PrefetchQueue
 
 
 def test_the_latest_batch_is_taken() -> None:
@@ -15,11 +15,11 @@ def test_the_latest_batch_is_taken() -> None:
         pass
 
     nothing: Any = {}
-    announcements, (first, second) = Announcements(), (Announcement(Loader(), nothing, None) for _ in range(2))
-    announcements.announce("left early", first)
-    announcements.announce("trains", second)
-    assert announcements.take() is second
-    announcements.announce("trains", second)
-    announcements.announce("left early", first)
-    assert announcements.take() is first, "who has spoken before may speak last"
-    assert announcements.take() is second and announcements.take() is None
+    queue, (first, second) = PrefetchQueue(), (Announcement(Loader(), nothing, None) for _ in range(2))
+    queue.announce("left early", first)
+    queue.announce("trains", second)
+    assert queue.take() is second
+    queue.announce("trains", second)
+    queue.announce("left early", first)
+    assert queue.take() is first, "who has spoken before may speak last"
+    assert queue.take() is second and queue.take() is None

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TableConfig, shard_embeddings
+from ddp_hooks.embedding.step.lifecycle import Phase
 from tests.support.dear.misuse import Wrapping
 from tests.support.embedding.twins import CONFIG, Side, Twins, batches, ids_of
 from tests.support.messages import message_of
@@ -277,7 +278,7 @@ def alone(rank: int, world_size: int) -> tuple[str, float]:
     message = message_of(lambda: model["one"](torch.tensor([1]))) if rank == 0 else ""
     waited_s = time.monotonic() - started_s
     dist.barrier()
-    tables._closed = True
+    tables._scheduler.phase = Phase.CLOSED
     return message, waited_s
 
 
@@ -323,7 +324,7 @@ def test_misuse(workers: WorkerPools) -> None:
     expected = [
         "cannot be copied",
         "must be int32 or int64, got torch.float32",
-        "the tables are encoder, decoder.words, narrow",
+        "unknown table 'nothing'; expected keys: encoder, decoder.words, narrow",
         "must return ids by table",
         "ddp_hooks.clip_grad_norm_([ddp.parameters(), tables], max_norm)",
         "the optimizer still holds the whole weight of table",

@@ -16,7 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, EmbeddingState, TopKState, embedding_hook
 from ddp_hooks.comm import Algorithm, run_on_fabric
-from ddp_hooks.embedding.gradients import RowSum
+from ddp_hooks.embedding.exchange.gradients import RowSum
 from ddp_hooks.embedding.replicated import mean_rows
 from tests.support.embedding.replicated import train
 from tests.support.embedding.twins import sum_and_divide

@@ -49,7 +49,7 @@ def train(rank: int, world_size: int, deduplicate: bool) -> tuple[list[TableStat
         stats.append(tables.stats())
     tables.flush()
     lanes = sum(lanes.traffic.sent_bytes for lanes in tables._channels.lanes) - begun
-    counted = sum(count for kind, count in tables._tally.sent.items() if kind != "columns")
+    counted = sum(count for kind, count in tables._channels.tally.sent.items() if kind != "columns")
     tables.close()
     return stats, [len(set(ids.tolist())) for ids in data], lanes, counted
 

@@ -324,7 +324,7 @@ def all_frozen(rank: int, world_size: int) -> int:
         optimizer.zero_grad()
         ddp(ids(rank, step)).sum().backward()
         optimizer.step()
-    kept = len(list(tables._expected._all()))
+    kept = len(list(tables._scheduler.expected.lookups()))
     tables.close()
     return kept
 
@@ -412,7 +412,7 @@ def teacher_after_early_end(rank: int, world_size: int) -> list[bool]:
             twins.ours.step()
             if number == 5:
                 break
-        found.append(tables._prefetched is not None)
+        found.append(tables._scheduler.lookups.current is not None)
     tables.close()
     return found
 

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKConfig, TopKState, clip_grad_norm_, shard_embeddings, topk_hook
-from ddp_hooks.embedding import zeroing
-from ddp_hooks.embedding.zeroing import ZeroingWitness
+from ddp_hooks.embedding.step import zero_grad_detector
+from ddp_hooks.embedding.step.zero_grad_detector import ZeroGradDetector
 from ddp_hooks.intercept import GradientGuard, SuspendedGuards, around_step, is_suspended
 from tests.support.embedding.hooks import HOOKS
 from tests.support.embedding.loops import accumulate_with_sync, plain
@@ -228,63 +228,63 @@ def test_nothing_outlives_its_user(workers: WorkerPools, hook: str, closes: bool
 # What is looked at ------------------------------------------------------------------------------------------
 
 
-def test_a_witness_is_small_and_not_zero() -> None:
+def test_a_detector_is_small_and_not_zero() -> None:
     """Looking at it must cost nothing, and a gradient that was zero before says nothing."""
     model = nn.ParameterDict({"large": torch.ones(1 << 17), "zero": torch.ones(2), "small": torch.ones(3)})
-    witness = ZeroingWitness(lambda: model)
+    detector = ZeroGradDetector(lambda: model)
     for name, parameter in model.items():
         parameter.grad = torch.zeros_like(parameter) if name == "zero" else torch.ones_like(parameter)
-    witness.watch()
-    assert not witness.saw_zeroing()
+    detector.watch()
+    assert not detector.was_zeroed()
     model["zero"].grad = None
     model["small"].grad.zero_()
-    assert not witness.saw_zeroing()  # one layer's gradients were dropped, not all
+    assert not detector.was_zeroed()  # one layer's gradients were dropped, not all
     model["large"].grad.zero_()
-    assert witness.saw_zeroing() and not witness.saw_zeroing()  # once
+    assert detector.was_zeroed() and not detector.was_zeroed()  # once
     model["small"].grad = torch.ones(3)
-    witness.watch()
+    detector.watch()
     model["large"].grad = None
-    assert not witness.saw_zeroing()
+    assert not detector.was_zeroed()
     model["small"].grad = model["zero"].grad = None
     model["large"].grad = torch.ones(1 << 17)
-    witness.watch()
-    assert not witness.saw_zeroing()
+    detector.watch()
+    assert not detector.was_zeroed()
     model["large"].grad = None
-    assert witness.saw_zeroing()
+    assert detector.was_zeroed()
 
 
-def test_a_witness_believes_guards() -> None:
+def test_a_detector_believes_guards() -> None:
     """Nobody knows what is behind a guard, and during a step it may not be in its place."""
     model = nn.ParameterList([torch.ones(2), torch.ones(3)])
     parameters = list(model.parameters())
-    witness, aside = ZeroingWitness(lambda: model), SuspendedGuards(parameters)
+    detector, aside = ZeroGradDetector(lambda: model), SuspendedGuards(parameters)
 
     def guard() -> None:
         for parameter in parameters:
             parameter.grad = GradientGuard.standing_for(parameter, "p", lambda what: what)
-        witness.watch()
+        detector.watch()
 
     guard()
     aside.take([0, 1])
-    assert parameters[0].grad is None and not witness.saw_zeroing()
+    assert parameters[0].grad is None and not detector.was_zeroed()
     aside.put_back()
-    assert parameters[0].grad is not None and not witness.saw_zeroing()
+    assert parameters[0].grad is not None and not detector.was_zeroed()
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)  # the hook brings gradients back, which happen to be zero
-    assert not witness.saw_zeroing()
+    assert not detector.was_zeroed()
     guard()
     aside.take([0, 1])
     aside.zero(set_to_none=True)
-    assert witness.saw_zeroing()
+    assert detector.was_zeroed()
     guard()
     for parameter in parameters:
         parameter.grad.zero_()
-    assert witness.saw_zeroing()
+    assert detector.was_zeroed()
 
 
-def test_a_witness_on_a_device_looks_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_detector_on_a_device_looks_when_something_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
     """To read a gradient there means to wait; only one that was changed in place is worth it."""
-    monkeypatch.setattr(zeroing, "_is_at_hand", lambda gradient: False)
+    monkeypatch.setattr(zero_grad_detector, "_is_on_cpu", lambda gradient: False)
     reads: list[Tensor] = []
     read = Tensor.any
 
@@ -294,20 +294,20 @@ def test_a_witness_on_a_device_looks_when_something_has_changed(monkeypatch: pyt
 
     monkeypatch.setattr(Tensor, "any", noting)
     model = nn.ParameterList([torch.ones(2), torch.ones(3)])
-    witness = ZeroingWitness(lambda: model)
+    detector = ZeroGradDetector(lambda: model)
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
-    witness.watch()
+    detector.watch()
     reads.clear()  # what has begun to be read is not waited for
-    assert not witness.saw_zeroing() and not reads
+    assert not detector.was_zeroed() and not reads
     torch._foreach_mul_(gradients, 0.5)
-    assert not witness.saw_zeroing() and reads
+    assert not detector.was_zeroed() and reads
     torch._foreach_zero_(gradients)
-    assert witness.saw_zeroing()
-    witness.watch()  # they are zeros now
+    assert detector.was_zeroed()
+    detector.watch()  # they are zeros now
     torch._foreach_mul_(gradients, 0.5)
-    assert not witness.saw_zeroing()
+    assert not detector.was_zeroed()
 
 
 # Steps that an exception has ended, and gradients that have arrived since -------------------------------------

@@ -8,7 +8,7 @@ import torch
 
 from ddp_hooks import TableConfig, TableStats
 from ddp_hooks.comm import Work
-from ddp_hooks.embedding.gradients import GradientExchange
+from ddp_hooks.embedding.exchange.gradients import GradientExchange
 from tests.support.embedding.twins import Batch, Loop, Side, Twins, batches
 
 NUM_BATCHES = 12

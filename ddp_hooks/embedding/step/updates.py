@@ -1,8 +1,8 @@
 """One step of a table optimizer, taken in two parts.
 
-Prior rows are updated at the step, delayed ones later: with the same learning rate, and as the same step. (The paper
+Prior rows are updated in the step, delayed rows later, with the same learning rate and as the same step. (The paper
 counts a step with the delayed part only, section 5.7; the first prior update would then divide by 1 - beta ** 0.)
-Splitting rows is exact for optimizers that update a row by its gradient and its state alone, and leave rows without a
+Splitting is exact for optimizers that update a row from its gradient and its state alone, and leave rows without a
 gradient as they are.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.embedding.gradients import RowSum
+from ddp_hooks.embedding.exchange.gradients import RowSum
 from ddp_hooks.embedding.rowwise import RowwiseAdamW
 from ddp_hooks.overlap import DeferredUpdates, copied
 
@@ -22,53 +22,47 @@ ROWWISE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, Rowwise
 
 
 def find_problem(optimizer_class: Any, options: Mapping[str, Any]) -> str | None:
-    """Why these updates cannot be split by rows; None if they can."""
+    """Return why an optimizer's updates cannot be split by rows, or None."""
+    name = getattr(optimizer_class, "__name__", repr(optimizer_class))
     if optimizer_class not in ROWWISE:
-        known = ", ".join(kind.__name__ for kind in ROWWISE)
-        name = getattr(optimizer_class, "__name__", repr(optimizer_class))
         return (
             f"{name} is not known to update rows one by one and to leave the others alone: give tables an "
-            f"optimizer_class of {known} (SparseAdam for Adam, RowwiseAdamW for AdamW)"
+            f"optimizer_class of {', '.join(kind.__name__ for kind in ROWWISE)} (SparseAdam for Adam, RowwiseAdamW for "
+            f"AdamW)"
         )
-    for name in ("momentum", "dampening", "nesterov") if optimizer_class is torch.optim.SGD else ():
-        if options.get(name):
+    for option in ("momentum", "dampening", "nesterov") if optimizer_class is torch.optim.SGD else ():
+        if options.get(option):
             return (
-                f"SGD's {name} moves rows that have no gradient, so updates cannot be split by rows: leave it out, or "
-                f"use SparseAdam"
+                f"SGD's {option} moves rows that have no gradient, so updates cannot be split by rows: leave it out, "
+                f"or use SparseAdam"
             )
     if optimizer_class is not RowwiseAdamW and options.get("weight_decay"):
         return (
-            f"weight_decay of {optimizer_class.__name__} does not work with gradients of a few rows: leave it out, or "
-            f"use RowwiseAdamW"
+            f"weight_decay of {name} does not work with gradients of a few rows: leave it out, or use RowwiseAdamW"
         )
     return None
 
 
 class TableUpdates:
-    """Applies steps.
-
-    Args:
-        optimizer: of ``weights``.
-        weights: of the tables, in their order.
-    """
+    """Applies steps of ``optimizer`` to ``weights``, the tables' columns in the order of the tables."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.nn.Parameter]) -> None:
         self._optimizer = optimizer
         self._weights = weights
         self._parts: dict[int, RowSum] = {}
-        self._counts: dict[int, Any] = {}  # by table: steps before the one that is under way
+        self._counts: dict[int, Any] = {}  # by table: steps before the present one
         self._deferred = DeferredUpdates(optimizer, weights, self._gradient_of)
 
     @property
     def running(self) -> bool:
-        """Whether the optimizer's own code runs for some tables."""
+        """True while this thread runs the optimizer's own code for some tables."""
         return self._deferred.running
 
     def begin(self) -> None:
-        """A step begins, with the settings of now.
+        """Begin a step with the optimizer's present settings.
 
         Raises:
-            ValueError: they have become such that updates cannot be split by rows.
+            ValueError: with these settings updates cannot be split by rows.
         """
         for group in self._optimizer.param_groups:
             problem = find_problem(type(self._optimizer), group)
@@ -80,10 +74,7 @@ class TableUpdates:
     @torch.inference_mode(False)
     @torch.no_grad()
     def apply(self, parts: Mapping[int, RowSum]) -> None:
-        """Update rows, by table; what is applied before the next :meth:`begin` is one step.
-
-        The rows of several parts of one table are different ones.
-        """
+        """Update rows, by table; all calls until the next :meth:`begin` are one step, and update different rows."""
         if not parts:
             return
         states = {index: self._optimizer.state[self._weights[index]] for index in parts}
@@ -98,17 +89,14 @@ class TableUpdates:
         self._counts.update({index: before[index] for index, state in states.items() if "step" in state})
 
     def begin_making_state(self) -> None:
-        """torch lets the optimizer step with dense zeros, to make its state: give it gradients of no rows."""
+        """Replace the dense zeros of a step with which torch makes the optimizer's state by gradients of no rows."""
         for weight in self._weights:
             if weight.grad is not None:
                 rows = torch.empty(0, dtype=torch.long, device=weight.device)
-                values = weight.new_empty(0, weight.shape[1])
-                weight.grad = torch.sparse_coo_tensor(
-                    rows[None], values, weight.shape, is_coalesced=True, check_invariants=False
-                )
+                weight.grad = _sparse(rows, weight.new_empty(0, weight.shape[1]), weight.shape)
 
     def end_making_state(self) -> None:
-        """Such a step is over, and does not count as one."""
+        """Take back the count of such a step."""
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"] * 0
@@ -118,4 +106,8 @@ class TableUpdates:
         shape = self._weights[index].shape
         if not shape[1]:  # torch reads past the end of rows without columns; the step counts nevertheless
             rows, values = rows[:0], values[:0]
-        return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
+        return _sparse(rows, values, shape)
+
+
+def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)

@@ -1,7 +1,7 @@
-"""Tables that are frozen after they were split, as other layers are: with ``requires_grad_()`` of a module around them.
+"""``requires_grad_()`` of modules reaches the tables inside them, as it reaches other layers.
 
-A table's weight is no parameter of its module, so loops over parameters do not reach it. Where such a loop has frozen
-everything around a table, it was probably meant, too, and nobody can know: training refuses to go on.
+A table's weight is no parameter of its module, so loops over parameters do not reach it. If such a loop has frozen
+everything around a table, the user may have meant the table, too: training refuses to go on.
 """
 
 from __future__ import annotations
@@ -20,40 +20,37 @@ from ddp_hooks.embedding.table import Table
 
 @dataclass
 class _Surroundings:
-    """The nearest module around a table that has other parameters, and those of them that were trained."""
+    """Nearest module around a table with other trained parameters, and these parameters."""
 
     name: str
     parameters: list[weakref.ref[nn.Parameter]]
 
 
-class Freezing:
-    """Lets ``requires_grad_()`` of modules reach the tables below them, and looks for what does not.
-
-    Args:
-        tables: the tables.
-    """
+class RequiresGradSync:
+    """Passes ``requires_grad_()`` of modules on to tables, and refuses loops that leave tables out."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = tables
-        self._around: dict[int, _Surroundings] = {}  # by table, as long as nobody has said what is meant
+        self._around: dict[int, _Surroundings] = {}  # by table, until the user sets requires_grad of the table
 
-    def watch(self, root: nn.Module) -> None:
-        """Tables stand in the model now, below ``root``."""
+    def attach(self, root: nn.Module) -> None:
+        """Extend ``requires_grad_()`` of every module between ``root`` and a table."""
         paths = dict(root.named_modules(remove_duplicate=False))
         for path, module in paths.items():
             if isinstance(module, ShardedEmbedding):
-                ancestors = [paths[path[:end]] for end in _ends_of_ancestors(path)]
+                ends = [*reversed([end for end, letter in enumerate(path) if letter == "."]), 0] if path else []
+                ancestors = [paths[path[:end]] for end in ends]  # the nearest first
                 for ancestor in ancestors:
-                    _pass_on(ancestor)
+                    _extend_requires_grad(ancestor)
                 self._around.setdefault(module.index, _surroundings_of(ancestors, root))
 
     def set(self, index: int, requires_grad: bool) -> None:
-        """Train a table from now on, or not."""
+        """Train or freeze a table from now on."""
         self._tables[index].weight.requires_grad_(requires_grad)
         self._around.pop(index, None)
 
-    def refuse_doubt(self) -> None:
-        """Raise RuntimeError if everything around a table was frozen, and nobody has said what is to become of it."""
+    def refuse_ambiguous(self) -> None:
+        """Raise ``RuntimeError`` if everything around a table was frozen, and the user did not say if the table is."""
         for index, around in self._around.items():
             alive = [parameter for reference in around.parameters if (parameter := reference()) is not None]
             if alive and not any(parameter.requires_grad for parameter in alive):
@@ -67,11 +64,6 @@ class Freezing:
                 )
 
 
-def _ends_of_ancestors(path: str) -> list[int]:
-    """Where the paths of the modules around one end in its own, the nearest first."""
-    return [*reversed([end for end, letter in enumerate(path) if letter == "."]), 0] if path else []
-
-
 def _surroundings_of(ancestors: Sequence[nn.Module], root: nn.Module) -> _Surroundings:
     for ancestor in ancestors:
         trained = [weakref.ref(parameter) for parameter in ancestor.parameters() if parameter.requires_grad]
@@ -80,8 +72,8 @@ def _surroundings_of(ancestors: Sequence[nn.Module], root: nn.Module) -> _Surrou
     return _Surroundings("", [])
 
 
-def _pass_on(module: nn.Module) -> None:
-    """Let ``module.requires_grad_()`` freeze the tables below it."""
+def _extend_requires_grad(module: nn.Module) -> None:
+    """Let ``module.requires_grad_()`` train or freeze the tables inside it."""
     if "requires_grad_" in vars(module):
         return
     reference = weakref.ref(module)

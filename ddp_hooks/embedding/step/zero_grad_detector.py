@@ -1,7 +1,7 @@
-"""Noticing that gradients were zeroed, by whatever call: tables' gradients are zeroed with the model's.
+"""Detection of zeroed gradients: tables' gradients are zeroed with the model's, by whatever call.
 
-The ``zero_grad`` of optimizers, of the model and of DDP is extended; another wrapper's, or a loop over parameters, only
-shows in what it leaves: parameters that had gradients, and none of which has one any more.
+The ``zero_grad`` of optimizers, of the model and of DDP is extended. Another wrapper's ``zero_grad``, or a loop over
+parameters, shows in its effect only: parameters had gradients, and none of them has one any more.
 """
 
 from __future__ import annotations
@@ -14,28 +14,24 @@ from torch import Tensor, nn
 
 from ddp_hooks.intercept import GradientGuard, is_suspended
 
-_MAX_NUMEL = 1 << 16  # numbers of a gradient that are looked at, which must not cost anything
+_MAX_NUMEL = 1 << 16  # elements of a gradient that are read, so that reading costs next to nothing
 
 
-class ZeroingWitness:
-    """A dense parameter that has a gradient; when it has lost it, all the others are asked.
-
-    Args:
-        model: whose parameters are looked at, asked for each time.
-    """
+class ZeroGradDetector:
+    """Watches one dense parameter of ``model()`` that has a gradient; when it has lost it, all parameters are asked."""
 
     def __init__(self, model: Callable[[], nn.Module]) -> None:
         self._model = model
         self._parameter: weakref.ref[Tensor] | None = None
         self._was_nonzero = False
-        self._guard: GradientGuard | None = None  # that a hook has put in its place
-        self._version = 0  # of its gradient, which counts changes in place
-        self._before: Tensor | None = None  # whether it was not zero, on a device that nobody waits for
+        self._guard: GradientGuard | None = None  # in place of the parameter's gradient
+        self._version = 0  # of the gradient; counts changes in place
+        self._before: Tensor | None = None  # on a device that nobody waits for: True if the gradient was not zero
 
     def watch(self) -> None:
-        """Gradients are as they are to be: choose a parameter, a small one, whose gradient is not zero if one is.
+        """Choose a small parameter with a gradient, not zero if there is one; gradients are complete now.
 
-        All ranks see the same: gradients are reduced, or behind guards.
+        All ranks choose alike, because gradients are reduced or behind guards.
         """
         self._parameter, self._was_nonzero, self._guard, self._before = None, False, None, None
         for parameter in sorted(self._model().parameters(), key=Tensor.numel):
@@ -47,17 +43,17 @@ class ZeroingWitness:
             self._parameter = weakref.ref(parameter)
             self._guard = gradient if isinstance(gradient, GradientGuard) else None
             self._was_nonzero = not _is_gone(parameter)
-            if self._guard is None and _is_plain(gradient) and not _is_at_hand(gradient):
+            if self._guard is None and _is_local(gradient) and not _is_on_cpu(gradient):
                 self._version, self._before = gradient._version, gradient.detach().reshape(-1)[:_MAX_NUMEL].any()
             if self._was_nonzero:
                 return
 
-    def saw_zeroing(self) -> bool:
-        """Whether the parameter has lost its gradient, and no other one has any; says so once."""
+    def was_zeroed(self) -> bool:
+        """Return True, once, if the watched parameter has lost its gradient and no other parameter has one."""
         parameter = self._parameter() if self._parameter is not None else None
         if parameter is None:
             return False
-        # Some loops drop gradients of a few layers, which is not the same: ask the witness first, then all.
+        # Some loops drop the gradients of a few layers only.
         lost = self._has_lost(parameter)
         if not (lost and all(_is_gone(other, waits=True) for other in self._model().parameters())):
             return False
@@ -65,13 +61,13 @@ class ZeroingWitness:
         return True
 
     def _has_lost(self, parameter: Tensor) -> bool:
-        if parameter.grad is None or not self._was_nonzero:  # else zeros say nothing
+        if parameter.grad is None or not self._was_nonzero:  # zeros say nothing if it was zero before
             return parameter.grad is None and not is_suspended(parameter)
-        if self._guard is not None:  # nobody knows what was behind it
+        if self._guard is not None:  # nobody knows the gradient behind it
             return self._guard.zeroed
         if self._before is None or isinstance(parameter.grad, GradientGuard):
             return _is_gone(parameter)
-        # Nobody waits for a device only to see that nothing has changed.
+        # Read from a device only if something has changed.
         version = parameter.grad._version
         if version == self._version or not bool(self._before):
             return False
@@ -80,26 +76,25 @@ class ZeroingWitness:
 
 
 def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
-    """Whether it has no gradient, or zeros, as far as that can be seen without another rank.
+    """Return True if a parameter has no gradient, or zeros, as far as this rank can see.
 
     Args:
-        waits: look also where that means to wait for a device; otherwise what is there does not count as zeros.
+        waits: read also where that waits for a device; otherwise a gradient there does not count as zeros.
     """
     gradient = parameter.grad
     if gradient is None:
         return not is_suspended(parameter)
     if isinstance(gradient, GradientGuard):
         return gradient.zeroed
-    if not _is_plain(gradient) or not (waits or _is_at_hand(gradient)):
+    if not _is_local(gradient) or not (waits or _is_on_cpu(gradient)):
         return False
     return not bool(gradient.detach().reshape(-1)[:_MAX_NUMEL].any())
 
 
-def _is_plain(gradient: Tensor) -> bool:
-    """Whether reading it takes no other rank."""
+def _is_local(gradient: Tensor) -> bool:
+    """Return True if reading it takes no other rank."""
     return not hasattr(gradient, "full_tensor") and gradient.layout is torch.strided
 
 
-def _is_at_hand(gradient: Tensor) -> bool:
-    """Whether to read it costs next to nothing."""
+def _is_on_cpu(gradient: Tensor) -> bool:
     return gradient.device.type == "cpu"

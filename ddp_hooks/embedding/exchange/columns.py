@@ -1,4 +1,4 @@
-"""Whole tables: cut into columns at the beginning, put together to be saved or read as a whole."""
+"""Whole tables: scattered by columns at the start, gathered to save or read them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,11 @@ from torch import Tensor
 from ddp_hooks.comm import Algorithm, Recv, Round, Send, pairwise_exchange, round_of
 from ddp_hooks.embedding.table import Table
 
-_CHUNK_BYTES = 32 << 20  # of whole rows, so that what is under way stays small
+_CHUNK_BYTES = 32 << 20  # of whole rows in one round, which bounds the memory of messages
 
 
 def scatter_columns(table: Table, full: Tensor, rank: int, world_size: int) -> Algorithm:
-    """Give every rank its columns of what the first rank has, as DDP's first broadcast would.
-
-    Args:
-        table: whose weight is filled.
-        full: (num_rows, dim); what the first rank has of it counts.
-        rank, world_size: of the ranks.
-    """
+    """Fill ``table.weight`` on every rank with its columns of the first rank's ``full``, (num_rows, dim)."""
     with torch.no_grad():
         if rank == 0:
             table.weight.copy_(table.cut(full, 0))
@@ -35,32 +29,25 @@ def scatter_columns(table: Table, full: Tensor, rank: int, world_size: int) -> A
 def gather_columns(
     table: Table, columns: Tensor, rank: int, world_size: int, to: int | None
 ) -> Generator[Round, None, Tensor | None]:
-    """Put together what every rank has of a table, or of its optimizer's state.
-
-    Args:
-        table: how columns lie.
-        columns: (num_rows, own columns).
-        rank, world_size: of the ranks.
-        to: who is to have the result; None: everybody.
+    """Gather a table, or an entry of its optimizer state, from (num_rows, own columns) of all ranks.
 
     Returns:
-        (num_rows, dim), or None elsewhere.
+        (num_rows, dim) on rank ``to``, or on all ranks if ``to`` is None; otherwise None.
     """
     receives = to is None or to == rank
-    full = columns.new_empty(table.num_rows, table.dim) if receives else None
+    full = columns.new_empty(table.shape) if receives else None
     for start, stop in _chunks(table):
         mine = columns[start:stop].reshape(-1)
-        nothing = mine[:0]
-        outgoing = [mine if to is None or peer == to else nothing for peer in range(world_size)]
-        sizes = [(stop - start) * table.columns_of(peer) if receives else 0 for peer in range(world_size)]
+        outgoing = [mine if to is None or peer == to else mine[:0] for peer in range(world_size)]
+        sizes = [(stop - start) * table.num_columns(peer) if receives else 0 for peer in range(world_size)]
         incoming = [mine if peer == rank else mine.new_empty(size) for peer, size in enumerate(sizes)]
         yield from pairwise_exchange(outgoing, incoming, rank)
         for peer, part in enumerate(incoming) if full is not None else ():
             assert full is not None
-            table.cut(full[start:stop], peer).copy_(part.view(stop - start, table.columns_of(peer)))
+            table.cut(full[start:stop], peer).copy_(part.view(stop - start, table.num_columns(peer)))
     return full
 
 
 def _chunks(table: Table) -> list[tuple[int, int]]:
-    step = max(1, _CHUNK_BYTES // max(1, table.row_bytes))
+    step = max(1, _CHUNK_BYTES // max(1, table.dim * table.weight.element_size()))
     return [(start, min(start + step, table.num_rows)) for start in range(0, table.num_rows, step)]

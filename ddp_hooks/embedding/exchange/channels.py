@@ -1,4 +1,4 @@
-"""What tables talk through: one lane for what is urgent, one for what can wait, and what they cost."""
+"""Channels of sharded tables: one lane for urgent exchanges, one for delayed rows, and their cost."""
 
 from __future__ import annotations
 
@@ -17,32 +17,22 @@ from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
 
 _KINDS = get_args(Kind)
-_NAMES_PER_TABLE = 4  # of requests of one kind that a coordinator knows; fewer are under way
-_CAN_WAIT = -1
-"""The priority of delayed rows with a coordinator: below that of gradients, 0."""
-_IS_WAITED_FOR = 1
-"""And of all else: above it."""
+_NAMES_PER_TABLE = 4  # names of one kind that a coordinator knows; fewer are in flight
+# Priorities with a coordinator, whose gradients have priority 0.
+_DELAYED, _URGENT = -1, 1
 
 
 class Exchanger(Protocol):
-    """What of :class:`ddp_hooks.coordination.Coordinator` tables need."""
+    """Part of :class:`ddp_hooks.coordination.Coordinator` that tables use."""
 
     def exchange(self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Any] = ()) -> Any:
-        """Run the algorithm when all ranks have asked for theirs; returns what is waited for."""
+        """Run the algorithm when all ranks have asked for theirs; return a handle to wait for."""
 
 
 class Channels:
-    """Runs the exchanges of tables, each kind in its lane, in the order in which they are submitted.
+    """Runs the exchanges of tables, each kind in its lane, in the order of submission.
 
-    Args:
-        group: the ranks. Creating the lanes is collective over it.
-        device: of the tables.
-        config: timeouts.
-
-    Attributes:
-        rank, world_size: of the group.
-        ranks: its global ranks.
-        tally: bytes and waits so far.
+    Creation is collective over ``group``. ``ranks`` are its global ranks, ``tally`` counts bytes and waits.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, config: TableConfig) -> None:
@@ -51,8 +41,8 @@ class Channels:
         self.tally = Tally()
         self.ranks = dist.get_process_group_ranks(group)
         self.recorder = Recorder(False)
-        self._counts: dict[Kind, int] = defaultdict(int)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self._counts: dict[Kind, int] = defaultdict(int)
         self._open(device, LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s))
 
     def _open(self, device: torch.device, settings: LaneSettings) -> None:
@@ -64,14 +54,14 @@ class Channels:
 
     @property
     def lanes(self) -> list[Lanes]:
-        """Of its own, all of them."""
+        """All lanes that belong to these channels."""
         return list(dict.fromkeys((self.urgent, self.patient, self._control)))
 
     def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
-        """Submit an exchange, to begin when other work is done.
+        """Submit an exchange that begins when the work in ``after`` is done.
 
-        Kinds never meet: where ranks have parted, messages of another kind would be taken for theirs, or end the
-        process. So they wait, and say for what.
+        Each kind has its own tags. Ranks that submit different kinds time out and name them, instead of exchanging
+        wrong data.
         """
         lanes = {"id": self._control, "order": self._control, "delayed": self.patient}.get(kind, self.urgent)
         tag = special_tag(_KINDS.index(kind), self._counts[kind])
@@ -79,22 +69,17 @@ class Channels:
         return lanes.run(self.tally.counted(kind, algorithm), label, after, tag)
 
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
-        """A few numbers' sum over the ranks, or their largest; see :meth:`ddp_hooks.comm.Lanes.reduce_small`."""
+        """Reduce a few numbers over the ranks; see :meth:`ddp_hooks.comm.Lanes.reduce_small`."""
         return self.urgent.reduce_small(value, what, largest)
 
     def meet(self) -> None:
-        """Wait until every rank has come here, in the same call: see :func:`ddp_hooks.comm.calling`.
-
-        Before an exchange of whole tables. A lane that waits knows of a message that is missing, not of the call.
+        """Wait until every rank has made the same call (see :func:`ddp_hooks.comm.calling`); raises ``LaneError`` and
+        ``LaneTimeout``, which name the calls. A lane would name the missing message only.
         """
         gather_objects(None, self.group, "an exchange of whole tables", self.config)
 
-    def run_now(self, algorithm: Algorithm, label: str) -> None:
-        """Exchange whole tables, and wait."""
-        self.run("columns", algorithm, label).wait()
-
     def wait(self, work: Work, stall: Stall) -> None:
-        """Wait for an exchange, and count how long."""
+        """Wait for an exchange, and add the time to ``stall``; raises ``LaneError`` and ``LaneTimeout``."""
         if work.done:
             work.wait()
             return
@@ -102,28 +87,28 @@ class Channels:
             work.wait()
 
     def annotate(self, error: BaseException | None) -> None:
-        """Say who was lost first, if that is what the error is about."""
+        """Add the first failure to an error that it caused."""
         for lanes in self.lanes:
             lanes.annotate(error, "forward")
 
     def close(self) -> None:
-        """Finish what was submitted, and end."""
+        """Finish what was submitted, and end the lanes."""
         for lanes in self.lanes:
             lanes.close()
 
     def abandon(self, error: BaseException) -> None:
-        """This rank ends because of ``error``."""
+        """End without the other ranks, because of ``error``."""
         for lanes in self.lanes:
             lanes.abandon(error)
 
     def is_stuck(self) -> bool:
-        """Whether a lane still waits for another rank after it was told to end."""
+        """Return True if a lane still waits for another rank after it was told to end."""
         return any(lanes.stuck for lanes in self.lanes)
 
 
 @dataclass
-class _Asked:
-    """An exchange that a coordinator was asked for."""
+class _Requested:
+    """Exchange that a coordinator was asked for."""
 
     label: str
     handle: Any
@@ -137,14 +122,9 @@ class _Asked:
 
 
 class CoordinatedChannels(Channels):
-    """Exchanges through a coordinator, by priority among all that it moves: what is waited for before gradients, what
-    was delayed after them.
+    """Exchanges through a coordinator, by priority: urgent ones before gradients, delayed rows after them.
 
-    Args:
-        group, device, config: see :class:`Channels`.
-        coordinator: of the same ranks.
-        name: tells these tables from others of the coordinator.
-        num_tables: how many they are.
+    ``name`` distinguishes these tables from other users of the coordinator.
     """
 
     def __init__(
@@ -159,35 +139,32 @@ class CoordinatedChannels(Channels):
         self._coordinator = coordinator
         self._name = name
         self._num_names = _NAMES_PER_TABLE * max(4, num_tables)
-        self._asked: dict[str, _Asked] = {}
+        self._requested: dict[str, _Requested] = {}
         super().__init__(group, device, config)
 
     def _open(self, device: torch.device, settings: LaneSettings) -> None:
-        """Lanes are the coordinator's."""
+        """Use the coordinator's lanes."""
 
     @property
     def lanes(self) -> list[Lanes]:
         return []
 
     def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
-        """Ask for an exchange, when other work is done."""
         name = f"{kind} {self._counts[kind] % self._num_names} of {self._name}"
         self._counts[kind] += 1
-        if name in self._asked:
-            self._asked[name].wait()  # a name can be used again when it is done
-        priority = _CAN_WAIT if kind == "delayed" else _IS_WAITED_FOR
-        handles = [work.handle if isinstance(work, _Asked) else work for work in after]
+        if name in self._requested:
+            self._requested[name].wait()  # a name can be used again when its exchange is done
+        priority = _DELAYED if kind == "delayed" else _URGENT
+        handles = [work.handle if isinstance(work, _Requested) else work for work in after]
         handle = self._coordinator.exchange(self.tally.counted(kind, algorithm), name, priority, handles)
-        self._asked[name] = asked = _Asked(label, handle)
-        return asked
+        self._requested[name] = requested = _Requested(label, handle)
+        return requested
 
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
-        """Through the coordinator, of which its ``what`` is the name."""
         small = SmallExchange(value.cpu(), what, self.rank, self.world_size)
-        self._coordinator.exchange(small.run(), f"{what} of {self._name}", _IS_WAITED_FOR).wait()
+        self._coordinator.exchange(small.run(), f"{what} of {self._name}", _URGENT).wait()
         return small.result(self.ranks, largest).to(value.device)
 
     def close(self) -> None:
-        """Finish what was asked for; the coordinator goes on."""
-        while self._asked:
-            self._asked.popitem()[1].wait()
+        while self._requested:
+            self._requested.popitem()[1].wait()

@@ -1,4 +1,4 @@
-"""Looking rows up: every rank sends every other the columns that it holds of the rows which that one wants."""
+"""Lookups: every rank sends every other rank its columns of the rows which that rank wants."""
 
 from __future__ import annotations
 
@@ -9,24 +9,20 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, pairwise_exchange
-from ddp_hooks.embedding.ids import BatchRows, Ids, Wanted
-from ddp_hooks.embedding.packing import as_rows, packed
+from ddp_hooks.embedding.exchange.ids import BatchRows, Ids, Wanted
+from ddp_hooks.embedding.exchange.packing import as_rows, new_message
 from ddp_hooks.embedding.table import Table
 
 
 class Lookup:
-    """The vectors that one rank has looked up in one table for one batch, and the gradients that come back for them.
-
-    Args:
-        table: which one.
-        wanted: what was looked up.
+    """Vectors that one rank looks up in one table for one batch, and their gradients.
 
     Attributes:
-        by_rank: the rows that every rank has looked up at the same time.
-        vectors: (m, dim), of the rows of ``wanted``; once they are there.
-        gradient: (m, dim), summed over the calls so far; None: there was no backward.
-        touched: (m,), bool; rows that some call has used.
-        closed: whether what it has of gradients is on its way.
+        by_rank: rows that every rank looks up in this batch.
+        vectors: (m, dim), of the rows of ``wanted``; None before they arrive.
+        gradient: (m, dim), summed over calls; None: no backward so far.
+        touched: (m,) bool, rows that some call used.
+        closed: its gradients were sent, or a step left them behind.
     """
 
     def __init__(self, table: Table, wanted: Wanted) -> None:
@@ -37,11 +33,11 @@ class Lookup:
         self.touched: Tensor | None = None
         self.closed = False
         self._wanted = wanted
-        self._positions: Tensor | None = None  # of the ids, in the order in which they were given
-        self._sorted: tuple[Ids, Ids] | None = None  # rows in ascending order, and where they are
+        self._positions: Tensor | None = None  # of wanted.ids
+        self._sorted: tuple[Ids, Ids] | None = None  # rows in ascending order, and their positions
 
     def positions_of(self, ids: Ids) -> Tensor | int:
-        """Where the vectors of these ids are, (n,), int64; or the first id that was not looked up."""
+        """Return where the vectors of these ids are, (n,) int64; or the first id that was not looked up."""
         same = ids is self._wanted.ids or np.array_equal(ids, self._wanted.ids)
         if same and self._positions is not None:
             return self._positions
@@ -64,61 +60,45 @@ class Lookup:
         return positions
 
     def add_gradient(self, positions: Tensor, gradient: Tensor) -> None:
-        """A call's backward: coalesce (EmbRace, section 4.2.2).
-
-        Args:
-            positions: (n,), as :meth:`positions_of` has them.
-            gradient: (n, dim), of what the call returned.
-        """
+        """Coalesce a call's gradient, (n, dim), at (n,) ``positions`` (EmbRace, section 4.2.2)."""
         if self.gradient is None or self.touched is None:
             self.gradient = gradient.new_zeros(len(self._wanted.rows), self.table.dim)
             self.touched = torch.zeros(len(self._wanted.rows), dtype=torch.bool, device=gradient.device)
         self.gradient.index_add_(0, positions, gradient)
         self.touched[positions] = True
 
-    def forget_gradient(self) -> None:
-        """There was no backward."""
+    def drop_gradient(self) -> None:
+        """Forget what backwards have left."""
         self.gradient = self.touched = None
 
 
 def look_up(lookups: Sequence[Lookup], batch: BatchRows, rank: int, world_size: int) -> Algorithm:
-    """Fetch the vectors of several tables in one exchange.
+    """Fetch the vectors of several tables in one AlltoAll of about U * dim / P numbers per pair, for U rows (Table 2).
 
-    Each rank reads the columns that it holds of all rows that are wanted anywhere, and sends every rank those of the
-    rows which that rank wants: an AlltoAll of about U * dim / P numbers between each pair, for U rows (Table 2).
-
-    Args:
-        lookups: what this rank wants, in the order of the tables.
-        batch: what all ranks want; known when this begins. Nothing happens where it is not.
+    Does nothing if the batch's rows of all ranks are unknown.
     """
     if batch.by_rank is None or not lookups:
         return
     device = lookups[0].table.weight.device
-    rows_of = [batch.by_rank[lookup.table.index] for lookup in lookups]
     tables = [lookup.table for lookup in lookups]
+    rows_of = [batch.by_rank[table.index] for table in tables]
     outgoing, incoming = [], []
     for peer in range(world_size):
-        asked = [packed_rows(table, len(rows[peer]), rank) for table, rows in zip(tables, rows_of, strict=True)]
-        message, parts = packed(asked, device)
+        asked = [table.nbytes(len(rows[peer]), rank) for table, rows in zip(tables, rows_of, strict=True)]
+        message, parts = new_message(asked, device)
         for table, rows, part in zip(tables, rows_of, parts, strict=True):
-            target = as_rows(part, len(rows[peer]), table.columns_of(rank), table.weight.dtype)
+            target = as_rows(part, len(rows[peer]), table.num_columns(rank), table.weight.dtype)
             torch.index_select(table.weight.detach(), 0, torch.from_numpy(rows[peer]).to(device), out=target)
         outgoing.append(message)
-        if peer == rank:
-            incoming.append((message, parts))
-        else:
-            mine = [packed_rows(table, len(rows[rank]), peer) for table, rows in zip(tables, rows_of, strict=True)]
-            incoming.append(packed(mine, device))
+        if peer != rank:
+            mine = [table.nbytes(len(rows[rank]), peer) for table, rows in zip(tables, rows_of, strict=True)]
+            message, parts = new_message(mine, device)
+        incoming.append((message, parts))
     yield from pairwise_exchange(outgoing, [message for message, _ in incoming], rank)
     for position, (lookup, table, rows) in enumerate(zip(lookups, tables, rows_of, strict=True)):
         num_rows = len(rows[rank])
         vectors = torch.empty(num_rows, table.dim, dtype=table.weight.dtype, device=device)
         for peer, (_, parts) in enumerate(incoming):
-            part = as_rows(parts[position], num_rows, table.columns_of(peer), table.weight.dtype)
+            part = as_rows(parts[position], num_rows, table.num_columns(peer), table.weight.dtype)
             table.cut(vectors, peer).copy_(part)
         lookup.by_rank, lookup.vectors = rows, vectors
-
-
-def packed_rows(table: Table, num_rows: int, rank: int) -> int:
-    """Bytes of so many rows of a rank's columns."""
-    return num_rows * table.columns_of(rank) * table.weight.element_size()

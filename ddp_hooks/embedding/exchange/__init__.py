@@ -1,0 +1,1 @@
+"""Exchanges of sharded tables: ids, vectors, gradient rows and whole tables."""

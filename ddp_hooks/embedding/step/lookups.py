@@ -1,0 +1,249 @@
+"""Lookups of forwards: of batches that prefetch has announced, one step ahead, or when a table is called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ddp_hooks.comm import Work, see, torch_compat
+from ddp_hooks.embedding.exchange.channels import Channels
+from ddp_hooks.embedding.exchange.expected import ExpectedGradients
+from ddp_hooks.embedding.exchange.ids import CHANGED, NO_ERROR, BatchRows, Ids, Purpose, RankError, exchange_ids
+from ddp_hooks.embedding.exchange.lookup import Lookup, look_up
+from ddp_hooks.embedding.step.prefetch import PrefetchQueue
+from ddp_hooks.embedding.step.split_step import SplitStep
+from ddp_hooks.embedding.table import Table
+
+OnGradient = Callable[[Lookup, Tensor, Tensor, bool], None]
+
+
+@dataclass
+class PreparedBatch:
+    """Batch whose ids ranks exchange.
+
+    Args:
+        batch: its rows.
+        ids_known: done when the rows of all ranks are known.
+        lookups: of its vectors, by table; None: not requested yet.
+        fetched: done when the vectors are here.
+    """
+
+    batch: BatchRows
+    ids_known: Work
+    lookups: dict[int, Lookup] | None = None
+    fetched: Work | None = None
+
+
+class Lookups:
+    """Vectors of the present forward's batch, and of the next batch.
+
+    Lookups that may bring gradients are added to ``expected``. Delayed rows are applied before lookups.
+
+    Attributes:
+        queue: batches that loaders have announced.
+        current: prefetched batch of the present forward, or None.
+        ahead: the next batch, or None.
+        sync_error: why ranks cannot go on; all of them raise it when backward ends.
+    """
+
+    def __init__(
+        self, tables: Sequence[Table], channels: Channels, expected: ExpectedGradients, split_step: SplitStep
+    ) -> None:
+        self.queue = PrefetchQueue()
+        self.current: PreparedBatch | None = None
+        self.ahead: PreparedBatch | None = None
+        self.sync_error: str | None = None
+        self._tables = tables
+        self._channels = channels
+        self._config = channels.config
+        self._tally = channels.tally
+        self._expected = expected
+        self._split_step = split_step
+        self._upcoming: BatchRows | None = None  # exchanged at the end of the forward
+        self._forward = 0  # forwards with gradients so far
+        self._error: RankError = NO_ERROR
+
+    @property
+    def next_rows(self) -> BatchRows | None:
+        """Rows of the next batch; this rank's at least."""
+        return self.ahead.batch if self.ahead is not None else None
+
+    # -- forwards of the model
+
+    def begin_forward(self) -> None:
+        """Look up the batch that was announced for this forward, unless the last step has; raises ``ValueError``."""
+        self._forward += 1
+        self._expected.begin_forward()
+        self.current = None
+        announced = self.queue.take()
+        if announced is None or self._config.schedule == "none":
+            return
+        self._upcoming = announced.upcoming
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead.batch is announced.current and self._is_known(ahead):
+            prepared = ahead
+        else:
+            prepared = self._exchange_ids(announced.current, Purpose.NOW)
+        if prepared.lookups is None:
+            self._split_step.flush()
+            self._fetch(prepared)
+        assert prepared.lookups is not None
+        for lookup in prepared.lookups.values():
+            self._expected.expect(lookup)
+        self.current = prepared
+
+    def end_forward(self) -> None:
+        """Exchange the ids of the next batch."""
+        if self.current is not None and self.sync_error is None:
+            upcoming, self._upcoming = self._upcoming, None
+            self.ahead = self._exchange_ids(upcoming or BatchRows(None), Purpose.AHEAD)
+
+    def wait_for_next_ids(self) -> None:
+        """Wait until the rows of the next batch are known, or an error of some rank."""
+        if self.ahead is not None:
+            self._channels.wait(self.ahead.ids_known, self._tally.gradients)
+            self.sync_error = self.sync_error or self.ahead.batch.sync_error
+
+    def look_ahead(self, flushes: bool) -> None:
+        """Request the vectors of the next batch again, since earlier ones may be of old weights.
+
+        Args:
+            flushes: apply delayed rows before.
+        """
+        if self.ahead is None:
+            return
+        self._channels.wait(self.ahead.ids_known, self._tally.gradients)
+        if self.ahead.batch.by_rank is not None:
+            if flushes:
+                self._split_step.flush()  # nobody knew of this batch when rows were delayed
+            self._fetch(self.ahead)
+
+    def discard_ahead(self) -> None:
+        """Forget vectors of the next batch: weights have changed."""
+        if self.ahead is not None:
+            if self.ahead.fetched is not None:
+                self.ahead.fetched.wait()
+            self.ahead.lookups = self.ahead.fetched = None
+
+    def _is_known(self, ahead: PreparedBatch) -> bool:
+        """Return True if every rank has such a batch; raise ``ValueError`` if some rank has an invalid id."""
+        ahead.ids_known.wait()
+        if ahead.batch.id_error is not None:
+            raise ValueError(ahead.batch.id_error)
+        return ahead.batch.by_rank is not None
+
+    def _exchange_ids(self, batch: BatchRows, purpose: Purpose) -> PreparedBatch:
+        channels = self._channels
+        algorithm = exchange_ids(
+            batch, purpose, self._forward, self._error, self._tables, channels.rank, channels.ranks
+        )
+        return PreparedBatch(batch, channels.run("id", algorithm, "ids of a batch"))
+
+    def _fetch(self, prepared: PreparedBatch) -> None:
+        """Request the vectors of a batch."""
+        wanted = prepared.batch.wanted or {}
+        lookups = [Lookup(table, wanted[table.index]) for table in self._tables if table.index in wanted]
+        prepared.lookups = {lookup.table.index: lookup for lookup in lookups}
+        algorithm = look_up(lookups, prepared.batch, self._channels.rank, self._channels.world_size)
+        prepared.fetched = self._channels.run("lookup", algorithm, "vectors of a batch", [prepared.ids_known])
+
+    # -- forwards of a table
+
+    def find(self, index: int, ids: Ids, in_forward: bool) -> tuple[Lookup, Tensor] | None:
+        """Return the lookup with the vectors of ``ids``, and their positions in it.
+
+        None means that ranks cannot go on; all of them raise when backward ends.
+
+        Raises:
+            ValueError: some rank asks for an invalid id.
+            RuntimeError: ranks are desynchronized, or activation checkpointing asks for other ids than before.
+            LaneError, LaneTimeout: vectors did not arrive.
+        """
+        if torch_compat.in_backward():
+            return self._find_again(index, ids)
+        if in_forward and self.current is not None and index in (self.current.lookups or {}):
+            return self._find_prefetched(index, ids, self.current)
+        return self._look_up_now(index, ids, in_forward or torch.is_grad_enabled())
+
+    def _find_again(self, index: int, ids: Ids) -> tuple[Lookup, Tensor] | None:
+        """Serve a forward that activation checkpointing repeats; no rank may communicate for it."""
+        if self.sync_error is not None or self._error is not NO_ERROR:  # the forward itself found nothing
+            return None
+        for lookup in self._expected.latest_first(index):
+            positions = lookup.positions_of(ids) if lookup.vectors is not None else 0
+            if isinstance(positions, Tensor):
+                return lookup, positions
+        raise RuntimeError(
+            f"a forward was repeated during backward and asks {self._tables[index].name} for ids whose vectors are not "
+            f"here: activation checkpointing needs the same ids again, and no more than two forwards before their "
+            f"backward{see('late-gradients')}"
+        )
+
+    def _find_prefetched(self, index: int, ids: Ids, prepared: PreparedBatch) -> tuple[Lookup, Tensor] | None:
+        if not self._wait_for_vectors(prepared):
+            return None
+        assert prepared.lookups is not None
+        lookup = prepared.lookups[index]
+        positions = lookup.positions_of(ids)
+        if isinstance(positions, int):
+            self._error = RankError(CHANGED, index, positions)
+            return None
+        return lookup, positions
+
+    def _look_up_now(self, index: int, ids: Ids, may_bring_gradients: bool) -> tuple[Lookup, Tensor] | None:
+        if self.sync_error is not None:
+            return None
+        self._split_step.end_interrupted()
+        self._split_step.flush()
+        batch = BatchRows.of({index: ids}, self._tables, self._config.deduplicate)
+        prepared = self._exchange_ids(batch, Purpose.ONE_TABLE)
+        self._fetch(prepared)
+        if not self._wait_for_vectors(prepared):
+            return None
+        assert prepared.lookups is not None
+        lookup = prepared.lookups[index]
+        if may_bring_gradients:
+            self._expected.expect(lookup)
+        positions = lookup.positions_of(ids)
+        assert isinstance(positions, Tensor)
+        return lookup, positions
+
+    def _wait_for_vectors(self, prepared: PreparedBatch) -> bool:
+        """Return False if ranks are desynchronized and some of them see it at the end of backward; all raise there."""
+        assert prepared.fetched is not None
+        self._channels.wait(prepared.fetched, self._tally.lookups)
+        batch = prepared.batch
+        if batch.id_error is not None:
+            raise ValueError(batch.id_error)
+        if batch.sync_error is not None:
+            if not (batch.desynchronized and torch.is_grad_enabled()):
+                raise RuntimeError(batch.sync_error)
+            self.sync_error = batch.sync_error
+            return False
+        return True
+
+
+class GatherVectors(torch.autograd.Function):
+    """Select vectors of a lookup; the backward hands their gradient to ``on_gradient``."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, positions: Tensor, on_gradient: OnGradient) -> Tensor:
+        """Return ``lookup.vectors[positions]``; ``anchor`` is empty and requires a gradient, so the result does."""
+        ctx.lookup, ctx.on_gradient, ctx.is_first = lookup, on_gradient, True
+        ctx.save_for_backward(positions)
+        assert lookup.vectors is not None
+        return lookup.vectors.index_select(0, positions)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        """Hand the gradient over."""
+        (positions,) = ctx.saved_tensors
+        ctx.on_gradient(ctx.lookup, positions, gradient, ctx.is_first)
+        ctx.is_first = False
+        return None, None, None, None

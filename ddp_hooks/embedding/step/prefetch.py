@@ -1,0 +1,142 @@
+"""Loader that is one batch ahead, so that tables know which rows the next batch looks up."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import numpy as np
+from torch import Tensor
+
+from ddp_hooks.comm import see
+from ddp_hooks.embedding.exchange.ids import BatchRows, Ids, as_ids
+
+Batch = TypeVar("Batch")
+BatchIds: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor | Sequence[Tensor]]
+
+
+@dataclass
+class Announcement:
+    """Batch that a prefetching loader hands out, and the one that follows."""
+
+    loader: object
+    current: BatchRows
+    upcoming: BatchRows | None
+
+
+class PrefetchQueue:
+    """Batches that prefetching loaders have handed out and no forward has taken; the latest is taken first."""
+
+    def __init__(self) -> None:
+        self._by_epoch: dict[object, Announcement] = {}  # ordered by the last call of announce()
+        self._trained_with: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders whose batches training forwards took
+
+    def announce(self, epoch: object, announcement: Announcement) -> None:
+        """Add a batch; replaces the one that the same ``epoch``, an iteration of a loader, added before."""
+        self._by_epoch.pop(epoch, None)
+        self._by_epoch[epoch] = announcement
+
+    def withdraw(self, epoch: object) -> None:
+        """Remove the batch of an iteration that has ended."""
+        self._by_epoch.pop(epoch, None)
+
+    def snapshot(self) -> dict[object, Announcement]:
+        """Return what is in the queue, for :meth:`restore`."""
+        return dict(self._by_epoch)
+
+    def restore(self, snapshot: dict[object, Announcement]) -> None:
+        """Remove batches that were added since the snapshot, by loaders of an evaluation."""
+        self._by_epoch = {epoch: batch for epoch, batch in self._by_epoch.items() if snapshot.get(epoch) is batch}
+
+    def take(self) -> Announcement | None:
+        """Remove and return the batch of the forward that begins, or None."""
+        if not self._by_epoch:
+            return None
+        announcement = self._by_epoch.popitem()[1]
+        with suppress(TypeError):  # lists have no weak references
+            self._trained_with.add(announcement.loader)
+        return announcement
+
+    def drop_evaluation(self, expected: BatchRows | None) -> None:
+        """Remove the batch of a forward without gradients that begins, if its loader is none for training.
+
+        Args:
+            expected: next training batch that ranks have told each other.
+        """
+        if not self._by_epoch or expected is None or expected.wanted is None:
+            return
+        epoch, announcement = next(reversed(self._by_epoch.items()))
+        with suppress(TypeError):
+            if announcement.loader in self._trained_with:  # a training forward follows with the same batch
+                return
+        if announcement.current is not expected:
+            del self._by_epoch[epoch]
+
+
+class PrefetchedLoader(Generic[Batch]):
+    """Hands out the batches of ``loader`` and announces each one, and the next, to tables; see ``tables.prefetch``.
+
+    Everything else (``len``, ``dataset``, ``sampler``, ``set_epoch``, …) is the loader's.
+    """
+
+    def __init__(
+        self, queue: PrefetchQueue, loader: Iterable[Batch], rows_of: Callable[[Batch], BatchRows]
+    ) -> None:
+        self._queue = queue
+        self._loader = loader
+        self._rows_of = rows_of
+
+    def __iter__(self) -> Iterator[Batch]:
+        iterator = iter(self._loader)
+        end, epoch = object(), object()
+        upcoming: Any = next(iterator, end)
+        next_rows = self._rows_of(upcoming) if upcoming is not end else None
+        try:
+            while next_rows is not None:
+                batch, rows = upcoming, next_rows
+                upcoming = next(iterator, end)
+                next_rows = self._rows_of(upcoming) if upcoming is not end else None
+                self._queue.announce(epoch, Announcement(self._loader, rows, next_rows))
+                yield batch
+        finally:
+            self._queue.withdraw(epoch)
+
+    def __len__(self) -> int:
+        return len(self._loader)  # type: ignore[arg-type]
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):  # while an instance is unpickled there is no loader yet
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+
+def ids_by_table(given: BatchIds, index_of: Mapping[str, int]) -> dict[int, Ids]:
+    """Return flat ids by table from what the user's function returned for a batch.
+
+    Args:
+        given: ids by the name of a table, or unnamed ids if there is one table; several tensors if a forward asks
+            several times.
+        index_of: number of each table, by all its names.
+
+    Raises:
+        ValueError: a name belongs to no table.
+    """
+    names = ", ".join(index_of)
+    if not isinstance(given, Mapping):
+        if len(set(index_of.values())) > 1:
+            raise ValueError(f"the function given to prefetch() must return ids by table, a dict with keys of {names}")
+        given = {next(iter(index_of)): given}
+    parts: dict[int, list[Ids]] = {}
+    for name, values in given.items():
+        key = name.removesuffix(".weight")
+        if key not in index_of:
+            raise ValueError(
+                f"the function given to prefetch() returned ids for an unknown table {name!r}; expected keys: {names}"
+                f"{see('batches-were-not-announced')}"
+            )
+        tensors = [values] if isinstance(values, Tensor) else list(values)
+        parts.setdefault(index_of[key], []).extend(as_ids(tensor) for tensor in tensors)
+    return {index: np.concatenate(several) if several else np.zeros(0, np.int64) for index, several in parts.items()}

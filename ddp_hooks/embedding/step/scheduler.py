@@ -1,0 +1,352 @@
+"""When rows travel: hooks around forwards, backwards and steps.
+
+A step with prefetched batches, on every rank:
+
+1. The model's forward begins. The vectors of its batch are on their way since the last step; each table's forward
+   waits for them.
+2. The forward ends. Ranks exchange the ids of the next batch.
+3. A table's gradient is complete. Its rows are coalesced and split (Algorithm 1); prior rows leave at once.
+4. The step. Prior rows are applied, and the next vectors are looked up. Delayed rows leave; they are applied when the
+   next step begins at the latest, before anybody looks them up.
+
+Everything that a step sends is submitted when the step ends, so waiting never communicates. Without prefetch each
+table's forward looks up by itself, and all rows are prior.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils._pytree import tree_leaves
+
+from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see, torch_compat
+from ddp_hooks.embedding.exchange.channels import Channels
+from ddp_hooks.embedding.exchange.expected import ExpectedGradients
+from ddp_hooks.embedding.exchange.gradients import GradientExchange
+from ddp_hooks.embedding.exchange.ids import as_ids
+from ddp_hooks.embedding.exchange.lookup import Lookup
+from ddp_hooks.embedding.requires_grad_sync import RequiresGradSync
+from ddp_hooks.embedding.step.lifecycle import Event, GradientState, Phase, after
+from ddp_hooks.embedding.step.lookups import GatherVectors, Lookups
+from ddp_hooks.embedding.step.split_step import SplitStep
+from ddp_hooks.embedding.step.updates import TableUpdates
+from ddp_hooks.embedding.step.zero_grad_detector import ZeroGradDetector
+from ddp_hooks.embedding.table import Table
+from ddp_hooks.intercept import NonCopyableHook, extend_zero_grad
+
+
+class StepScheduler:
+    """Decides when tables look up, send gradients and apply them.
+
+    A step begins with a forward of ``root``, the model.
+
+    Attributes:
+        phase: what the training loop does.
+        is_followed: tables step with another optimizer.
+        local_tables: whole tables, inside of ``tables.local()``.
+        split_step: gradients and delayed rows.
+        expected: lookups whose gradients are still to come.
+        lookups: vectors of this batch and the next.
+        zeroing: detects gradients that were zeroed by hand.
+        requires_grad: frozen and trained tables.
+    """
+
+    def __init__(self, root: nn.Module, tables: Sequence[Table], channels: Channels, updates: TableUpdates) -> None:
+        self.phase = Phase.IDLE
+        self.is_followed = False
+        self.local_tables: list[Tensor] | None = None
+        self.split_step = SplitStep(channels, updates)
+        self.expected = ExpectedGradients(tables)
+        self.lookups = Lookups(tables, channels, self.expected, self.split_step)
+        self.zeroing = ZeroGradDetector(self.whole_model)
+        self.requires_grad = RequiresGradSync(tables)
+        self._root = root
+        self._tables = tables
+        self._channels = channels
+        self._tally = channels.tally
+        self._anchor = torch.zeros(0, device=tables[0].weight.device, requires_grad=True)
+        self._gradients = GradientState.NEW
+        self._accumulates = False  # inside of no_sync()
+        self._synchronizes = True  # the last forward did not run under no_sync()
+        self._is_opaque = False  # the last forward returned no tensor whose backward could be noticed
+        self._ddp: weakref.ref[DistributedDataParallel] | None = None
+        self._handles: list[Any] = [
+            root.register_forward_pre_hook(NonCopyableHook(self._before_forward)),
+            root.register_forward_hook(NonCopyableHook(self._after_forward), always_call=True),
+            extend_zero_grad(root, lambda _: self.drop_gradients()),
+        ]
+
+    # -- 1. the model's forward begins
+
+    def _before_forward(self, *_: Any) -> None:
+        if self.local_tables is not None:
+            return
+        if not torch.is_grad_enabled():
+            self.lookups.queue.drop_evaluation(self.lookups.next_rows)
+            return
+        self.refuse_closed()
+        self.requires_grad.refuse_ambiguous()
+        ddp = torch_compat.ddp_in_forward()
+        self._note_ddp(ddp)
+        self._synchronizes = not self._accumulates and (ddp is None or ddp.require_backward_grad_sync)
+        self.drop_zeroed()
+        self.split_step.end_interrupted()
+        if self.split_step.has_gradients and not self.is_followed:
+            raise RuntimeError(
+                "tables have gradients of an earlier backward that no step has applied: call tables.step() after "
+                "optimizer.step(), or tables.follow(optimizer) once; to add up gradients of several backwards use "
+                f"no_sync(), to drop them tables.zero_grad(){see('tables-miss-a-step')}"
+            )
+        self.phase, self._is_opaque = after(Event.FORWARD_BEGINS, self.phase), False
+        self.lookups.begin_forward()
+
+    def embed(self, index: int, ids: Tensor) -> Tensor:
+        """Return the vectors of ``ids``, (*ids.shape, dim), for a table's forward."""
+        self.refuse_closed()
+        table = self._tables[index]
+        if ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"ids for {table.name} must be int32 or int64, got {ids.dtype}")
+        if self.local_tables is not None:
+            return self._embed_locally(table, ids, self.local_tables)
+        values = as_ids(ids)
+        found = self.lookups.find(index, values, self.phase.in_forward)
+        shape = *ids.shape, table.dim
+        if found is None:  # all ranks raise when backward ends
+            like = table.weight
+            return torch.zeros(shape, dtype=like.dtype, device=like.device, requires_grad=torch.is_grad_enabled())
+        lookup, positions = found
+        is_trained, has_grad = table.weight.requires_grad, torch.is_grad_enabled()
+        # A forward that is repeated in backward was counted before.
+        counts = is_trained and (self.phase.in_forward or has_grad) and not torch_compat.in_backward()
+        self.expected.note_call(index, counts)
+        self._tally.num_ids += len(values) if counts else 0
+        if is_trained and has_grad:
+            vectors = GatherVectors.apply(self._anchor, lookup, positions, self._receive_gradient)
+        else:
+            assert lookup.vectors is not None
+            vectors = lookup.vectors.index_select(0, positions)
+        return vectors.view(shape)
+
+    def _embed_locally(self, table: Table, ids: Tensor, whole: Sequence[Tensor]) -> Tensor:
+        if torch.is_grad_enabled() and self._root.training:
+            raise RuntimeError(
+                "a training forward inside of tables.local(), where tables are copies: leave it before training on, "
+                f"and evaluate under torch.no_grad(){see('called-at-the-wrong-moment')}"
+            )
+        return nn.functional.embedding(ids, whole[table.index], table.padding_idx)
+
+    # -- 2. the model's forward ends
+
+    def _after_forward(self, module: Any, args: Any, output: Any) -> None:
+        if not self.phase.in_forward:
+            return
+        self.phase = after(Event.FORWARD_ENDS, self.phase)
+        error = sys.exc_info()[1] if output is None else None
+        if error is not None:
+            self._channels.annotate(error)
+            return
+        self.lookups.end_forward()
+        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        for result in results:
+            result.register_hook(self._notice_output_gradient)
+        self._is_opaque = not results
+
+    # -- 3. a backward
+
+    def _notice_output_gradient(self, *_: Any) -> None:
+        """Begin a backward, unless it is ``autograd.grad()`` of inputs alone."""
+        if not self.phase.in_backward and torch_compat.backward_reaches_leaves():
+            self._begin_backward()
+
+    def _begin_backward(self) -> None:
+        if self.phase.in_backward:
+            return
+        self.drop_zeroed()
+        # Another model's backward may pass through this one between its step and zero_grad, and means nothing here.
+        self._gradients = after(Event.BACKWARD_BEGINS, self._gradients)
+        self.phase = after(Event.BACKWARD_BEGINS, self.phase)
+        self.expected.begin_backward(self._synchronizes)
+        torch_compat.queue_engine_callback(self._end_backward)
+
+    def _receive_gradient(self, lookup: Lookup, positions: Tensor, gradient: Tensor, is_first: bool) -> None:
+        """Take the gradient of a call: its first, or another one through a graph that was retained."""
+        if lookup.closed:
+            raise RuntimeError(
+                f"a gradient of {lookup.table.name} belongs to a forward whose gradients have been sent, or left "
+                f"behind by a step: run one backward per forward, or add the losses of several forwards up first"
+                f"{see('late-gradients')}"
+            )
+        if self._is_opaque and not self.phase.in_backward:
+            raise RuntimeError(
+                "the model's forward returned nothing in which tensors can be found, so a rank whose loss leaves "
+                "tables out would not notice the backward: return tensors, or tuples, lists or dicts of them, or "
+                f"register the class with torch.utils._pytree{see('late-gradients')}"
+            )
+        self._begin_backward()
+        lookup.add_gradient(positions, gradient)
+        if is_first:
+            self.expected.count_backward(lookup.table.index)
+        self._send_complete()
+
+    def _end_backward(self) -> None:
+        self.phase = after(Event.BACKWARD_ENDS, self.phase)
+        self.expected.end_backward()
+        # After DDP has made its buckets the gradients, and hooks have put their guards there. Before that gradients are
+        # not reduced, so ranks would see different ones.
+        torch_compat.queue_after_hooks(self.zeroing.watch)
+        self.lookups.wait_for_next_ids()
+        self._refuse_desynchronized()
+        if not self._synchronizes:
+            self.lookups.look_ahead(flushes=True)  # no step comes before the next forward
+            return
+        if not self.expected.order:
+            self.expected.order = self._agree_on_order()
+        self.expected.begin_backward()
+        self._send_complete(force=True)
+
+    def _agree_on_order(self) -> list[int]:
+        """Return the first rank's order of tables."""
+        mine = torch.tensor(self.expected.own_order())
+        gathered: list[Tensor] = []
+
+        def algorithm() -> Algorithm:
+            everyone = range(self._channels.world_size)
+            gathered.extend(
+                (yield from bruck_all_gather(mine, [len(mine)] * len(everyone), everyone, self._channels.rank))
+            )
+
+        self._channels.wait(self._channels.run("order", algorithm(), "the order of tables"), self._tally.gradients)
+        order: list[int] = gathered[0].tolist()
+        return order
+
+    def _send_complete(self, force: bool = False) -> None:
+        """Send the gradients that are complete, in the agreed order."""
+        ahead = self.lookups.ahead
+        channels = self._channels
+        splits = channels.config.schedule == "2d"
+        for lookups in self.expected.take_complete(force):
+            exchange = GradientExchange(
+                lookups[0].table, lookups, self.lookups.next_rows, splits, channels.rank, channels.world_size
+            )
+            self.split_step.send(exchange, ahead.ids_known if ahead is not None else None)
+
+    # -- 4. the step
+
+    def begin_step(self) -> None:
+        """Apply prior rows, and look up the next batch.
+
+        Raises:
+            RuntimeError: gradients were not sent, zeroed beside the tables, or applied before.
+            ValueError: the optimizer's settings have become such that rows cannot be split.
+            LaneError, LaneTimeout: rows did not arrive.
+        """
+        self.refuse_closed()
+        self._refuse_desynchronized()
+        if self.local_tables is not None:
+            raise RuntimeError(
+                "a step inside of tables.local(), where tables are copies: leave it before training on"
+                f"{see('called-at-the-wrong-moment')}"
+            )
+        if self.expected.has_gradients:
+            raise RuntimeError(
+                "step() after backwards under no_sync() only: their gradients have not been sent. Run the last "
+                f"backward before a step without no_sync(){see('gradients-were-not-reduced')}"
+            )
+        had_gradients = self.split_step.has_gradients
+        if had_gradients:
+            self.expected.clear()  # else it is the step of another model, before this one's backward
+        self._refuse_stale_gradients(had_gradients)
+        self.split_step.begin(self.lookups.next_rows)
+        if had_gradients:
+            self._gradients = after(Event.STEP, self._gradients)
+            self.lookups.look_ahead(flushes=not self._synchronizes)
+
+    def _refuse_stale_gradients(self, had_gradients: bool) -> None:
+        if had_gradients and self.zeroing.was_zeroed():
+            raise RuntimeError(
+                "the model's gradients were zeroed between backward and this step, and those of the tables were not: "
+                "call tables.step() before optimizer.zero_grad(), or let the tables follow() the optimizer; to drop "
+                f"gradients call tables.zero_grad(), too{see('tables-miss-a-step')}"
+            )
+        if had_gradients and self._gradients is GradientState.ADDED_TO_APPLIED:
+            raise RuntimeError(
+                "a backward after a step, without zero_grad() between them, would have added to gradients that the "
+                "tables had applied and not kept: call optimizer.zero_grad() (with tables that follow it) or "
+                f"tables.zero_grad() before it{see('tables-miss-a-step')}"
+            )
+        if not had_gradients and self._gradients is not GradientState.NEW:
+            raise RuntimeError(
+                "a second step with the same gradients, which the tables have applied and not kept: call zero_grad() "
+                f"and run a backward before it{see('tables-miss-a-step')}"
+            )
+
+    def end_step(self, urgent: Sequence[Work] = ()) -> None:
+        """Send delayed rows behind the next batch's vectors and other urgent work."""
+        ahead = self.lookups.ahead
+        fetched = [ahead.fetched] if ahead is not None and ahead.fetched is not None else []
+        self.split_step.end([*fetched, *urgent])
+
+    # -- between steps
+
+    def flush_together(self) -> None:
+        """Apply delayed rows on all ranks, which meet before; completes an interrupted step; collective."""
+        self.refuse_closed()
+        self._channels.meet()
+        self.split_step.end_interrupted()
+        self.split_step.flush()
+
+    def drop_gradients(self) -> None:
+        """Forget the gradients of backwards since the last step."""
+        self.expected.drop_gradients()
+        self.split_step.drop()
+        self._gradients = after(Event.ZERO_GRAD, self._gradients)
+
+    def drop_zeroed(self) -> None:
+        """Forget gradients if the model's were zeroed by hand."""
+        if self.zeroing.was_zeroed():
+            self.drop_gradients()
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Add up gradients of forwards inside, on this rank."""
+        before, self._accumulates = self._accumulates, True
+        try:
+            yield
+        finally:
+            self._accumulates = before
+
+    def whole_model(self) -> nn.Module:
+        """Return the outermost known module, whose parameters are trained beside the tables."""
+        ddp = self._ddp() if self._ddp is not None else None
+        return self._root if ddp is None else ddp
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        self.phase = after(Event.CLOSE, self.phase)
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+
+    def refuse_closed(self) -> None:
+        """Raise ``RuntimeError`` if the tables were closed."""
+        if self.phase is Phase.CLOSED:
+            raise RuntimeError(
+                f"the tables were closed: build the model again to train on{see('the-state-was-closed')}"
+            )
+
+    def _note_ddp(self, ddp: DistributedDataParallel | None) -> None:
+        """Extend the ``zero_grad`` of the DDP module in which the model runs."""
+        if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
+            self._ddp = weakref.ref(ddp)
+            self._handles.append(extend_zero_grad(ddp, lambda _: self.drop_gradients()))
+
+    def _refuse_desynchronized(self) -> None:
+        if self.lookups.sync_error is not None:
+            raise RuntimeError(self.lookups.sync_error)
