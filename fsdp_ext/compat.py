@@ -21,11 +21,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter as Reduc
 # -- tensors and backwards ---------------------------------------------------------------------------------------------
 
 
-def current_backward() -> int:
-    """Return the number of the backward that this thread runs; -1 outside of one."""
-    return torch._C._current_graph_task_id()
-
-
 def overrides_are_enabled() -> bool:
     """Return True if functions call ``__torch_function__``; a backward started from a tensor subclass disables it."""
     return torch._C._is_torch_function_enabled()

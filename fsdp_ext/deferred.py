@@ -17,8 +17,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import all_reduce
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import LaneError, Recorder, Stall, Work, see
-from ddp_hooks.comm import torch_compat as comm_compat
+from ddp_hooks.comm import LaneError, Recorder, Stall, Work, see, torch_compat
 from fsdp_ext import compat
 
 # Attributes that do not depend on values. (In Python each access makes another object, which is equal.)
@@ -57,7 +56,7 @@ class DeferredOutput(Tensor):
     ) -> Any:
         """Run ``func``, unless the reduction takes it over; return plain tensors."""
         kwargs = kwargs or {}
-        with comm_compat.without_overrides():
+        with torch_compat.without_overrides():
             if func is torch.as_strided and args:  # for every parameter
                 args[0].reduction.view()
                 return func(*args, **kwargs)
@@ -194,7 +193,7 @@ class PendingReductions:
         Raises:
             LaneError: a reduce-scatter has failed.
         """
-        if self._backward != compat.current_backward() and not comm_compat.inside_another_backward():
+        if self._backward != torch_compat.current_backward() and not torch_compat.inside_another_backward():
             self.drop()
         while any(delivery.owner is owner for delivery in self._deferred):
             self._deliver_oldest()
@@ -213,10 +212,10 @@ class PendingReductions:
 
     def defer(self, delivery: Delivery) -> None:
         """Deliver at the end of the backward that runs. The delivery's output is NaN."""
-        backward = compat.current_backward()
+        backward = torch_compat.current_backward()
         if self._backward != backward:
             self._backward = backward
-            comm_compat.queue_engine_callback(self.deliver_all)
+            torch_compat.queue_engine_callback(self.deliver_all)
         self._deferred.append(delivery._replace(version=compat.version_of(delivery.output)))
         self._nbytes += delivery.nbytes
 

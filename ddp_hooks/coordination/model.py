@@ -17,8 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import agree, mebibytes, see
-from ddp_hooks.comm import torch_compat as comm_compat
+from ddp_hooks.comm import agree, mebibytes, see, torch_compat
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.coordinator import Coordinator
 from ddp_hooks.coordination.grouping import at_most_bytes, groups_of
@@ -203,7 +202,7 @@ class CoordinatedModel:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, *ignored: object) -> None:
-        if comm_compat.in_backward():  # recomputation of an activation checkpoint
+        if torch_compat.in_backward():  # recomputation of an activation checkpoint
             return
         if self._backward is not None:
             self._end_failed(self._backward)
@@ -254,19 +253,19 @@ class CoordinatedModel:
             group.request(self.coordinator)
 
     def _running_backward(self, name: str) -> _Backward:
-        if comm_compat.inside_reentrant_checkpoint():
+        if torch_compat.inside_reentrant_checkpoint():
             raise RuntimeError(
                 f"the gradient of {name} comes from a backward inside of another one, of which ranks may make "
                 f"different numbers: checkpoint activations with use_reentrant=False{see('coordinated-models')}"
             )
-        task = torch._C._current_graph_task_id()
+        task = torch_compat.current_backward()
         if self._backward is not None and self._backward.task != task:
             self._end_failed(self._backward)
         if self._backward is None:
             self._backward = _Backward(task)
             for group in self._groups:
                 group.reset()
-            comm_compat.queue_engine_callback(self._end_backward)
+            torch_compat.queue_engine_callback(self._end_backward)
         return self._backward
 
     @torch.no_grad()
@@ -315,7 +314,7 @@ def _problem_of(model: object, optimizer: object) -> str | None:
     if not trained:
         return f"{type(model).__name__} has no parameters that are trained"
     for name, module in model.named_modules():
-        if comm_compat.expects_sparse_gradient(module):
+        if torch_compat.expects_sparse_gradient(module):
             return (
                 f"{name} makes sparse gradients: take sparse=False, or shard_embeddings(model, ...) of ddp_hooks, "
                 f"which reduces them by rows"

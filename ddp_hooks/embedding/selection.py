@@ -8,6 +8,7 @@ from typing import TypeAlias
 
 from torch import nn
 
+from ddp_hooks.comm import torch_compat
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.module import ShardedEmbedding
 
@@ -128,6 +129,6 @@ def _reason_against(module: nn.Embedding) -> str | None:
         return "its weight is on the meta device: materialise the model first"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}"
-    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+    if torch_compat.has_hooks(module):
         return "it has hooks, which would be lost: register them afterwards"
     return None

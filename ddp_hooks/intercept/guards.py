@@ -25,7 +25,7 @@ METADATA: frozenset[Any] = frozenset(
     + [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_complex, torch.is_complex]
     + [Tensor.is_floating_point, torch.is_floating_point, Tensor.requires_grad_, Tensor.detach_]
 )
-_ZEROING: frozenset[Any] = frozenset([Tensor.zero_, torch.zero_, torch._foreach_zero_])
+_ZEROING: frozenset[Any] = frozenset([Tensor.zero_, torch.zero_, torch_compat.FOREACH_ZERO])
 # Functions that module.to(), .cpu(), .float(), .share_memory() and .to_empty() call for every gradient.
 _CONVERSIONS: frozenset[Any] = frozenset(
     [

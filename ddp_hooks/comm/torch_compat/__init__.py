@@ -7,6 +7,7 @@ code is recognised by the names of its module and function, where torch has no w
 
 from ddp_hooks.comm.torch_compat.autograd import (
     backward_reaches_leaves,
+    current_backward,
     in_backward,
     increment_versions,
     inside_another_backward,
@@ -17,6 +18,7 @@ from ddp_hooks.comm.torch_compat.autograd import (
 from ddp_hooks.comm.torch_compat.compiler import (
     before_call,
     compiler_looks,
+    has_hooks,
     inside_compiled_region,
     is_compiled,
     is_scripted,
@@ -65,11 +67,15 @@ from ddp_hooks.comm.torch_compat.optimizer import (
 )
 from ddp_hooks.comm.torch_compat.overrides import (
     DATA_MAY_BE_SET,
+    FOREACH_ZERO,
     NO_TORCH_FUNCTION,
     before_transforms,
+    copy_all,
     is_observed,
     makes_parameter,
+    tensors_in,
     unobserved,
+    version_of,
     without_overrides,
 )
 from ddp_hooks.comm.torch_compat.state_dict import (
@@ -84,6 +90,7 @@ from ddp_hooks.comm.torch_compat.state_dict import (
 
 __all__ = [
     "DATA_MAY_BE_SET",
+    "FOREACH_ZERO",
     "NETWORK_ERRORS",
     "NOTICE_TAG",
     "NO_TORCH_FUNCTION",
@@ -100,6 +107,8 @@ __all__ = [
     "comm_hook_registered",
     "compiler_looks",
     "connection_is_broken",
+    "copy_all",
+    "current_backward",
     "ddp_in_forward",
     "ddp_prepares_forward",
     "default_store",
@@ -109,6 +118,7 @@ __all__ = [
     "expects_sparse_gradient",
     "first_managed_sparse_parameter",
     "get_all",
+    "has_hooks",
     "ignored_parameter_names",
     "in_backward",
     "increment_versions",
@@ -139,11 +149,13 @@ __all__ = [
     "shortened",
     "sparse_parameters",
     "step_hooks",
+    "tensors_in",
     "undo_making_state",
     "unflattens_state",
     "unhooked_step",
     "unobserved",
     "uses_mixed_precision",
+    "version_of",
     "with_closure",
     "without_overrides",
 ]

@@ -52,9 +52,17 @@ def backward_reaches_leaves() -> bool:
     return False
 
 
+def current_backward() -> int:
+    """Return a number of the backward that this thread runs, -1 for none.
+
+    Needs ``torch._C._current_graph_task_id``; no public name.
+    """
+    return torch._C._current_graph_task_id()
+
+
 def in_backward() -> bool:
-    """Return True if this thread runs a backward. Needs ``torch._C._current_graph_task_id``; no public name."""
-    return torch._C._current_graph_task_id() != -1
+    """Return True if this thread runs a backward."""
+    return current_backward() != -1
 
 
 def increment_versions(tensors: Iterable[Tensor]) -> None:

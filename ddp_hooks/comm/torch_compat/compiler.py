@@ -73,3 +73,9 @@ def before_call(module: torch.nn.Module, hook: Callable[..., None]) -> Removable
             module._compiled_call_impl = compiled
 
     return RemovableHandle(remove)
+
+
+def has_hooks(module: torch.nn.Module) -> bool:
+    """Return True if calling the module runs hooks of it, in forward or backward."""
+    names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return any(getattr(module, name) for name in names)

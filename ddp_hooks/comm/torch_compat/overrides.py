@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
@@ -12,9 +12,12 @@ from torch import Tensor
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._ops import _len_torch_dispatch_stack_pre_dispatch
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 NO_TORCH_FUNCTION = torch._C._disabled_torch_function_impl
 """``__torch_function__`` of a subclass of Tensor that functions treat as a plain tensor."""
+FOREACH_ZERO = torch._foreach_zero_
+"""Zeroes a list of tensors; optimizers call it."""
 DATA_MAY_BE_SET: tuple[Any, ...] = (torch._has_compatible_shallow_copy_type,)
 """Functions that ``module.to()`` asks before it sets ``.data`` of a converted gradient."""
 
@@ -77,3 +80,18 @@ def before_transforms(wait: Callable[[Tensor], None]) -> None:
 
             wait_and_wrap._waits = True  # type: ignore[attr-defined]
             setattr(module, name, wait_and_wrap)
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    """Return the tensors in nested containers; custom ones are registered with ``torch.utils._pytree``."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
+    """Copy every source into its target, in one call of ``torch._foreach_copy_``."""
+    torch._foreach_copy_(list(targets), list(sources))
+
+
+def version_of(tensor: Tensor) -> int:
+    """Return the count of changes in place of a tensor's values. Needs ``Tensor._version``; no public name."""
+    return tensor._version

@@ -19,6 +19,7 @@ from ddp_hooks.comm import (
     pairwise_exchange,
     ring_all_gather,
     round_of,
+    torch_compat,
     without_messages,
 )
 from ddp_hooks.comm.executors.lanes import Lane
@@ -117,7 +118,7 @@ def _note_start(submissions: Sequence[Submission]) -> None:
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    torch._foreach_copy_(list(targets), list(sources))
+    torch_compat.copy_all(targets, sources)
 
 
 # -- collectives beside those of ddp_hooks.comm ------------------------------------------------------------------------

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_leaves
 
 from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see, torch_compat
 from ddp_hooks.embedding.exchange.channels import Channels
@@ -153,7 +152,7 @@ class StepScheduler:
             self._channels.annotate(error)
             return
         self.lookups.end_forward()
-        results = [leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
+        results = [leaf for leaf in torch_compat.tensors_in(output) if leaf.grad_fn is not None]
         for result in results:
             result.register_hook(self._notice_output_gradient)
         self._is_opaque = not results
