@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import weakref
+import hashlib
+from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm import compare, in_storage_order, see, torch_compat
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.effects import Setup, find_setting_without_effect
-from ddp_hooks.dear.registry import state_of
-from ddp_hooks.dear.storage import overlapping
+from ddp_hooks.dear.layout.memory import overlapping
+from ddp_hooks.dear.refusals import has_state, state_of
 from ddp_hooks.intercept import ELEMENTWISE, PARAMETERWISE
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
-
-_claimed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
 
 
 def find_problem(
@@ -62,16 +63,6 @@ def updates_parameters(optimizer: torch.optim.Optimizer, config: DearConfig) -> 
     return type(optimizer) in PARAMETERWISE or config.assume_elementwise or config.assume_parameterwise
 
 
-def claim(root: torch.nn.Module) -> None:
-    """Remember that ``root``, the module inside DDP, has a DearState."""
-    _claimed.add(root)
-
-
-def release(root: torch.nn.Module) -> None:
-    """Forget that ``root`` had a DearState."""
-    _claimed.discard(root)
-
-
 def fingerprint(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
 ) -> dict[str, object]:
@@ -112,7 +103,7 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
-    if ddp.module in _claimed:
+    if has_state(ddp.module):
         return (
             "the module already has a DearState, so another optimizer or state would step on the same "
             "parameters: use one optimizer with several param_groups, or close() the first state"
@@ -204,3 +195,21 @@ def _setup(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, confi
         device=next(iter(parameters)).device.type,
         dtypes=frozenset(parameter.dtype for parameter in parameters),
     )
+
+
+def refuse_different_replicas(
+    parameters: Sequence[Tensor], names: Sequence[str], step: int, group: dist.ProcessGroup, config: DearConfig
+) -> None:
+    """Raise RuntimeError, on every rank, if a parameter differs between ranks in any bit; collective."""
+    digests = {f"the hash of {name}": _digest(p) for name, p in zip(names, parameters, strict=True)}
+    difference = compare(digests, None, group, f"the model after step {step}", config).difference
+    if difference is not None:
+        raise RuntimeError(
+            f"{difference}. Look for code that only some ranks run: writing parameters, seeding, skipping a step or a "
+            f"backward{see('replicas-differ')}"
+        )
+
+
+def _digest(parameter: Tensor) -> str:
+    content = in_storage_order(parameter.detach()).cpu().view(torch.uint8).numpy()
+    return hashlib.blake2b(content.data, digest_size=6).hexdigest()

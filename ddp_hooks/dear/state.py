@@ -1,10 +1,11 @@
-"""DearState: the object that users hold. Steps are driven by :class:`~ddp_hooks.dear.step.StepDriver`."""
+"""DearState: the object that users hold. :mod:`ddp_hooks.dear.step` has the course of a step."""
 
 from __future__ import annotations
 
 import logging
 import os
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,13 +13,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Lanes, Span, agree, at_exit, calling, see, whole
-from ddp_hooks.dear import checks, clipping, registry, seams
+from ddp_hooks.comm import Span, agree, at_exit, calling, see, whole
+from ddp_hooks.dear import checks, refusals
 from ddp_hooks.dear.config import DearConfig, Fusion
-from ddp_hooks.dear.layout import FusionRule
-from ddp_hooks.dear.sharded import ShardedUpdate
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
 from ddp_hooks.dear.step import Phase, StepDriver
+from ddp_hooks.dear.update.clipping import GradientShards, clip_grad_norm_, gradients_of
 from ddp_hooks.intercept import (
     NonCopyableHook,
     around_step,
@@ -27,7 +27,7 @@ from ddp_hooks.intercept import (
     refuse_assigned_parameters,
     when_step_fails,
 )
-from ddp_hooks.tuning import Tuning
+from ddp_hooks.planning.atoms import FusionRule
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -75,15 +75,17 @@ class DearState:
 
         self.config = config
         self._driver = driver = StepDriver(ddp, optimizer, config, group)
+        self.device = driver.parameters.device
+        """Device of the model."""
+        self.tuning = driver.tuning
+        """Search for a fusion size that ``config.tuner`` asks for; None without."""
         self._optimizer = optimizer
-        self._root = ddp.module
         self._handles = self._install_hooks(ddp)
-        checks.claim(self._root)
-        registry.register(optimizer, self)
+        refusals.register(optimizer, driver.root, self)
         driver.co_optimizers += co_optimizers.co_optimizers_in(ddp.module)
         for co_optimizer in driver.co_optimizers:
             co_optimizer.follow(optimizer)
-        if isinstance(driver.update, ShardedUpdate) and driver.lanes.rank == 0 and not saved_by_loop:
+        if driver.update.spreads_state and driver.lanes.rank == 0 and not saved_by_loop:
             logger.warning(
                 "each rank keeps a part of the optimizer's state: optimizer.state_dict() will need "
                 "state.consolidate() on all ranks before it, or use state.full_optimizer_state_dict()%s",
@@ -99,19 +101,9 @@ class DearState:
         """
         self._driver.pipe.finish(on_host=True)
 
-    @property
-    def device(self) -> torch.device:
-        """Device of the parameters."""
-        return self._driver.device
-
-    @property
-    def tuning(self) -> Tuning | None:
-        """Search for a fusion size that ``config.tuner`` asks for; None without."""
-        return self._driver.tuning
-
     def stats(self) -> DearStats:
-        """Return the cost of the last complete step on this rank."""
-        return self._driver.latest_stats()
+        """Return the costs of the last complete step on this rank."""
+        return self._driver.stats()
 
     def log_to(self, writer: ScalarWriter, every: int = 10, prefix: str = "ddp_hooks") -> None:
         """Write the statistics of every ``every``-th step as scalars.
@@ -124,7 +116,7 @@ class DearState:
         self._driver.log = StatsLog(writer, every, prefix)
 
     def timeline(self) -> list[Span]:
-        """Return spans of lanes and waits in order of start; needs ``DearConfig(trace=True)``."""
+        """Return spans of lanes and of waits, in order of start; needs ``DearConfig(trace=True)``."""
         return self._driver.recorder.snapshot()
 
     def clip_grad_norm_(
@@ -138,7 +130,7 @@ class DearState:
         Returns:
             The norm before clipping, a scalar: equal on every rank.
         """
-        return clipping.clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
+        return clip_grad_norm_([self], max_norm, norm_type, error_if_nonfinite)
 
     def clip_grad_value_(self, clip_value: float) -> None:
         """Clamp every gradient to ``[-clip_value, clip_value]``, like ``torch.nn.utils.clip_grad_value_``.
@@ -146,37 +138,37 @@ class DearState:
         Between backward and ``optimizer.step()``; all ranks do it.
         """
         clip_value = float(clip_value)  # as torch does, before ranks begin to do something together
-        sources: list[clipping.GradientShards] = [self, *self.co_optimizers]
+        sources: list[GradientShards] = [self, *self.co_optimizers]
         for source in sources:
             with source.reduced_gradients() as shards, torch.no_grad():
-                for gradient in clipping.gradients_of(shards):
+                for gradient in gradients_of(shards):
                     gradient.clamp_(-clip_value, clip_value)
 
-    def reduced_gradients(self) -> AbstractContextManager[list[torch.nn.Parameter]]:
-        """Show this rank's shards with their reduced gradients, to read or to change; all ranks enter it together.
+    @contextmanager
+    def reduced_gradients(self) -> Iterator[list[torch.nn.Parameter]]:
+        """This rank's shards with their reduced gradients, to read or to change; all ranks enter it together.
 
-        Between backward and ``optimizer.step()``. A shard is a flat range of one parameter, in storage order; its
-        ``.grad`` is the mean over ranks, None where nobody used the parameter. Values computed from it differ between
-        ranks: reduce them before acting on them.
-
-        Raises:
-            RuntimeError: called inside of ``optimizer.step()`` with replicated updates, or the state was closed.
-            LaneError: a rank failed.
-            LaneTimeout: communication did not complete within ``timeout_s``.
+        Between backward and ``optimizer.step()``. A shard is a flat piece of one parameter, in storage order; its
+        ``.grad`` is the mean over ranks, None where nobody used the parameter. What is computed from it differs
+        between ranks: reduce it before acting on it.
         """
-        return self._driver.reduced_gradients()
+        self._driver.begin_reading()
+        try:
+            yield [shard.tensor for shard in self._driver.update.shards]
+        finally:
+            self._driver.model_gradients.hide()
 
     @property
     def co_optimizers(self) -> list[co_optimizers.CoOptimizer]:
-        """Optimizers of the model's sharded tables, which step beside this one."""
+        """Sharded tables of the model, which step with the optimizer."""
         return self._driver.co_optimizers
 
     @property
     def other_parameters(self) -> list[Tensor]:
         """Parameters of the optimizer that DDP does not reduce."""
-        ours = {id(shard.tensor) for shard in self._driver.update.shards}.union(self._driver.index_of)
+        ours = {id(shard.tensor) for shard in self._driver.update.shards}
         held = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
-        return [parameter for parameter in held if id(parameter) not in ours]
+        return [p for p in held if id(p) not in ours and self._driver.parameters.index_of(p) is None]
 
     @property
     def has_sharded_optimizer(self) -> bool:
@@ -192,7 +184,7 @@ class DearState:
         """
         self._driver.refuse_closed()
         self.synchronize()
-        full = self._driver.checkpoint.gather(range(self._lanes.world_size))
+        full = self._driver.checkpoint.gather(range(self._driver.lanes.world_size))
         assert full is not None
         return full
 
@@ -213,8 +205,9 @@ class DearState:
         Until the next step ``optimizer.state_dict()`` returns the complete state there; on other ranks, and after
         the next step, it raises.
         """
-        if not (whole(to, 0) and to < self._lanes.world_size):
-            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {self._lanes.world_size - 1}, got {to!r}")
+        world_size = self._driver.lanes.world_size
+        if not (whole(to, 0) and to < world_size):
+            raise ValueError(f"consolidate(to=...) takes a rank from 0 to {world_size - 1}, got {to!r}")
         self._driver.refuse_closed()
         self.synchronize()
         self._driver.checkpoint.consolidate(to)
@@ -227,7 +220,7 @@ class DearState:
         """
         self._driver.refuse_closed()
         self.synchronize()
-        return self._driver.checkpoint.pieces()
+        return self._driver.checkpoint.sharded_state_dict()
 
     @calling("load_sharded_optimizer()")
     def load_sharded_optimizer(self, path: str | os.PathLike[str], prefix: str = "optimizer") -> None:
@@ -245,7 +238,7 @@ class DearState:
         """
         self._driver.refuse_closed()
         self.synchronize()
-        self._driver.checkpoint.load_pieces(path, prefix)
+        self._driver.checkpoint.load_sharded(path, prefix)
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a small tensor over the ranks, on :attr:`device`; collective."""
@@ -253,7 +246,7 @@ class DearState:
 
     def largest_over_ranks(self, value: Tensor) -> Tensor:
         """Return the largest values of a small tensor over the ranks, on :attr:`device`; collective."""
-        return self._driver.largest_over_ranks(value)
+        return self._driver.sum_over_ranks(value, "largest_over_ranks()", largest=True)
 
     @calling("set_fusion()")
     def set_fusion(self, fusion: Fusion, *, mb: float | None = None, layers: int | None = None) -> None:
@@ -289,7 +282,7 @@ class DearState:
             DearConfig(fusion=fusion, fusion_mb=mb, fusion_layers=layers)
         except ValueError as error:
             problem = str(error)
-        agree({"fusion": rule}, problem, self._lanes.group, "the fusion rule", self.config)
+        agree({"fusion": rule}, problem, self._driver.lanes.group, "the fusion rule", self.config)
         self._driver.regroup(rule)
 
     def close(self) -> None:
@@ -299,30 +292,29 @@ class DearState:
         shard of the state, so both are spent: to train on, wrap ``ddp.module`` again and make a new optimizer. (With
         replicated updates the optimizer stays as it is.)
         """
-        driver = self._driver
-        if driver.phase is Phase.CLOSED:
+        if self._driver.phase is Phase.CLOSED:
             return
         try:
-            driver.close()
+            self._driver.close()
         finally:
             for handle in self._handles:
                 handle.remove()
-            if not driver.update.is_whole:
-                self._optimizer.register_step_pre_hook(seams.refuse_step)
-                self._optimizer.register_state_dict_pre_hook(seams.refuse_state_dict)
-                self._optimizer.register_load_state_dict_pre_hook(seams.refuse_state_dict)
-            driver.lanes.close()
-            checks.release(self._root)
-            registry.forget(self._optimizer)
+            if not self._driver.update.is_whole:
+                self._optimizer.register_step_pre_hook(refusals.refuse_step)
+                self._optimizer.register_state_dict_pre_hook(refusals.refuse_state_dict)
+                self._optimizer.register_load_state_dict_pre_hook(refusals.refuse_state_dict)
+            self._driver.lanes.close()
+            refusals.unregister(self._optimizer, self._driver.root)
 
-    # -- hooks ------------------------------------------------------------------------------------------------------
+    # -- hooks --------------------------------------------------------------------------------------------------------
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Launch the reduce-scatters of a bucket; :func:`~ddp_hooks.dear_hook` calls this during backward."""
+        """Launch the reduce-scatters of a bucket; called by :func:`~ddp_hooks.dear_hook`."""
         return self._driver.reduce_bucket(bucket)
 
     def _install_hooks(self, ddp: DistributedDataParallel) -> list[Any]:
-        optimizer, driver = self._optimizer, self._driver
+        driver, optimizer = self._driver, self._optimizer
+        checkpoint = driver.checkpoint
 
         def finish(*_: Any) -> None:
             driver.pipe.finish()
@@ -335,32 +327,28 @@ class DearState:
                 shows=driver.update.shows_gradients,
             ),
             optimizer.register_state_dict_pre_hook(finish),
-            optimizer.register_state_dict_pre_hook(driver.checkpoint.before_state_dict),
-            optimizer.register_state_dict_post_hook(driver.checkpoint.after_state_dict),
+            optimizer.register_state_dict_pre_hook(checkpoint.before_state_dict),
+            optimizer.register_state_dict_post_hook(checkpoint.after_state_dict),
             optimizer.register_load_state_dict_pre_hook(finish),
-            optimizer.register_load_state_dict_pre_hook(driver.checkpoint.before_load),
-            optimizer.register_load_state_dict_post_hook(driver.checkpoint.after_load),
+            optimizer.register_load_state_dict_pre_hook(checkpoint.before_load),
+            optimizer.register_load_state_dict_post_hook(checkpoint.after_load),
             ddp.register_forward_pre_hook(NonCopyableHook(driver.before_forward)),
             # First, so that other hooks of the model see which gradients are kept.
             ddp.module.register_forward_pre_hook(NonCopyableHook(driver.before_model), prepend=True),
             ddp.register_forward_hook(NonCopyableHook(driver.after_forward), always_call=True),
         ]
-        handles += refuse_assigned_parameters(ddp, driver.parameters)
-        ddp.join = ddp.join_hook = seams.refuse_join  # type: ignore[method-assign]
+        handles += refuse_assigned_parameters(ddp, driver.parameters.tensors)
+        ddp.join = ddp.join_hook = refusals.refuse_join  # type: ignore[method-assign]
         handles.append(extend_zero_grad(optimizer, driver.zero_grad))
         handles.append(when_step_fails(optimizer, driver.step_failed))
         handles.append(at_exit(self.close, self._abandon, self._is_stuck))
         return handles
 
-    @property
-    def _lanes(self) -> Lanes:
-        return self._driver.lanes
-
     def _abandon(self, error: BaseException) -> None:
-        self._lanes.abandon(error)
+        self._driver.lanes.abandon(error)
 
     def _is_stuck(self) -> bool:
-        return self._lanes.stuck
+        return self._driver.lanes.stuck
 
     def __deepcopy__(self, memo: Any) -> DearState:
         raise TypeError(

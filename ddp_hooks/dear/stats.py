@@ -1,12 +1,13 @@
-"""What a step cost, for logs and tables."""
+"""Costs of a step, for logs and tables."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
-from ddp_hooks.comm import check_whole
+from ddp_hooks.comm import Lanes, Stall, Traffic, check_whole
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ class DearStats:
 
 
 class ScalarWriter(Protocol):
-    """What takes scalars, like ``torch.utils.tensorboard.SummaryWriter``."""
+    """Writer of scalars, like ``torch.utils.tensorboard.SummaryWriter``."""
 
     def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> Any:
         """Note one value."""
@@ -85,3 +86,49 @@ class StatsLog:
         for name, value in values.items():
             if name != "step" and value is not None:
                 self.writer.add_scalar(f"{self.prefix}/{name}", value, stats.step)
+
+
+class StepMeter:
+    """Measures every step by the differences of running totals.
+
+    Args:
+        lanes: whose traffic counts.
+        step_stall, forward_stall: waits for reduce-scatters and for gathers.
+    """
+
+    def __init__(self, lanes: Lanes, step_stall: Stall, forward_stall: Stall) -> None:
+        self.latest = DearStats()
+        self._lanes = lanes
+        self._step_stall = step_stall
+        self._forward_stall = forward_stall
+        self._before = self._totals()
+
+    def end_step(self, num_groups: int, fusion_mb: float | None) -> None:
+        """Put the costs since the last call into :attr:`latest`."""
+        before, now = self._before, self._totals()
+        traffic, self._before = now.traffic - before.traffic, now
+        self.latest = DearStats(
+            step=self.latest.step + 1,
+            num_groups=num_groups,
+            num_lanes=len(self._lanes),
+            fusion_mb=fusion_mb,
+            sent_bytes=traffic.sent_bytes,
+            received_bytes=traffic.received_bytes,
+            comm_s=None if self._lanes.native else traffic.busy_s,
+            step_stall_s=now.step_stall_s - before.step_stall_s,
+            forward_stall_s=now.forward_stall_s - before.forward_stall_s,
+            wall_s=now.time_s - before.time_s,
+        )
+
+    def _totals(self) -> _Totals:
+        stalls = self._step_stall.seconds, self._forward_stall.seconds
+        return _Totals(self._lanes.traffic, *stalls, time.perf_counter())
+
+
+class _Totals(NamedTuple):
+    """Running totals at the end of a step."""
+
+    traffic: Traffic
+    step_stall_s: float
+    forward_stall_s: float
+    time_s: float

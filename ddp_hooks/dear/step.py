@@ -2,12 +2,12 @@
 
 In the order of DESIGN.md's "public hooks and nothing else":
 
-1. DDP hands over a bucket; its reduce-scatters start (:meth:`StepDriver.reduce_bucket`), on CPUs some of them before
-   the bucket is complete (:class:`~ddp_hooks.dear.watch.GradientWatch`).
-2. Backward ends; guards take the place of gradients (:meth:`StepDriver._end_backward`).
+1. DDP hands over a bucket; its reduce-scatters start (:meth:`StepDriver.reduce_bucket`), on CPUs those of atoms that
+   are ready even before (:class:`~ddp_hooks.dear.reduction.grad_ready_tracker.GradReadyTracker`).
+2. Backward ends; guards take the place of the model's gradients (:meth:`StepDriver._end_backward`).
 3. The optimizer is about to step; every shard gets its reduced gradient (:meth:`StepDriver.before_step`).
-4. The user's optimizer steps, as the update has it (:class:`~ddp_hooks.dear.update.Update`).
-5. It has stepped; gathers of parameters, or of gradients, start (:meth:`StepDriver.after_step`).
+4. The user's optimizer steps, as the :class:`~ddp_hooks.dear.update.base.Update` has prepared it.
+5. It has stepped; gathers start (:meth:`StepDriver.after_step`).
 6. Parameters wait by themselves, mostly in the next forward (:class:`~ddp_hooks.overlap.pipe.FeedPipe`).
 """
 
@@ -15,10 +15,8 @@ from __future__ import annotations
 
 import logging
 import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from enum import Enum
 from typing import Any, cast
@@ -28,71 +26,64 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import (
-    Recorder,
-    Stall,
-    Traffic,
-    Work,
-    agree,
-    mebibytes,
-    see,
-    torch_compat,
-)
+from ddp_hooks.comm import Recorder, Work, agree, mebibytes, see, torch_compat
 from ddp_hooks.dear import checks
-from ddp_hooks.dear.arrangement import Arrangement
-from ddp_hooks.dear.arrival import GradientArrival
-from ddp_hooks.dear.backpipe import Reduction
-from ddp_hooks.dear.checkpoint import OptimizerCheckpoint
+from ddp_hooks.dear.checkpoint.optimizer_checkpoint import OptimizerCheckpoint
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.dear.gradients import GradientKeeper
-from ddp_hooks.dear.inspection import Inspector
-from ddp_hooks.dear.layout import FusionRule, Layout
-from ddp_hooks.dear.replicas import refuse_parted_replicas
-from ddp_hooks.dear.replicated import ReplicatedUpdate
-from ddp_hooks.dear.sharded import ShardedUpdate
+from ddp_hooks.dear.layout.memory import ParameterMemory
+from ddp_hooks.dear.layout.model_layout import ModelLayout
+from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.placement import Layout
+from ddp_hooks.dear.reduction.grad_ready_tracker import GradReadyTracker
+from ddp_hooks.dear.reduction.model_gradients import ModelGradients
+from ddp_hooks.dear.reduction.reduction import Reduction
+from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.sizing import open_lanes
-from ddp_hooks.dear.stats import DearStats, StatsLog
-from ddp_hooks.dear.tuned import begin_tuning
-from ddp_hooks.dear.update import Update
-from ddp_hooks.dear.watch import GradientWatch
+from ddp_hooks.dear.stats import DearStats, StatsLog, StepMeter
+from ddp_hooks.dear.tuning import begin_tuning
+from ddp_hooks.dear.update.base import Update
+from ddp_hooks.dear.update.grad_check import GradCheck
+from ddp_hooks.dear.update.replicated import ReplicatedUpdate
+from ddp_hooks.dear.update.sharded import ShardedUpdate
 from ddp_hooks.intercept.causes import LatestForward, why_not_ended, why_not_reduced
 from ddp_hooks.intercept.co_optimizers import CoOptimizer
 from ddp_hooks.intercept.guards import refuse_unhooked_forward
 from ddp_hooks.overlap import FeedPipe
+from ddp_hooks.planning.atoms import FusionRule
 
 logger = logging.getLogger("ddp_hooks")
 
 
 class Phase(Enum):
-    """Progress of the backward."""
+    """Part of the training step that is under way; forwards may run in every one, for evaluation."""
 
-    OPEN = "no backward runs"
-    BACKWARD = "DDP hands over buckets"
-    CLOSED = "the state was closed"
-
-
-class StepKind(Enum):
-    """Kind of the step that the optimizer runs."""
-
-    NONE = "no step runs"
-    UPDATE = "an update with reduced gradients"
-    SKIPPED = "gradients were not finite, so the optimizer has none"
-    STATE_ONLY = "torch makes the optimizer's state without an update"
+    IDLE = "between backward and step"  # shards hold the gradients of all backwards, if there are some
+    BACKWARD = "in a backward"  # DDP hands over buckets
+    REDUCING = "after a backward"  # its gradients may travel, and are not attached to shards
+    STEP = "in optimizer.step()"
+    SKIPPED_STEP = "in an optimizer.step() without gradients"  # some were not finite
+    BLANK_STEP = "in an optimizer.step() that only makes its state"  # afterwards comes the phase before it
+    CLOSED = "closed"
 
 
-_NEXT_PHASE = {
-    Phase.OPEN: (Phase.BACKWARD, Phase.CLOSED),
-    Phase.BACKWARD: (Phase.OPEN, Phase.CLOSED),
-    Phase.CLOSED: (),
-}
+_STEPS = (Phase.STEP, Phase.SKIPPED_STEP, Phase.BLANK_STEP)
+_NEXT = {
+    Phase.IDLE: {Phase.BACKWARD, *_STEPS},
+    Phase.BACKWARD: {Phase.REDUCING, Phase.BLANK_STEP},
+    Phase.REDUCING: {Phase.IDLE, Phase.BLANK_STEP},
+    Phase.STEP: {Phase.IDLE},
+    Phase.SKIPPED_STEP: {Phase.IDLE},
+    Phase.BLANK_STEP: {Phase.IDLE, Phase.BACKWARD, Phase.REDUCING},
+    Phase.CLOSED: set[Phase](),
+}  # and everything may be closed
 
 
 class StepDriver:
-    """Functions of a training step that hooks call; :class:`~ddp_hooks.DearState` installs the hooks.
+    """Runs a training step: its methods are hooks of DDP, the optimizer and the model.
 
     Args:
-        ddp, optimizer, config: valid arguments of :class:`~ddp_hooks.DearState`.
-        group: process group of DDP.
+        ddp, optimizer, config: as for :class:`~ddp_hooks.DearState`, found to be right.
+        group: of DDP.
     """
 
     def __init__(
@@ -103,92 +94,78 @@ class StepDriver:
         group: dist.ProcessGroup,
     ) -> None:
         self.config = config
-        self.group = group
+        self.root = ddp.module
+        self.optimizer = optimizer
+        self.parameters = ManagedParameters(torch_compat.managed_parameters(ddp))
+        self.recorder = Recorder(config.trace)
+        self.co_optimizers: list[CoOptimizer] = []  # sharded tables that step with the optimizer
         # Weakly: DDP's reducer holds the hook's state out of the garbage collector's sight, and DDP the reducer.
         self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
-        self._root = ddp.module
-        self.optimizer = optimizer
-        managed = torch_compat.managed_parameters(ddp)
-        self.names = list(managed)
-        self.parameters = list(managed.values())
-        self.device = self.parameters[0].device
-        self.index_of = {id(parameter): index for index, parameter in enumerate(self.parameters)}
-        self.recorder = Recorder(config.trace)
-        self.co_optimizers: list[CoOptimizer] = []  # optimizers of tables, which step beside this one
-        self.step_stall = Stall()  # waits for reduce-scatters and sums over ranks
-
-        self._open(ddp)
-        self.keeper = GradientKeeper(self.parameters, self.names, self.update)
-        self.pipe = FeedPipe(
-            ddp.module, self.parameters, self.recorder, self.update.on_arrival, self.update.gathers_under_forward
-        )
-        self.watch = GradientWatch(self.parameters, self._advance)
-        self._arrival = GradientArrival(self.update, self.keeper, self.recorder, self.step_stall)
-        self._inspector = Inspector(self, group, self.update, self.names, config, self.device, self.co_optimizers)
-        self._inspects = config.max_grad_norm is not None or config.on_nonfinite is not None
-        # Where the update reads gradients one by one, it begins while the last ones travel.
-        self._steps_early = self.update.reads_one_by_one and self.device.type == "cpu" and not self._inspects
-
-        self.phase = Phase.OPEN
-        self._step = StepKind.NONE
-        self.reduction: Reduction | None = None  # from the first bucket of a backward until it is attached
-        self._in_forward = False  # inside of a forward through DDP's hooks
-        self._latest_forward: LatestForward = "none"
-        self._gathers: list[Work] = []  # gathers of gradients inside of the step under way
-        self._stats = DearStats()
-        self.log: StatsLog | None = None
-        self._mark = _Mark(self.lanes.traffic, 0.0, 0.0, time.perf_counter())
-
-    def _open(self, ddp: DistributedDataParallel) -> None:
-        """Open lanes, and make layout, update, checkpoint and tuner; collective."""
-        config, optimizer = self.config, self.optimizer
-        model_bytes = sum(parameter.nbytes for parameter in self.parameters)
+        device = self.parameters.device
         replicates = checks.updates_whole_parameters(optimizer, config)
+        model_bytes = sum(parameter.nbytes for parameter in self.parameters.tensors)
         self.lanes, atom_bytes, fusion_bytes, link = open_lanes(
-            config, self.group, self.device, self.recorder, model_bytes, replicates
+            config, group, device, self.recorder, model_bytes, replicates
+        )
+        self._tracks = (
+            device.type == "cpu" and self.lanes.world_size > 1 and torch_compat.places_gradients_one_by_one(ddp)
         )
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
-        on_cpus = self.device.type == "cpu" and self.lanes.world_size > 1
-        self._watches = on_cpus and torch_compat.places_gradients_one_by_one(ddp)
-        self.layout = Arrangement(
-            self.parameters, self.names, ddp.module, self.lanes.world_size, rule, atom_bytes, self._watches
+        self.layout = ModelLayout(
+            self.parameters, ddp.module, self.lanes.world_size, rule, atom_bytes, self._tracks
         )
-        self.update: Update
-        if replicates:
-            self.update = self._replicate(optimizer)
-        else:
-            self.update = ShardedUpdate(optimizer, self.parameters, self.names, self.lanes, config.master_dtype)
-        self.checkpoint = OptimizerCheckpoint(
-            optimizer, self.update, self.layout, self.parameters, self.names, self.group, config
+        self.memory = ParameterMemory(self.parameters)
+        self.update = self._choose_update(replicates)
+        self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
+        self.model_gradients = ModelGradients(self.parameters, self.update.shards)
+        self.gradients = ShardGradients(self.update.shards, self.model_gradients, self.recorder)
+        self.tracker = GradReadyTracker(self.parameters.tensors, self._advance)
+        self.pipe = FeedPipe(
+            ddp.module,
+            self.parameters.tensors,
+            self.recorder,
+            self.update.on_gathered,
+            self.update.gathers_under_forward,
         )
+        self.grad_check = GradCheck(
+            self.update, self.sum_over_ranks, group, self.parameters.names, config, device, self.co_optimizers
+        )
+        self._may_wait = self.update.waits_one_by_one and device.type == "cpu" and not self.grad_check.is_wanted
         self.tuning = begin_tuning(
-            config,
-            self.layout,
-            self.lanes,
-            link,
-            self.parameters,
-            self.names,
-            ddp.bucket_bytes_cap,
-            self.regroup,
+            config, self.layout, self.lanes, link, self.parameters, ddp.bucket_bytes_cap, self.regroup
         )
+        self.phase = Phase.IDLE
+        self.reduction: Reduction | None = None  # in BACKWARD and REDUCING
+        self.log: StatsLog | None = None
+        self._before_blank = Phase.IDLE
+        self._in_forward = False  # one that was called through DDP's hooks
+        self._latest_forward: LatestForward = "none"
+        self._gathers: list[Work] = []  # inside of the step under way
+        self._meter = StepMeter(self.lanes, self.gradients.stall, self.pipe.stall)
 
-    def _replicate(self, optimizer: torch.optim.Optimizer) -> ReplicatedUpdate:
-        parameterwise = checks.updates_parameters(optimizer, self.config)
-        if self.config.update == "auto" and self.lanes.rank == 0:
+    def _choose_update(self, replicates: bool) -> Update:
+        optimizer, config = self.optimizer, self.config
+        if not replicates:
+            return ShardedUpdate(optimizer, self.parameters, self.memory, self.lanes, config.master_dtype)
+        parameterwise = checks.updates_parameters(optimizer, config)
+        if config.update == "auto" and self.lanes.rank == 0:
+            waits = ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))"
             logger.info(
                 "%s looks at whole parameters, so updates are replicated%s",
                 type(optimizer).__name__,
-                ""
-                if parameterwise
-                else ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))",
+                "" if parameterwise else waits,
             )
         return ReplicatedUpdate(
-            optimizer, self.parameters, self.names, self.lanes, parameterwise, lambda: self.pipe.finish()
+            optimizer, self.parameters, self.memory, self.lanes, parameterwise, lambda: self.pipe.finish()
         )
 
     def _enter(self, phase: Phase) -> None:
-        assert phase in _NEXT_PHASE[self.phase], f"{phase} follows {self.phase}"
+        if phase not in _NEXT[self.phase]:
+            raise RuntimeError(
+                f"DearState is {self.phase.value} and cannot be {phase.value} next; please report this, with the "
+                f"versions of torch and ddp_hooks{see('please-report')}"
+            )
         self.phase = phase
 
     # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
@@ -196,11 +173,10 @@ class StepDriver:
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Launch the reduce-scatters of a bucket; called by DDP, through the hook, during backward."""
         self.refuse_closed()
-        if self.phase is not Phase.BACKWARD:
-            self._begin_backward()
+        self._begin_backward()
         assert self.reduction is not None
         buffer = bucket.buffer()
-        parameters = [self.index_of.get(id(p)) for p in bucket.parameters()]
+        parameters = [self.parameters.index_of(p) for p in bucket.parameters()]
         if None in parameters:
             raise RuntimeError(
                 "DDP reduces a parameter that was frozen, or not there, when DearState was created: change the model "
@@ -216,42 +192,55 @@ class StepDriver:
         future.set_result(buffer)
         return future
 
-    def _begin_backward(self) -> None:
-        if self._latest_forward == "none" or self.reduction is not None:
-            refuse_unhooked_forward()
-        self.finish_gathers()  # parameters that the forward did not touch may still be in flight
-        self.reduction = Reduction(self.lanes, self.layout, self.watch.ready, self.config.reduce_dtype)
-        self._enter(Phase.BACKWARD)
-
     def _advance(self) -> None:
-        if self.phase is not Phase.BACKWARD:
-            self._begin_backward()
+        """Launch reduce-scatters of atoms that are ready before their bucket."""
+        self._begin_backward()
         assert self.reduction is not None
         self.reduction.advance()
+
+    def _begin_backward(self) -> None:
+        """Begin a backward, unless it has begun."""
+        if self.phase is Phase.BACKWARD:
+            return
+        if self._latest_forward == "none" or self.phase is Phase.REDUCING:
+            refuse_unhooked_forward()
+        self._wait_for_gathers()  # parameters that the forward did not touch may still be in flight
+        self._leave_step()
+        reduction = Reduction(self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype)
+        self._enter(Phase.BACKWARD)
+        self.reduction = reduction
 
     # -- 2. backward has ended --------------------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
-        if self.phase is Phase.BACKWARD:  # not closed meanwhile
-            self._enter(Phase.OPEN)
+        self._enter(Phase.REDUCING)
         self._latest_forward = "none"
-        self.watch.arm(False)
+        self.tracker.arm(False)
         reduction = self.reduction
         assert reduction is not None
         reduction.flush()
-        self.watch.remember(reduction.gradients)
-        reduction.used = self.keeper.guard_model()
-        self.keeper.keep_as_base()
+        self.tracker.remember(reduction.gradients)
+        reduction.used = self.model_gradients.guard_model()
+        self.model_gradients.keep_as_base()
 
     # -- 3. the optimizer is about to step --------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
+        """Attach gradients, before the optimizer's step, or once its closure has made them; a step pre-hook.
+
+        Raises:
+            RuntimeError: gradients were not reduced, or the step cannot wait for them.
+            LaneError: a reduce-scatter has failed.
+            LaneTimeout: it takes longer than ``timeout_s``.
+        """
         if torch_compat.is_inner_step(optimizer) or self.update.is_updating:
             return None
         if torch_compat.makes_state(kwargs):
-            self._step = StepKind.STATE_ONLY
+            self._leave_step()
+            self._before_blank = self.phase
+            self._enter(Phase.BLANK_STEP)
             self.pipe.finish()
-            self.update.enter_blank()
+            self.update.begin_blank_step()
             return None
         if torch_compat.inside_compiled_region():
             raise RuntimeError(
@@ -260,76 +249,74 @@ class StepDriver:
             )
         replaced = torch_compat.with_closure(args, kwargs, self._attaching)
         if replaced is None:
-            self._prepare_step()
+            self._begin_step()
         return replaced
 
     def _attaching(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """The user's closure; gradients are attached when it has made them."""
-        return torch_compat.evaluated_once(closure, self._prepare_step, "DeAR supports")
+        """Return the user's closure, after which gradients are attached."""
+        return torch_compat.evaluated_once(closure, self._begin_step, "DeAR supports")
 
-    def _prepare_step(self) -> None:
-        """Give every shard its gradient, clipped or dropped as the settings ask."""
-        self.update.end_interrupted_step()
-        self.finish_gathers()  # two steps without a forward between them
+    def _begin_step(self) -> None:
+        """Attach gradients, check them, and let the update prepare the optimizer."""
+        self._leave_step()
+        self._wait_for_gathers()  # two steps without a forward between them
         from_last_backward = self.reduction is not None  # not shown to the user in between
-        self.attach_gradients(stepping=True)
-        self.update.read_masters()
-        self._step = StepKind.SKIPPED if self._inspects and not self._inspector.approve() else StepKind.UPDATE
-        self.update.enter()
-        if self._step is StepKind.SKIPPED:
-            self.keeper.clear()
-        elif self.layout.layout is not None:
-            in_place = self._arrival.is_under_way or (from_last_backward and self._arrival.in_place)
-            to_gather = self.update.open_step(in_place)
-            if to_gather is not None:
-                self._gather_gradients(to_gather)
+        self.attach_gradients(may_wait=self._may_wait)
+        if self.grad_check.is_wanted and not self.grad_check.approve():
+            self._enter(Phase.SKIPPED_STEP)
+            self.update.begin_skipped_step()
+            self.model_gradients.clear()
+            return
+        self._enter(Phase.STEP)
+        memory = self.update.begin_step(self.gradients, from_last_backward)
+        if memory is not None:
+            self._gathers = self._submit_gathers(memory)
+            self._wait_for_step_gathers()
+            self.update.gathered(range(len(self.parameters)))
 
-    def attach_gradients(self, stepping: bool) -> None:
+    def attach_gradients(self, may_wait: bool = False) -> None:
         """Give every shard its reduced gradient, as plain DDP would have left it.
 
-        A known optimizer that is about to step gets gradients that it waits for one by one, so that it begins while
-        the last ones travel. With replicated updates gathers wait for them, where nothing else is to be done.
+        Args:
+            may_wait: gradients may still travel. An optimizer that reads one after the other then begins while the
+                last ones travel; gathers of gradients follow the reduce-scatters.
         """
-        self._refuse_unfinished_backward()
         self._refuse_unreduced()
         reduction = self.reduction
         if reduction is None:
-            self.keeper.release()
+            self.model_gradients.release()
             return
-        self.layout.refuse_replaced_storage()
+        self.memory.refuse_replaced_storage()
         layout = reduction.layout()
-        if self.layout.layout != layout:
+        if self.layout.current != layout:
             self._adopt(layout, reduction)
-        self._arrival.attach(reduction)
-        self.update.use_memory(reduction.gradients)
+        self.gradients.attach(reduction)
+        self.update.take_gradients(self.gradients, reduction.gradients, may_wait)
+        self._enter(Phase.IDLE)
         self.reduction = None
-        if self._steps_early and stepping:
-            self.update.step_before_arrival(self._arrival)
-        else:
-            self._arrival.settle()
 
     def refuse_closed(self) -> None:
+        """Raise RuntimeError after :meth:`close`."""
         if self.phase is Phase.CLOSED:
             raise RuntimeError(
                 "DearState was closed: wrap the model in a new DistributedDataParallel to train on"
                 f"{see('the-state-was-closed')}"
             )
 
-    def _refuse_unfinished_backward(self) -> None:
+    def _refuse_unreduced(self) -> None:
+        parameters, names = self.parameters.tensors, self.parameters.names
         if self.phase is Phase.BACKWARD and self.reduction is not None:
             seen = {parameter for bucket in self.reduction.buckets for parameter in bucket}
-            missing = [name for index, name in enumerate(self.names) if index not in seen]
-            cause = why_not_ended(self._ddp, self.parameters, self.names, missing)
+            missing = [name for index, name in enumerate(names) if index not in seen]
+            cause = why_not_ended(self._ddp, parameters, names, missing)
             raise RuntimeError(f"gradients were not reduced over the ranks: {cause}{see('a-backward-did-not-end')}")
-
-    def _refuse_unreduced(self) -> None:
-        name = self.keeper.unreduced()
+        name = self.model_gradients.unreduced()
         if name is not None:
             cause = why_not_reduced(
                 self._ddp,
-                self.parameters,
-                self.names,
-                [name for name, parameter in zip(self.names, self.parameters, strict=True) if parameter.grad is None],
+                parameters,
+                names,
+                [name for name, parameter in zip(names, parameters, strict=True) if parameter.grad is None],
                 self._latest_forward,
                 "DearState",
                 "dear_hook",
@@ -342,223 +329,185 @@ class StepDriver:
     # -- layouts ----------------------------------------------------------------------------------------------------
 
     def _adopt(self, layout: Layout, reduction: Reduction) -> None:
-        """Make ``layout`` the one in force: move parameters, optimizer state and kept gradients to where it says."""
+        """Put ``layout`` in force: move parameters, optimizer state and kept gradients to where it says."""
         reduction.wait()
-        names = {f"bucket {i}": [self.names[p] for p in bucket] for i, bucket in enumerate(layout.buckets)}
+        names = {f"bucket {i}": [self.parameters.names[p] for p in bucket] for i, bucket in enumerate(layout.buckets)}
         agree({**names, "atoms": layout.atoms}, None, self.lanes.group, "the layout of buckets", self.config)
-        old = self.layout.layout
-        marks = self.keeper.marks()
-        for shard in self.update.shards:  # what was kept from earlier backwards travels with the state
-            shard.tensor.grad = self.keeper.unless_discarded(shard.interval.parameter, shard.base, marks)
-        states = self.update.take_states(old, layout)
-        self.layout.move_parameters(layout)
-        self.update.install(layout, self.layout.flats, states)
+        marks = self.model_gradients.marks()
+        for shard in self.update.shards:  # gradients of earlier backwards travel with the state
+            shard.tensor.grad = self.model_gradients.apply_zero_grad(shard.range.parameter, shard.base, marks)
+        states = self.update.take_states(layout)
+        self.memory.move(self.layout.current, layout)
+        self.update.install(layout, states)
         self._plan_groups(layout)
-        self.keeper.keep_as_base()
+        self.model_gradients.keep_as_base()
 
     def _plan_groups(self, layout: Layout) -> None:
-        self.pipe.plan(self.layout.plan(layout, self._common_order_of_need))
-        if self._watches:
-            self.watch.watch(layout)
+        needed = self.lanes.broadcast_object(self.pipe.order_of_need(), "the layout of buckets, in backward")
+        self.pipe.plan(self.layout.plan(layout, needed))
+        if self._tracks:
+            self.tracker.track(layout)
 
     def regroup(self, rule: FusionRule) -> None:
-        """Let another rule say what travels together, from the next backward on; all ranks do it between steps."""
+        """Use another fusion rule from the next backward on; all ranks do it between steps."""
         self.layout.rule = rule
-        if self.layout.layout is not None:
-            self.finish_gathers()
-            self._plan_groups(self.layout.layout)
-
-    def _common_order_of_need(self) -> list[int]:
-        mine = self.pipe.order_of_need()
-        order: list[int] = self.lanes.broadcast_object(mine, "the layout of buckets, in backward")
-        return order
+        if self.layout.current is not None:
+            self._wait_for_gathers()
+            self._plan_groups(self.layout.current)
 
     # -- 5. the optimizer has stepped -------------------------------------------------------------------------------
 
     def after_step(self, *_: Any) -> None:
-        """Launch the gathers that follow an update; called by the optimizer."""
+        """Launch gathers, and complete the step's statistics; a step post-hook."""
         if torch_compat.is_inner_step(self.optimizer) or self.update.is_updating:
             return
-        self.update.leave()
-        kind, self._step = self._step, StepKind.NONE
-        if kind in (StepKind.STATE_ONLY, StepKind.SKIPPED) or self.layout.layout is None:
+        phase = self.phase
+        self._leave_step()
+        if phase in (Phase.BLANK_STEP, Phase.SKIPPED_STEP) or self.layout.current is None:
             return
-        self.checkpoint.outdate()
-        torch_compat.increment_versions(self.parameters)
-        to_gather = self.update.close_step(self._arrival, self.layout)
-        if to_gather is not None:
-            self._launch_gathers(to_gather)
+        memory = self.update.end_step(self.gradients)
+        self.checkpoint.invalidate()
+        torch_compat.increment_versions(self.parameters.tensors)
+        if memory is not None:
+            self._launch_gathers(memory)
         for co_optimizer in self.co_optimizers:
             co_optimizer.yield_link_to(self.pipe.under_way)
         if not self.config.overlap_forward or self.config.check_replicas:
             self.pipe.finish(on_host=True)
-        self._stats = self._next_stats()
-        if self.log is not None:
-            self.log.write(self._stats.step, self.latest_stats)
-        if self.config.check_replicas:
-            refuse_parted_replicas(self.parameters, self.names, self._stats.step, self.group, self.config)
-        if self.tuning is not None:
-            self.tuning.stepped()
+        self._end_of_step()
 
     def step_failed(self) -> None:
-        """Restore gradients and memory when an exception is about to leave the optimizer's step."""
-        self.update.leave()
-        kind, self._step = self._step, StepKind.NONE
-        if kind is StepKind.STATE_ONLY:
+        """Undo preparations of a step that an exception ends."""
+        phase = self.phase
+        self._leave_step()
+        if phase is Phase.BLANK_STEP:
             torch_compat.undo_making_state(self.optimizer)
         else:
-            self.update.step_failed(self.layout)
+            self.update.step_failed()
 
-    def _gather_gradients(self, memory: Sequence[Tensor]) -> None:
-        """Gather whole gradients for an optimizer that looks at all of them at once."""
-        gathers = zip(self.layout.gathers(memory), self.layout.gather_labels, strict=True)
-        self._gathers = [self.lanes.all_gather(*gather) for gather in gathers]
-        self._await_gathers()
-        assert self.update.on_arrival is not None
-        self.update.on_arrival(range(len(self.parameters)))
+    def _leave_step(self) -> None:
+        """End the step under way, if there is one: also one of which no hook has heard the end."""
+        self.update.leave()
+        if self.phase in _STEPS:
+            self._enter(self._before_blank if self.phase is Phase.BLANK_STEP else Phase.IDLE)
 
-    def _await_gathers(self) -> None:
-        """Wait for gathers inside of a step; they are still known if an exception ends this."""
+    def _submit_gathers(self, memory: Sequence[Tensor]) -> list[Work]:
+        after = [self.gradients.works_of(group) for group in self.layout.gather_groups]
+        gathers = zip(self.layout.gathers(memory), self.layout.gather_labels, after, strict=True)
+        return [self.lanes.all_gather(*gather) for gather in gathers]
+
+    def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
+        self.pipe.launched(self._submit_gathers(memory))
+
+    def _wait_for_step_gathers(self) -> None:
+        """Wait for gathers inside of a step; the list keeps them if an exception ends this."""
         while self._gathers:
             work = self._gathers[0]
             if not work.done:
-                with self.step_stall.measure(self.recorder, work.label):
+                with self.gradients.stall.measure(self.recorder, work.label):
                     work.wait()
             self._gathers.pop(0)
 
-    def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
-        layout = self.layout
-        after = [self._arrival.under_way(group) for group in layout.gather_groups]
-        gathers = zip(layout.gathers(memory), layout.gather_labels, after, strict=True)
-        self.pipe.launched([self.lanes.all_gather(*gather) for gather in gathers])
-
-    def finish_gathers(self) -> None:
+    def _wait_for_gathers(self) -> None:
+        """Wait for all gathers, and for the reduce-scatters that they follow."""
         self.pipe.finish()
-        self._await_gathers()
-        self._arrival.settle()  # what gathers have followed
+        self._wait_for_step_gathers()
+        self.gradients.wait()
 
-    def latest_stats(self) -> DearStats:
-        norm = self._inspector.grad_norm
+    def stats(self) -> DearStats:
+        """Return the costs of the last complete step."""
+        norm = self.grad_check.grad_norm
         return replace(
-            self._stats,
+            self._meter.latest,
             grad_norm=norm.item() if norm is not None else None,
-            skipped_steps=self._inspector.skipped_steps,
+            skipped_steps=self.grad_check.skipped_steps,
         )
 
-    def _next_stats(self) -> DearStats:
+    def _end_of_step(self) -> None:
         self.recorder.end_step()
-        before = self._mark
-        self._mark = _Mark(
-            self.lanes.traffic, self.step_stall.seconds, self.pipe.stall.seconds, time.perf_counter()
-        )
-        traffic = self._mark.traffic - before.traffic
-        return DearStats(
-            step=self._stats.step + 1,
-            num_groups=len(self.layout.schedule.groups) if self.layout.schedule is not None else 0,
-            num_lanes=len(self.lanes),
-            fusion_mb=self.layout.rule.mb if self.layout.rule.fusion == "size" else None,
-            sent_bytes=traffic.sent_bytes,
-            received_bytes=traffic.received_bytes,
-            comm_s=None if self.lanes.native else traffic.busy_s,
-            step_stall_s=self._mark.step_stall_s - before.step_stall_s,
-            forward_stall_s=self._mark.forward_stall_s - before.forward_stall_s,
-            wall_s=self._mark.time_s - before.time_s,
-        )
+        rule = self.layout.rule
+        self._meter.end_step(len(self.layout.scatter_groups), rule.mb if rule.fusion == "size" else None)
+        step = self._meter.latest.step
+        if self.log is not None:
+            self.log.write(step, self.stats)
+        if self.config.check_replicas:
+            parameters, group = self.parameters, self.lanes.group
+            checks.refuse_different_replicas(parameters.tensors, parameters.names, step, group, self.config)
+        if self.tuning is not None:
+            self.tuning.stepped()
+
+    def sum_over_ranks(self, value: Tensor, what: str = "sum_over_ranks()", largest: bool = False) -> Tensor:
+        """Return the sum, or the largest values, of a small tensor over the ranks; collective."""
+        with self.gradients.stall.measure(self.recorder, "a scalar over the ranks"):
+            return self.lanes.reduce_small(value.to(self.parameters.device), what, largest=largest)
 
     # -- 6. a forward through DDP -----------------------------------------------------------------------------------
 
     def before_forward(self, *_: Any) -> None:
+        """Save gradients that the coming backward would overwrite; a forward pre-hook of DDP."""
         self._in_forward = True
         if not torch.is_grad_enabled():
             self.pipe.begin_forward(training=False)
             return
         self._latest_forward = "synchronised" if self._ddp.require_backward_grad_sync else "no_sync"
-        self.update.end_interrupted_step()
+        self._leave_step()
         if self.reduction is not None:
-            self.attach_gradients(stepping=False)
+            self.attach_gradients()
         if not self.pipe.in_flight:
-            self.update.leave_buckets()
-            self._arrival.settle()  # of a step that did not end
-        self.keeper.make_room(self._arrival.settle)
+            self.update.before_forward()
+            self.gradients.wait()  # of a step that did not end
+        self.model_gradients.save_and_clear(self.gradients.wait)
         self.pipe.begin_forward(self._ddp.training and self.config.overlap_forward)
 
     def before_model(self, *_: Any) -> None:
+        """Guard gradients that were kept; a forward pre-hook of the module inside DDP."""
         if torch.is_grad_enabled() and not self._in_forward:
             ddp = torch_compat.ddp_in_forward()
-            if ddp is not None and ddp.module is self._root:
+            if ddp is not None and ddp.module is self.root:
                 refuse_unhooked_forward()
-        self.keeper.guard_kept(self._ddp.require_backward_grad_sync)
+        self.model_gradients.guard_kept(self._ddp.require_backward_grad_sync)
 
     def after_forward(self, module: Any, args: Any, output: Any) -> None:
+        """End the forward; a forward hook of DDP that is always called."""
         self._in_forward = False
         self.pipe.end_forward()
-        if self.update.gathers_into_buckets:
-            self.finish_gathers()  # into the memory that the coming backward will write
+        if self.update.gathers_gradients:
+            self._wait_for_gathers()  # into the memory that the coming backward will write
         if torch.is_grad_enabled():
-            self.watch.arm(output is not None and self._ddp.require_backward_grad_sync)
+            self.tracker.arm(output is not None and self._ddp.require_backward_grad_sync)
         error = sys.exc_info()[1] if output is None else None
         self.lanes.annotate(error, "forward")  # DDP's own broadcast of buffers names nobody
 
-    def zero_grad(self, set_to_none: bool) -> None:
-        if self.layout.layout is not None:  # until then the optimizer holds the parameters themselves
-            self.keeper.zero_grad(set_to_none)
-            self.update.zero_marks(set_to_none)
+    # -- between the hooks ------------------------------------------------------------------------------------------
 
-    # -- gradients between backward and step (see GradientShards) ---------------------------------------------------
-
-    @contextmanager
-    def reduced_gradients(self) -> Iterator[list[torch.nn.Parameter]]:
-        """See :meth:`ddp_hooks.DearState.reduced_gradients`."""
+    def begin_reading(self) -> None:
+        """Attach reduced gradients to shards, for the user to read or change; collective if the layout is new."""
         self.refuse_closed()
-        if self.update.is_stepping:
-            raise RuntimeError(
-                "gradients were asked for inside of optimizer.step(), when they are already on their way: clip or "
-                f"change them before step(), or use DearConfig(max_grad_norm=...){see('gradients-are-guarded')}"
-            )
-        if self.update.gathers_into_buckets:
-            self.finish_gathers()  # an update of the last step may still need the gradients as they are
-        self.attach_gradients(stepping=False)
-        self.keeper.release()
-        self.keeper.forget_zeroing()
-        try:
-            yield [shard.tensor for shard in self.update.shards]
-        finally:
-            self.keeper.withdraw()
+        self.update.refuse_reading()
+        if self.update.gathers_gradients:
+            self._wait_for_gathers()  # an update of the last step may still need the gradients as they are
+        self.attach_gradients()
+        self.model_gradients.release()
+        self.model_gradients.clear_zeroed_flags()
 
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of a small tensor over the ranks, on :attr:`device`; collective."""
-        with self.step_stall.measure(self.recorder, "a scalar over the ranks"):
-            return self.lanes.reduce_small(value.to(self.device), "sum_over_ranks()")
-
-    def largest_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the largest values of a small tensor over the ranks, on :attr:`device`; collective."""
-        with self.step_stall.measure(self.recorder, "a scalar over the ranks"):
-            return self.lanes.reduce_small(value.to(self.device), "largest_over_ranks()", largest=True)
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Zero or remove gradients; called before ``optimizer.zero_grad()``."""
+        if self.layout.current is not None:  # until then the optimizer holds the parameters themselves
+            self.model_gradients.zero_grad(set_to_none)
+            self.update.zero_grad(set_to_none)
 
     def close(self) -> None:
-        """Finish communication, restore parameters and gradients, and end the lanes; the second call does nothing."""
-        in_backward = self.phase is Phase.BACKWARD
-        self._enter(Phase.CLOSED)
+        """Finish communication, and remove everything from the model but its values; the lanes stay open."""
+        phase, self.phase = self.phase, Phase.CLOSED
         if self.tuning is not None:
             self.tuning.close()
         try:
-            if self.reduction is not None and not in_backward:
+            if self.reduction is not None and phase is not Phase.BACKWARD:
                 self.reduction.wait()
-            self.finish_gathers()
+            self._wait_for_gathers()
         finally:
             self.reduction = None
-            self.update.end_interrupted_step()
             self.update.leave()
             self.pipe.close()
-            self.watch.close()
-            self.keeper.close()
-
-
-class _Mark:
-    """Running totals at the end of a step."""
-
-    def __init__(self, traffic: Traffic, step_stall_s: float, forward_stall_s: float, time_s: float) -> None:
-        self.traffic = traffic
-        self.step_stall_s = step_stall_s
-        self.forward_stall_s = forward_stall_s
-        self.time_s = time_s
+            self.tracker.close()
+            self.model_gradients.close()

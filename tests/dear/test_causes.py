@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, embedding_hook, topk_hook
-from ddp_hooks.dear.update import held_in_shards
+from ddp_hooks.dear.layout.shards import held_in_shards
 from ddp_hooks.intercept import GradientGuard
 from tests.support.dear.misuse import sgd
 from tests.support.dear.twins import CONFIG
@@ -169,9 +169,9 @@ def causes(rank: int, world_size: int, update: str) -> dict[str, tuple[str, bool
         if loop is not around_hooks_before_buckets_are_rebuilt:
             train(ddp, optimizer)
         state.synchronize()
-        before = [parameter.detach().clone() for parameter in state._parameters]
+        before = [parameter.detach().clone() for parameter in state._driver.parameters.tensors]
         message = loop(ddp, optimizer)
-        unchanged = all(torch.equal(a, b) for a, b in zip(state._parameters, before, strict=True))
+        unchanged = all(torch.equal(a, b) for a, b in zip(state._driver.parameters.tensors, before, strict=True))
         found[loop.__name__] = (message, unchanged)
         state.close()
     cases: dict[str, dict[str, Any]] = {"static": {"static_graph": True}, "unregistered": {"register": False}}
@@ -470,11 +470,12 @@ def test_a_module_is_converted_with_its_guards(convert: Any) -> None:
 
 
 def test_a_guard_says_first_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_hooks.dear.update.clipping_of_frameworks", {})
+    monkeypatch.setattr("ddp_hooks.dear.layout.shards.clipping_of_frameworks", {})
     for function, remedy in (("linalg_vector_norm", "state.clip_grad_norm_"), ("x_non_finite_check", "GradScaler")):
         advice = held_in_shards(function)
         assert remedy in advice[:100] and len(advice) < 330, advice
         assert not any(name in advice for name in ("Trainer", "Accelerate", "Lightning"))
-    monkeypatch.setattr("ddp_hooks.dear.update.clipping_of_frameworks", {"Accelerate": "accelerator.clip_grad_norm_()"})
+    known = {"Accelerate": "accelerator.clip_grad_norm_()"}
+    monkeypatch.setattr("ddp_hooks.dear.layout.shards.clipping_of_frameworks", known)
     assert "Accelerate clips by accelerator.clip_grad_norm_()" in held_in_shards("mul_")
 

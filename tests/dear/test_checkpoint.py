@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
-from ddp_hooks.dear.checkpoint import ORDER_KEY
+from ddp_hooks.dear.checkpoint.optimizer_checkpoint import ORDER_KEY
 from tests.support.dear import twins
 from tests.support.dear.loops import adagrad, adamw_two_groups, momentum_sgd
 from tests.support.dear.saving import differences, full_state, save_every_step, train_step, wrap
@@ -324,7 +324,7 @@ def save_with_safetensors(rank: int, world_size: int, folder: str) -> tuple[list
         opt.step()
         opt.zero_grad()
     weights = trained.state_dict()
-    layout = state._driver.layout.layout
+    layout = state._driver.layout.current
     assert layout is not None and any(len(atom.members) > 1 for atom in layout.atoms), "they were to be neighbours"
     larger = [name for name, value in weights.items() if value.untyped_storage().nbytes() > value.nbytes]
     path = str(Path(folder) / f"{rank}.safetensors")

@@ -12,11 +12,13 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_hooks.comm import in_order_of, is_dense
-from ddp_hooks.dear.arrangement import Arrangement
-from ddp_hooks.dear.layout import FusionRule, Layout, ParameterShape, cut_bucket, fuse
-from ddp_hooks.dear.storage import flatten, overlapping, unflatten
-from ddp_hooks.dear.update import held_in_shards
+from ddp_hooks.dear.layout.memory import flatten, overlapping, unflatten
+from ddp_hooks.dear.layout.model_layout import ModelLayout
+from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.placement import Layout
+from ddp_hooks.dear.layout.shards import held_in_shards
 from ddp_hooks.intercept import GradientGuard
+from ddp_hooks.planning.atoms import FusionRule, ParameterShape, cut_bucket, fuse
 
 numels = st.lists(st.integers(0, 3000), min_size=1, max_size=12)
 
@@ -38,7 +40,7 @@ def test_every_element_has_one_owner(sizes: list[int], world_size: int, atom_byt
         for parameter, start, end, offset in atom.members:
             places[parameter][start:end] = torch.arange(offset, offset + end - start)
     for rank in range(world_size):
-        for parameter, start, end in layout.intervals(rank):
+        for parameter, start, end in layout.ranges(rank):
             owners[parameter][start:end] += 1
         for _, (parameter, start, end, offset) in layout.owned(rank):
             assert torch.equal(places[parameter][start:end], torch.arange(offset, offset + end - start))
@@ -64,14 +66,14 @@ def test_atoms_tile_their_buckets(sizes: list[int], world_size: int, atom_bytes:
 def test_gathers_go_in_the_order_of_need() -> None:
     """And what no forward has shown in the reverse of the backward."""
     model = nn.Sequential(*(nn.Linear(4, 4, bias=False) for _ in range(4)))
-    names, parameters = zip(*model.named_parameters(), strict=True)
+    parameters = ManagedParameters(dict(model.named_parameters()))
     rule = FusionRule("none", 0.0, 0)
-    arrangement = Arrangement(parameters, names, model, 2, rule, 64, False)
+    planned = ModelLayout(parameters, model, 2, rule, 64, False)
     shapes = [ParameterShape(16, 4, index) for index in range(4)]
     bucket = (3, 2, 1, 0)
     layout = Layout((bucket,), tuple(cut_bucket(0, bucket, shapes, 2, 64)))
-    assert arrangement.plan(layout, lambda: [2, 0, 3, 1]) == [(1,), (3,), (0,), (2,)]
-    assert arrangement.plan(layout, lambda: [4, 4, 4, 4]) == [(0,), (1,), (2,), (3,)]
+    assert planned.plan(layout, [2, 0, 3, 1]) == [(1,), (3,), (0,), (2,)]
+    assert planned.plan(layout, [4, 4, 4, 4]) == [(0,), (1,), (2,), (3,)]
 
 
 @given(numels, st.integers(1, 40))

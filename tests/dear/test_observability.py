@@ -27,7 +27,7 @@ def diverge(rank: int, world_size: int) -> str:
         gather(on_host)
         if rank == 1:
             with torch.no_grad():
-                state._driver.parameters[3].view(-1)[0] += 1
+                state._driver.parameters.tensors[3].view(-1)[0] += 1
 
     state._driver.pipe.finish = finish_and_spoil  # type: ignore[method-assign]
     optimizer.zero_grad()
@@ -147,10 +147,10 @@ def profile(rank: int, world_size: int) -> list[tuple[str, float, float]]:
         nonlocal ready, before
         ready += 1
         if ready % len(parameters) == 1:
-            before = state._lanes.traffic.rounds
+            before = state._driver.lanes.traffic.rounds
         if ready % len(parameters) == 0:
             give_up_s = time.monotonic() + 5
-            while state._lanes.traffic.rounds == before and time.monotonic() < give_up_s:
+            while state._driver.lanes.traffic.rounds == before and time.monotonic() < give_up_s:
                 time.sleep(0.001)
 
     for parameter in parameters:

@@ -198,23 +198,23 @@ def start_of_reductions(rank: int, world_size: int) -> list[str]:
             factor = math.sin(factor)
         with state.reduced_gradients() as shards:
             for shard, piece in zip(shards, state._driver.update.shards, strict=True):
-                expected = expected_gradient(piece.interval, world_size, step) * torch.tensor(factor)
+                expected = expected_gradient(piece.range, world_size, step) * torch.tensor(factor)
                 assert shard.grad is not None
                 if not torch.allclose(shard.grad, expected, atol=1e-5):
-                    wrong.append(f"step {step}: {piece.interval}")
+                    wrong.append(f"step {step}: {piece.range}")
         optimizer.step()
     state.close()
     return wrong
 
 
-def expected_gradient(interval: Any, world_size: int, step: int) -> Tensor:
+def expected_gradient(elements: Any, world_size: int, step: int) -> Tensor:
     """The mean over ranks of what ``WholeNumbers`` gives to these elements."""
-    shape = twins.WholeNumbers.SHAPES[interval.parameter]
+    shape = twins.WholeNumbers.SHAPES[elements.parameter]
     total = torch.zeros(shape)
     for rank in range(world_size):
-        seed = 100 * whole_batches(rank, world_size, step)[0] + interval.parameter
+        seed = 100 * whole_batches(rank, world_size, step)[0] + elements.parameter
         total += torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)) * float(world_size)
-    return (total / world_size).flatten()[interval.start : interval.end]
+    return (total / world_size).flatten()[elements.start : elements.end]
 
 
 @pytest.mark.quick("2", "3")
@@ -293,12 +293,12 @@ def bytes_of_a_step(rank: int, world_size: int) -> tuple[int, int]:
         optimizer.step()
         state.synchronize()
     state.synchronize()
-    traffic = state._lanes.traffic
+    traffic = state._driver.lanes.traffic
     optimizer.zero_grad()
     ddp(*whole_batches(rank, world_size, 9)).backward()
     optimizer.step()
     state.synchronize()
-    sent = (state._lanes.traffic - traffic).sent_bytes
+    sent = (state._driver.lanes.traffic - traffic).sent_bytes
     state.close()
     return sent, sum(4 * parameter.numel() for parameter in ddp.parameters())
 

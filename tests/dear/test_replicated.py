@@ -373,8 +373,8 @@ def step_behind_busy_lanes(
                 model(values).backward()
             output = model(values)
             if model is ddp and step == 4:
-                for _ in range(len(state._lanes)):
-                    state._lanes.run(held(gate), "a gate")
+                for _ in range(len(state._driver.lanes)):
+                    state._driver.lanes.run(held(gate), "a gate")
                 timer = threading.Timer(busy_s, gate.set)
                 timer.start()
             output.backward()

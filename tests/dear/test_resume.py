@@ -51,12 +51,12 @@ class Loop:
         if dying == "backward":
             list(self.ddp.module.parameters())[4].register_hook(lambda _: die())
         if dying == "mid reduce-scatter":
-            die_in_a_round(self.state._lanes, "reduce-scatter")
+            die_in_a_round(self.state._driver.lanes, "reduce-scatter")
         loss.backward()
         if dying == "before the step":
             die()
         if dying == "mid all-gather":
-            die_in_a_round(self.state._lanes, "all-gather")
+            die_in_a_round(self.state._driver.lanes, "all-gather")
         self.optimizer.step()
         self.scheduler.step()
         if dying == "next forward":

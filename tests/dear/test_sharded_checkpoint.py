@@ -18,8 +18,15 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
-from ddp_hooks.dear.layout import Interval
-from ddp_hooks.dear.pieces import Even, Piece, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
+from ddp_hooks.dear.checkpoint.sharded_checkpoint import (
+    CheckpointKey,
+    Settings,
+    assemble,
+    find_misfit,
+    named_entries,
+    overlapping_entries,
+)
+from ddp_hooks.dear.layout.placement import EvenSplit, ParameterRange
 from tests.support.dear.saving import train_step, wrap
 from tests.support.dear.twins import CONFIG
 from tests.support.messages import message_of
@@ -31,18 +38,18 @@ def test_pieces_of_any_cut_make_those_of_any_other(numel: int, before: int, afte
     values = torch.arange(numel)
     saved: dict[str, Any] = {}
     for rank in range(before):
-        for interval in Even((numel,), before).intervals(rank):
-            state = {"average": values[interval.start : interval.end], "step": torch.tensor(3.0)}
-            saved |= named_pieces({interval: state}, [parameter])
+        for elements in EvenSplit((numel,), before).ranges(rank):
+            state = {"average": values[elements.start : elements.end], "step": torch.tensor(3.0)}
+            saved |= named_entries({elements: state}, [parameter])
     metadata = {name: _Metadata(value) for name, value in saved.items()}
     assert find_misfit(saved, {parameter: numel}) is None
     assert "elements" in (find_misfit(saved, {parameter: numel + 1}) or "")
     for rank in range(after):
-        intervals = Even((numel,), after).intervals(rank)
-        wanted = overlapping_pieces(metadata, intervals, [parameter])
+        ranges = EvenSplit((numel,), after).ranges(rank)
+        wanted = overlapping_entries(metadata, ranges, [parameter])
         loaded = {name: saved[name] for name in wanted}
-        for interval, state in assemble(loaded, intervals, [parameter]).items():
-            assert torch.equal(state["average"], values[interval.start : interval.end]) and state["step"] == 3
+        for elements, state in assemble(loaded, ranges, [parameter]).items():
+            assert torch.equal(state["average"], values[elements.start : elements.end]) and state["step"] == 3
 
 
 class _Metadata:
@@ -59,10 +66,10 @@ def test_settings_of_earlier_versions() -> None:
 
 
 def test_names_of_pieces() -> None:
-    piece = Piece("layers.0.weight", "exp_avg", 3, 17)
-    assert Piece.of(str(piece)) == piece
-    assert Piece.of("settings") is None and Piece.of("layers.0.weight") is None
-    assert Even((5,), 2).intervals(1) == [Interval(0, 2, 5)]
+    key = CheckpointKey("layers.0.weight", "exp_avg", 3, 17)
+    assert CheckpointKey.of(str(key)) == key
+    assert CheckpointKey.of("settings") is None and CheckpointKey.of("layers.0.weight") is None
+    assert EvenSplit((5,), 2).ranges(1) == [ParameterRange(0, 2, 5)]
 
 
 def train(rank: int, world_size: int, steps: int, read: str | None, read_after: int, write: str | None) -> bytes:

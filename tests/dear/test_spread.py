@@ -14,9 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_hooks.dear.layout import Interval
-from ddp_hooks.dear.pieces import Even
-from ddp_hooks.dear.spread import SpreadTensor, blocks_of
+from ddp_hooks.dear.layout.placement import EvenSplit, ParameterRange
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor, blocks_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
 
@@ -39,7 +38,7 @@ def test_blocks_of_all_ranks_are_the_whole(shape: list[int], world_size: int, ra
     whole = flat.view([shape[dim] for dim in order]).permute([order.index(dim) for dim in range(len(shape))])
     seen = torch.full_like(whole, -1)
     for rank in range(world_size):
-        spread = _spread(whole, flat, Even((flat.numel(),), world_size), rank)
+        spread = _spread(whole, flat, EvenSplit((flat.numel(),), world_size), rank)
         chunks = spread.__create_chunk_list__()
         for chunk, (block, values) in zip(chunks, spread._blocks(), strict=True):
             assert (tuple(chunk.offsets), tuple(chunk.sizes)) == block
@@ -53,13 +52,13 @@ def _cut(values: Tensor, block: Any) -> Tensor:
     return values[tuple(slice(o, o + size) for o, size in zip(block.offsets, block.sizes, strict=True))]
 
 
-def _spread(like: Tensor, flat: Tensor, placement: Even, rank: int) -> SpreadTensor:
-    parts = {interval: flat[interval.start : interval.end] for interval in placement.intervals(rank)}
+def _spread(like: Tensor, flat: Tensor, placement: EvenSplit, rank: int) -> SpreadTensor:
+    parts = {elements: flat[elements.start : elements.end] for elements in placement.ranges(rank)}
     return SpreadTensor(like, flat.dtype, flat.device, parts, placement, "exp_avg of weight")
 
 
 def spread_tensor() -> SpreadTensor:
-    return _spread(torch.zeros(4, 3), torch.arange(12.0), Even((12,), 2), 1)
+    return _spread(torch.zeros(4, 3), torch.arange(12.0), EvenSplit((12,), 2), 1)
 
 
 @pytest.mark.parametrize("use", [
@@ -81,6 +80,6 @@ def test_copies_have_memory_of_their_own() -> None:
         copies.append(empty.copy_(spread))
     for copied in copies:
         assert isinstance(copied, SpreadTensor)
-        interval, part = next(iter(copied.parts.items()))
-        assert interval == Interval(0, 6, 12) and torch.equal(part, torch.arange(6.0, 12.0))
+        elements, part = next(iter(copied.parts.items()))
+        assert elements == ParameterRange(0, 6, 12) and torch.equal(part, torch.arange(6.0, 12.0))
         assert part.data_ptr() != spread.local_shards()[0].data_ptr()

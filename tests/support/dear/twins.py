@@ -108,8 +108,9 @@ def compare(
 def _outcome(dear: Trainee, plain: Plain) -> Outcome:
     assert dear.state is not None
     stats = dear.state.stats()
-    schedule = dear.state._driver.layout.schedule
-    num_buckets = len(schedule.layout.buckets) if schedule is not None else 0
+    driver = dear.state._driver
+    layout = driver.layout.current
+    num_buckets = len(layout.buckets) if layout is not None else 0
     ours, theirs = dear.ddp.module.state_dict(), plain.parameters
     gaps = [float((ours[name].double() - theirs[name].double()).abs().max()) for name in ours if ours[name].numel()]
     bitwise = all(torch.equal(ours[name], theirs[name]) for name in ours)
@@ -119,9 +120,9 @@ def _outcome(dear: Trainee, plain: Plain) -> Outcome:
         loss_gap=max((abs(a - b) for a, b in zip(dear.losses, plain.losses, strict=True)), default=0.0),
         bitwise=bitwise and dear.losses == plain.losses,
         num_buckets=num_buckets,
-        num_atoms=len(schedule.layout.atoms) if schedule is not None else 0,
+        num_atoms=len(layout.atoms) if layout is not None else 0,
         stats=stats,
-        order_known=len(dear.state._driver.pipe._order) == len(dear.state._driver.parameters),
+        order_known=len(driver.pipe._order) == len(driver.parameters),
         loss_drop=plain.losses[0] - plain.losses[-1] if plain.losses else 0.0,
     )
 

@@ -1,88 +1,76 @@
 """State of an optimizer moves between ranks, exactly: when the layout changes, and to whoever saves it.
 
 What a parameter's state consists of (its *schema*) is agreed first, because a rank may own nothing of a parameter so
-far; then every overlap of an old and a new interval travels, in batches, all entries of one overlap together.
+far; then every overlap of an old and a new elements travels, in batches, all entries of one overlap together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, pairwise_exchange
-from ddp_hooks.dear.layout import Interval
+from ddp_hooks.comm import Lanes, in_order_of, pairwise_exchange
+from ddp_hooks.dear.layout.placement import ParameterRange, Placement, is_elementwise
+from ddp_hooks.overlap import copied
 
 State: TypeAlias = dict[str, Any]
-_Schema: TypeAlias = dict[int, dict[str, "torch.dtype | _Other"]]  # parameter -> entries; a dtype if element-wise
+# parameter -> entries; a dtype if element-wise
+_Schema: TypeAlias = dict[int, dict[str, "torch.dtype | NonElementwiseEntry"]]
 _BATCH_BYTES = 4 << 20  # how much state is under way at a time
 
 
-class Placement(Protocol):
-    """Who holds which elements."""
-
-    def intervals(self, rank: int) -> list[Interval]:
-        """The parameter elements that ``rank`` holds."""
-
-
-@dataclass(frozen=True)
-class WholeOn:
-    """Every parameter, whole, on some ranks; nothing on the others."""
-
-    ranks: tuple[int, ...]
-    numels: tuple[int, ...]
-
-    def intervals(self, rank: int) -> list[Interval]:
-        """See :class:`Placement`."""
-        return [Interval(i, 0, n) for i, n in enumerate(self.numels)] if rank in self.ranks else []
-
-
 def move_states(
-    states: dict[Interval, State], old: Placement, new: Placement, lanes: Lanes, device: torch.device, to: torch.device
-) -> dict[Interval, State]:
-    """The states of this rank's intervals under ``new``; collective.
+    states: dict[ParameterRange, State],
+    old: Placement,
+    new: Placement,
+    lanes: Lanes,
+    device: torch.device,
+    to: torch.device,
+) -> dict[ParameterRange, State]:
+    """Return the states of this rank's ranges under ``new``; collective.
 
     Args:
-        states: this rank's, by its intervals under ``old``.
+        states: this rank's, by its ranges under ``old``.
         lanes: what they travel on, as tensors on ``device``.
         to: where the result is kept.
     """
     schema = _agree_on_schema(states, lanes)
-    moved: dict[Interval, State] = {}
-    for interval in new.intervals(lanes.rank):
-        length = interval.end - interval.start
-        moved[interval] = {
-            key: entry.on(to) if isinstance(entry, _Other) else torch.zeros(length, dtype=entry, device=to)
-            for key, entry in schema.get(interval.parameter, {}).items()
+    moved: dict[ParameterRange, State] = {}
+    for elements in new.ranges(lanes.rank):
+        length = elements.end - elements.start
+        moved[elements] = {
+            key: entry.on(to) if isinstance(entry, NonElementwiseEntry) else torch.zeros(length, dtype=entry, device=to)
+            for key, entry in schema.get(elements.parameter, {}).items()
         }
     for batch in _batches(_plan_moves(old, new, lanes.world_size), schema):
         _exchange(batch, schema, states, moved, lanes, device)
     return moved
 
 
-def agree_on_entries(states: dict[Interval, State], lanes: Lanes) -> dict[int, State]:
+def agree_on_entries(states: dict[ParameterRange, State], lanes: Lanes) -> dict[int, State]:
     """What every parameter's state has, on all ranks: a ``torch.dtype`` where it is element-wise; collective."""
     schema = _agree_on_schema(states, lanes)
     return {
-        parameter: {key: entry.value if isinstance(entry, _Other) else entry for key, entry in entries.items()}
+        parameter: {key: e.value if isinstance(e, NonElementwiseEntry) else e for key, e in entries.items()}
         for parameter, entries in schema.items()
     }
 
 
-class _Other(NamedTuple):
+class NonElementwiseEntry(NamedTuple):
     """An entry that is not element-wise, such as a count of steps: it travels by way of the host."""
 
     value: Any
     on_device: bool
 
     @staticmethod
-    def of(value: Any) -> _Other:
+    def of(value: Any) -> NonElementwiseEntry:
         if isinstance(value, Tensor):
-            return _Other(value.cpu(), value.device.type != "cpu")
-        return _Other(value, False)
+            return NonElementwiseEntry(value.cpu(), value.device.type != "cpu")
+        return NonElementwiseEntry(value, False)
 
     def on(self, device: torch.device) -> Any:
         """The value, with memory of its own: on ``device`` if it was on one, else on the host."""
@@ -100,22 +88,17 @@ class _Move:
     end: int
     sender: int
     receiver: int
-    old: Interval
-    new: Interval
+    old: ParameterRange
+    new: ParameterRange
 
 
-def is_elementwise(value: Any, interval: Interval) -> bool:
-    """Whether an entry of the state has one value per element of the interval."""
-    return isinstance(value, Tensor) and value.shape == (interval.end - interval.start,)
-
-
-def _agree_on_schema(states: dict[Interval, State], lanes: Lanes) -> _Schema:
+def _agree_on_schema(states: dict[ParameterRange, State], lanes: Lanes) -> _Schema:
     """What every parameter's state consists of, also for ranks that own none of it so far."""
     mine: _Schema = {}
-    for interval, state in states.items():
-        entries = mine.setdefault(interval.parameter, {})
+    for elements, state in states.items():
+        entries = mine.setdefault(elements.parameter, {})
         for key, value in state.items():
-            entries[key] = value.dtype if is_elementwise(value, interval) else _Other.of(value)
+            entries[key] = value.dtype if is_elementwise(value, elements) else NonElementwiseEntry.of(value)
     schema: _Schema = {}
     for part in lanes.gather_objects(mine, "an exchange of the optimizer's state"):
         for parameter, entries in part.items():
@@ -124,14 +107,14 @@ def _agree_on_schema(states: dict[Interval, State], lanes: Lanes) -> _Schema:
 
 
 def _plan_moves(old: Placement, new: Placement, world_size: int) -> list[_Move]:
-    """Every overlap of an old and a new interval, in the same order on every rank."""
-    holders: dict[int, list[tuple[int, Interval]]] = {}
+    """Every overlap of an old and a new elements, in the same order on every rank."""
+    holders: dict[int, list[tuple[int, ParameterRange]]] = {}
     for rank in range(world_size):
-        for interval in old.intervals(rank):
-            holders.setdefault(interval.parameter, []).append((rank, interval))
+        for elements in old.ranges(rank):
+            holders.setdefault(elements.parameter, []).append((rank, elements))
     moves = []
     for receiver in range(world_size):
-        for target in new.intervals(receiver):
+        for target in new.ranges(receiver):
             for sender, source in holders.get(target.parameter, []):
                 start, end = max(source.start, target.start), min(source.end, target.end)
                 if start < end:
@@ -155,9 +138,9 @@ def _batches(moves: Iterable[_Move], schema: _Schema) -> Iterator[list[_Move]]:
         yield batch
 
 
-def _piece(states: dict[Interval, State], move: _Move, interval: Interval, key: str) -> Tensor:
-    values: Tensor = states[interval][key]
-    return values[move.start - interval.start : move.end - interval.start]
+def _piece(states: dict[ParameterRange, State], move: _Move, elements: ParameterRange, key: str) -> Tensor:
+    values: Tensor = states[elements][key]
+    return values[move.start - elements.start : move.end - elements.start]
 
 
 def _bytes_of(values: Tensor) -> Tensor:
@@ -167,8 +150,8 @@ def _bytes_of(values: Tensor) -> Tensor:
 def _exchange(
     batch: list[_Move],
     schema: _Schema,
-    old: dict[Interval, State],
-    new: dict[Interval, State],
+    old: dict[ParameterRange, State],
+    new: dict[ParameterRange, State],
     lanes: Lanes,
     device: torch.device,
 ) -> None:
@@ -194,4 +177,13 @@ def _exchange(
 
 
 def _elementwise_keys(schema: _Schema, parameter: int) -> list[str]:
-    return [key for key, entry in schema[parameter].items() if not isinstance(entry, _Other)]
+    return [key for key, entry in schema[parameter].items() if not isinstance(entry, NonElementwiseEntry)]
+
+
+def cut_entry(key: str, value: Any, parameter: Tensor, elements: ParameterRange) -> Any:
+    """One entry of a parameter's whole state, for the piece of the parameter that is ``elements``."""
+    # Adam's step count of a scalar parameter has the parameter's own shape, but counts steps.
+    is_count = key == "step" and parameter.dim() == 0
+    if isinstance(value, Tensor) and value.shape == parameter.shape and not is_count:
+        return in_order_of(value, parameter)[elements.start : elements.end].clone()
+    return copied(value)

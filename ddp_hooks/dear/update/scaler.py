@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 
 from ddp_hooks.comm import calling, see
-from ddp_hooks.dear.clipping import GradientShards
-from ddp_hooks.dear.registry import state_of
+from ddp_hooks.dear.refusals import state_of
+from ddp_hooks.dear.update.clipping import GradientShards
 from ddp_hooks.intercept.co_optimizers import co_optimizers_of, would_leave_gradients
 
 

@@ -1,4 +1,4 @@
-"""Optimizer state as plain tensors, one per piece, for ``torch.distributed.checkpoint``.
+"""Optimizer state as plain tensors, one per key, for ``torch.distributed.checkpoint``.
 
 Every rank saves what it holds; an entry's name says which elements of which parameter it has. Whoever loads asks for
 the pieces that overlap its own, so that any number of ranks, and any layout, can load what any other has saved. Plain
@@ -16,14 +16,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.dear.layout import Interval
-from ddp_hooks.dear.moves import State, is_elementwise
+from ddp_hooks.dear.checkpoint.reshard import State
+from ddp_hooks.dear.layout.placement import ParameterRange, is_elementwise
 
 SETTINGS = "settings"
 _NAME = re.compile(r"(?P<parameter>.+)/(?P<key>[^/]+)/(?P<start>\d+)-(?P<end>\d+)")
 
 
-class Piece(NamedTuple):
+class CheckpointKey(NamedTuple):
     """An entry's name, taken apart; elements ``[start, end)``, or (0, 0) for an entry that is not element-wise."""
 
     parameter: str
@@ -35,23 +35,12 @@ class Piece(NamedTuple):
         return f"{self.parameter}/{self.key}/{self.start}-{self.end}"
 
     @staticmethod
-    def of(name: str) -> Piece | None:
-        """The piece of that name, or None if the name is of something else."""
+    def of(name: str) -> CheckpointKey | None:
+        """Return the key with that name, or None if the name is of something else."""
         match = _NAME.fullmatch(name)
-        return Piece(match["parameter"], match["key"], int(match["start"]), int(match["end"])) if match else None
-
-
-@dataclass(frozen=True)
-class Even:
-    """Every parameter cut into equal ranges, for state that is loaded before there is a layout."""
-
-    numels: tuple[int, ...]
-    world_size: int
-
-    def intervals(self, rank: int) -> list[Interval]:
-        """See :class:`~ddp_hooks.dear.moves.Placement`."""
-        cuts = [(n * rank // self.world_size, n * (rank + 1) // self.world_size) for n in self.numels]
-        return [Interval(i, start, end) for i, (start, end) in enumerate(cuts) if start < end]
+        if match is None:
+            return None
+        return CheckpointKey(match["parameter"], match["key"], int(match["start"]), int(match["end"]))
 
 
 @dataclass(frozen=True)
@@ -99,14 +88,14 @@ def find_misfit(saved: Iterable[str], numels: Mapping[str, int]) -> str | None:
     """Why saved pieces are not those of parameters with these names and sizes, or None if they are."""
     bounds: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for name in saved:
-        piece = Piece.of(name)
-        if piece is None:
+        key = CheckpointKey.of(name)
+        if key is None:
             continue
-        if piece.parameter not in numels:
-            return f"the checkpoint has state of {piece.parameter}, which is no parameter of this model"
-        if piece.end > 0:
-            bounds.setdefault((piece.parameter, piece.key), []).append((piece.start, piece.end))
-    for (parameter, key), ranges in bounds.items():
+        if key.parameter not in numels:
+            return f"the checkpoint has state of {key.parameter}, which is no parameter of this model"
+        if key.end > 0:
+            bounds.setdefault((key.parameter, key.key), []).append((key.start, key.end))
+    for (parameter, entry), ranges in bounds.items():
         end = 0
         for start, stop in sorted(ranges):
             if start != end:
@@ -114,60 +103,62 @@ def find_misfit(saved: Iterable[str], numels: Mapping[str, int]) -> str | None:
             end = stop
         if end != numels[parameter]:
             return (
-                f"{key} of {parameter} is saved for {max(stop for _, stop in ranges)} elements, of which the first "
+                f"{entry} of {parameter} is saved for {max(stop for _, stop in ranges)} elements, of which the first "
                 f"{end} are complete, and the parameter has {numels[parameter]}"
             )
     return None
 
 
-def named_pieces(states: Mapping[Interval, State], names: Sequence[str]) -> dict[str, Any]:
+def named_entries(states: Mapping[ParameterRange, State], names: Sequence[str]) -> dict[str, Any]:
     """This rank's states as a flat dictionary from names to tensors (and what else optimizers keep)."""
     entries: dict[str, Any] = {}
-    for interval, state in states.items():
+    for elements, state in states.items():
         for key, value in state.items():
-            bounds = (interval.start, interval.end) if is_elementwise(value, interval) else (0, 0)
-            entries[str(Piece(names[interval.parameter], key, *bounds))] = value
+            bounds = (elements.start, elements.end) if is_elementwise(value, elements) else (0, 0)
+            entries[str(CheckpointKey(names[elements.parameter], key, *bounds))] = value
     return entries
 
 
-def overlapping_pieces(
-    saved: Mapping[str, Any], intervals: Iterable[Interval], names: Sequence[str]
+def overlapping_entries(
+    saved: Mapping[str, Any], ranges: Iterable[ParameterRange], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Empty tensors for every saved piece of which ``intervals`` need a part; ``saved`` maps names to metadata."""
-    by_parameter: dict[str, list[Piece]] = {}
+    """Empty tensors for every saved entry of which ``ranges`` need a part; ``saved`` maps names to metadata."""
+    by_parameter: dict[str, list[CheckpointKey]] = {}
     for name in saved:
-        piece = Piece.of(name)
-        if piece is not None:
-            by_parameter.setdefault(piece.parameter, []).append(piece)
+        key = CheckpointKey.of(name)
+        if key is not None:
+            by_parameter.setdefault(key.parameter, []).append(key)
     wanted: dict[str, Any] = {}
-    for interval in intervals:
-        for piece in by_parameter.get(names[interval.parameter], []):
-            whole = piece.end == 0
-            if whole or max(piece.start, interval.start) < min(piece.end, interval.end):
-                wanted[str(piece)] = _blank(saved[str(piece)])
+    for elements in ranges:
+        for key in by_parameter.get(names[elements.parameter], []):
+            whole = key.end == 0
+            if whole or max(key.start, elements.start) < min(key.end, elements.end):
+                wanted[str(key)] = _blank(saved[str(key)])
     return wanted
 
 
-def assemble(entries: Mapping[str, Any], intervals: Iterable[Interval], names: Sequence[str]) -> dict[Interval, State]:
-    """The states of ``intervals`` out of loaded entries."""
-    by_parameter: dict[str, list[tuple[Piece, Any]]] = {}
+def assemble(
+    entries: Mapping[str, Any], ranges: Iterable[ParameterRange], names: Sequence[str]
+) -> dict[ParameterRange, State]:
+    """Return the states of ``ranges`` out of loaded entries."""
+    by_parameter: dict[str, list[tuple[CheckpointKey, Any]]] = {}
     for name, value in entries.items():
-        piece = Piece.of(name)
-        if piece is not None:
-            by_parameter.setdefault(piece.parameter, []).append((piece, value))
-    states: dict[Interval, State] = {}
-    for interval in intervals:
+        key = CheckpointKey.of(name)
+        if key is not None:
+            by_parameter.setdefault(key.parameter, []).append((key, value))
+    states: dict[ParameterRange, State] = {}
+    for elements in ranges:
         state: State = {}
-        for piece, value in by_parameter.get(names[interval.parameter], []):
-            if piece.end == 0:
-                state[piece.key] = value.clone() if isinstance(value, Tensor) else value
+        for key, value in by_parameter.get(names[elements.parameter], []):
+            if key.end == 0:
+                state[key.key] = value.clone() if isinstance(value, Tensor) else value
                 continue
-            start, end = max(piece.start, interval.start), min(piece.end, interval.end)
+            start, end = max(key.start, elements.start), min(key.end, elements.end)
             if start < end:
-                target = state.setdefault(piece.key, torch.empty(interval.end - interval.start, dtype=value.dtype))
-                target[start - interval.start : end - interval.start] = value[start - piece.start : end - piece.start]
+                target = state.setdefault(key.key, torch.empty(elements.numel, dtype=value.dtype))
+                target[start - elements.start : end - elements.start] = value[start - key.start : end - key.start]
         if state:
-            states[interval] = state
+            states[elements] = state
     return states
 
 

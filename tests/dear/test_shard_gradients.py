@@ -14,14 +14,14 @@ import torch
 from torch import nn
 
 from ddp_hooks.comm.executors.work import ThreadWork
-from ddp_hooks.dear.pending import PendingGradient
+from ddp_hooks.dear.reduction.shard_gradients import AsyncGradient
 from ddp_hooks.intercept import ELEMENTWISE, around_step
 from tests.support.dear.misuse import trained
 from tests.support.dear.twins import whole_batches
 from tests.support.workers import WorkerPools
 
 
-def arriving(values: torch.Tensor) -> tuple[torch.Tensor, PendingGradient, list[str]]:
+def arriving(values: torch.Tensor) -> tuple[torch.Tensor, AsyncGradient, list[str]]:
     """Memory that holds nonsense until the pending gradient is settled; and a record of settlements."""
     memory = torch.full_like(values, float("nan"))
     settled: list[str] = []
@@ -30,7 +30,7 @@ def arriving(values: torch.Tensor) -> tuple[torch.Tensor, PendingGradient, list[
         settled.append("settled")
         memory.copy_(values)
 
-    return memory, PendingGradient.of(memory, settle), settled
+    return memory, AsyncGradient.of(memory.detach(), settle), settled
 
 
 def test_metadata_does_not_wait() -> None:
@@ -113,6 +113,6 @@ def gradients_around_a_step(rank: int, world_size: int, travel: bool) -> tuple[s
 
 
 def test_gradients_are_pending_in_the_step_and_guarded_around_it(workers: WorkerPools) -> None:
-    for travel, kind in [(True, "PendingGradient"), (False, "Tensor")]:
+    for travel, kind in [(True, "AsyncGradient"), (False, "Tensor")]:
         expected = ({"GradientGuard"}, {kind}, {"GradientGuard"}, {"Tensor"})
         assert workers(2).run(gradients_around_a_step, travel) == [expected] * 2

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import see, torch_compat
-from ddp_hooks.dear.layout import Interval
-from ddp_hooks.dear.moves import Placement
+from ddp_hooks.dear.layout.placement import ParameterRange, Placement
 
 _aten = torch.ops.aten
 
@@ -63,7 +62,7 @@ class SpreadTensor(Tensor):
     ``async_save``), and saved and loaded by ``torch.distributed.checkpoint``.
     """
 
-    parts: dict[Interval, Tensor]  # (interval length,) each, in the storage order of the whole
+    parts: dict[ParameterRange, Tensor]  # (elements length,) each, in the storage order of the whole
     placement: Placement  # who holds which elements
     label: str  # what it is, for messages
 
@@ -73,7 +72,7 @@ class SpreadTensor(Tensor):
         like: Tensor,
         dtype: torch.dtype,
         device: torch.device,
-        parts: Mapping[Interval, Tensor],
+        parts: Mapping[ParameterRange, Tensor],
         placement: Placement,
         label: str,
     ) -> SpreadTensor:
@@ -89,7 +88,7 @@ class SpreadTensor(Tensor):
         return list(self.parts.values())
 
     def _with(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> SpreadTensor:
-        parts = {interval: change(part) for interval, part in self.parts.items()}
+        parts = {elements: change(part) for elements, part in self.parts.items()}
         return SpreadTensor(self, dtype, device, parts, self.placement, self.label)
 
     __torch_function__ = torch_compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
@@ -111,8 +110,8 @@ class SpreadTensor(Tensor):
             device = torch.device(kwargs.get("device") or own.device)  # of the same shape: a copy in the making
             return own._with(lambda part: torch.empty_like(part, device=device), own.dtype, device)
         if func is _aten.copy_.default and own is not None and isinstance(args[1], SpreadTensor):
-            for interval, part in own.parts.items():
-                part.copy_(args[1].parts[interval])
+            for elements, part in own.parts.items():
+                part.copy_(args[1].parts[elements])
             return own
         raise _refusal(func.__name__.split(".")[0], next(_spread_in([*args, *kwargs.values()])))
 
@@ -151,9 +150,9 @@ class SpreadTensor(Tensor):
         strides = self.stride()
         order = sorted(range(self.dim()), key=lambda dim: (-strides[dim], -self.shape[dim]))
         back = [order.index(dim) for dim in range(self.dim())]
-        for interval, part in self.parts.items():
+        for elements, part in self.parts.items():
             position = 0
-            for block in blocks_of([self.shape[dim] for dim in order], interval.start, interval.end):
+            for block in blocks_of([self.shape[dim] for dim in order], elements.start, elements.end):
                 numel = math.prod(block.sizes)
                 values = part[position : position + numel].view(block.sizes).permute(back)
                 yield Block(tuple(block.offsets[dim] for dim in back), tuple(values.shape)), values

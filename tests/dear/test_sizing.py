@@ -17,8 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
 from ddp_hooks.comm import LaneError
-from ddp_hooks.dear import collective, sizing
-from ddp_hooks.dear.collective import ranks_per_node
+from ddp_hooks.dear import sizing
+from ddp_hooks.dear.sizing import ranks_per_node
 from tests.support.dear import twins
 from tests.support.dear.loops import adamw_two_groups
 from tests.support.dear.twins import CONFIG, WholeNumbers, whole_batches
@@ -46,18 +46,18 @@ def node_and_rounds(rank: int, world_size: int, config: DearConfig, hosts: str) 
     torch.manual_seed(0)
     ddp = DistributedDataParallel(WholeNumbers(world_size), bucket_cap_mb=0.05, gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
-    with mock.patch.object(collective.socket, "gethostname", lambda: hosts[rank]):
+    with mock.patch.object(sizing.socket, "gethostname", lambda: hosts[rank]):
         state = DearState(ddp, optimizer, replace(config, slice_mb=1))
     ddp.register_comm_hook(state, dear_hook)
     for step in range(4):
-        before = state._lanes.traffic.rounds
+        before = state._driver.lanes.traffic.rounds
         optimizer.zero_grad()
         ddp(*whole_batches(rank, world_size, step)).backward()
         optimizer.step()
         state.synchronize()
-    layout = state._driver.layout.layout
+    lanes, layout = state._driver.lanes, state._driver.layout.current
     assert layout is not None
-    found = state._lanes._settings.node_size, state._lanes.traffic.rounds - before, len(layout.atoms)
+    found = lanes._settings.node_size, lanes.traffic.rounds - before, len(layout.atoms)
     state.close()
     return found
 

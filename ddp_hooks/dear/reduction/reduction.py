@@ -12,24 +12,25 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, Partition, Work, see
-from ddp_hooks.dear.arrangement import Arrangement
-from ddp_hooks.dear.layout import Atom, Layout
+from ddp_hooks.dear.layout.model_layout import ModelLayout
+from ddp_hooks.dear.layout.placement import Layout
+from ddp_hooks.planning.atoms import Atom
 
 
 class Reduction:
     """The reduce-scatters of one backward.
 
     Args:
-        lanes: carry the reduce-scatters.
-        layout: cuts buckets into atoms, and groups them.
-        ready: atoms that may travel before DDP hands over their bucket, by index in the layout in force, with memory.
-        reduce_dtype: dtype of the sums; None: the gradients' dtype.
+        lanes: streams that run them.
+        model_layout: cuts buckets into atoms; its groups are used while the buckets are those of its layout.
+        ready: memory of atoms that may travel before their bucket is handed over, by index in the layout in force.
+        reduce_dtype: type in which sums are formed; None: the type of the gradients.
     """
 
     def __init__(
         self,
         lanes: Lanes,
-        layout: Arrangement,
+        model_layout: ModelLayout,
         ready: Mapping[int, Tensor],
         reduce_dtype: torch.dtype | None,
     ) -> None:
@@ -40,8 +41,8 @@ class Reduction:
         self.used: set[int] = set()  # parameters that took part on any rank; known when the backward has ended
         self.works: list[tuple[Work, tuple[int, ...]]] = []  # with the atoms that each one reduces
         self._lanes = lanes
-        self._arrangement = layout
-        self._schedule = layout.schedule
+        self._model_layout = model_layout
+        self._known = model_layout.current  # None once a bucket is not one of its buckets
         self._ready = ready
         self._reduce_dtype = reduce_dtype
         self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
@@ -54,32 +55,32 @@ class Reduction:
         position = len(self.buckets)
         self.buckets.append(parameters)
         self.num_parameters += len(parameters)
-        atoms = self._arrangement.cut(position, parameters, is_last)
+        atoms = self._model_layout.cut(position, parameters, is_last)
         self.atoms += atoms
         self.gradients += [buffer[atom.start : atom.start + atom.numel] for atom in atoms]
         self._refuse_moved_memory()
-        known = self._schedule.layout.buckets if self._schedule is not None else ()
-        if position < len(known) and known[position] == parameters:
+        buckets = self._known.buckets if self._known is not None else ()
+        if position < len(buckets) and buckets[position] == parameters:
             self.advance()
         else:  # DDP has changed its buckets; until the whole layout is known, every bucket is a layout of its own
-            self._schedule = None
+            self._known = None
             self.flush()
 
     def advance(self) -> None:
-        """Launch every group whose turn it is, and whose atoms are all there."""
-        groups = self._schedule.groups if self._schedule is not None else []
-        while self._next_group < len(groups) and all(self._is_there(atom) for atom in groups[self._next_group]):
+        """Launch, in order, every group whose atoms are all ready."""
+        groups = self._model_layout.scatter_groups if self._known is not None else []
+        while self._next_group < len(groups) and all(self._is_ready(atom) for atom in groups[self._next_group]):
             self._launch(groups[self._next_group])
             self._next_group += 1
 
     def flush(self) -> None:
-        """Launch what still waits for the rest of its group."""
+        """Launch the atoms that still wait for the rest of their group."""
         first = self._launched
-        for group in self._arrangement.fuse_in_order(self.atoms[first:]):
+        for group in self._model_layout.fuse_in_order(self.atoms[first:]):
             self._launch(tuple(first + index for index in group))
 
     def layout(self) -> Layout:
-        """The layout that the buckets of this backward amount to."""
+        """Return the layout of the buckets of this backward."""
         return Layout(tuple(self.buckets), tuple(self.atoms))
 
     def wait(self) -> None:
@@ -87,7 +88,7 @@ class Reduction:
         for work, _ in self.works:
             work.wait()
 
-    def _is_there(self, atom: int) -> bool:
+    def _is_ready(self, atom: int) -> bool:
         return atom < len(self.atoms) or atom in self._ready
 
     def _launch(self, group: tuple[int, ...]) -> None:
@@ -96,12 +97,12 @@ class Reduction:
             if index < len(self.atoms):
                 atom, gradient = self.atoms[index], self.gradients[index]
             else:  # its bucket has not been handed over
-                assert self._schedule is not None
-                atom, gradient = self._schedule.layout.atoms[index], self._ready[index]
+                assert self._known is not None
+                atom, gradient = self._known.atoms[index], self._ready[index]
                 self._ahead[index] = atom, gradient
             atoms.append(atom)
             partitions.append(Partition(self._in_reduce_dtype(index, gradient), atom.bounds))
-        label = self._arrangement.label(atoms)
+        label = self._model_layout.label(atoms)
         work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
         self.works.append((work, group))
         self._launched = group[-1] + 1
@@ -112,8 +113,8 @@ class Reduction:
         self._converted[index] = gradient.to(self._reduce_dtype)
         return self._converted[index]
 
-    def means_of(self, atom: int) -> Tensor:
-        """Memory whose range of this rank becomes the atom's mean: its gradients', or that of another type."""
+    def reduced_view(self, atom: int) -> Tensor:
+        """Return the memory whose range of this rank becomes the atom's mean: the bucket's, or of another type."""
         return self._converted.get(atom, self.gradients[atom])
 
     def _refuse_moved_memory(self) -> None:
@@ -121,6 +122,6 @@ class Reduction:
             atom, gradient = self._ahead.pop(index)
             if self.atoms[index] != atom or self.gradients[index].data_ptr() != gradient.data_ptr():
                 raise RuntimeError(
-                    "DDP handed over a bucket with other gradients, or in other memory, than those whose reduction had "
+                    "DDP handed over a bucket with other gradients, or in other memory, than the reduction that had "
                     f"begun; please report this, with the versions of torch and ddp_hooks{see('please-report')}"
                 )

@@ -1,58 +1,63 @@
-"""Looking at gradients before every update: clip them, and act together if some are not finite."""
+"""Check of gradients before every update: clip them, and act together if some are not finite."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import calling, gather_objects, see
-from ddp_hooks.dear.clipping import GradientShards, gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.dear.update import Update
+from ddp_hooks.dear.update.base import Update
+from ddp_hooks.dear.update.clipping import gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.intercept.co_optimizers import CoOptimizer
 
 logger = logging.getLogger("ddp_hooks")
 
 
 @dataclass
-class Inspector:
+class GradCheck:
     """Clips gradients and finds those that are not finite, as ``config`` asks, just before an update.
 
     Args:
-        ranks: adds up over the ranks.
-        group: the ranks, to tell each other what is not finite.
-        sharded: the shards of the optimizer that is about to step, with plain gradients.
+        update: with the shards of the optimizer that is about to step, whose gradients have arrived.
+        sum_over_ranks: adds up a small tensor; collective.
+        group: the ranks, to tell each other which gradients are not finite.
         names: of the parameters.
         config: ``max_grad_norm`` and ``on_nonfinite``.
         device: of the gradients.
-        co_optimizers: what is updated beside them, whose gradients count, too.
+        co_optimizers: sharded tables, whose gradients count, too.
     """
 
-    ranks: GradientShards
+    update: Update
+    sum_over_ranks: Callable[[Tensor], Tensor]
     group: dist.ProcessGroup
-    sharded: Update
     names: Sequence[str]
     config: DearConfig
     device: torch.device
-    co_optimizers: list[CoOptimizer] = field(default_factory=list)
+    co_optimizers: list[CoOptimizer]
     grad_norm: Tensor | None = None  # before clipping, at the last update
     skipped_steps: int = 0
 
+    @property
+    def is_wanted(self) -> bool:
+        """True if the settings ask for it."""
+        return self.config.max_grad_norm is not None or self.config.on_nonfinite is not None
+
     @torch.no_grad()
     def approve(self) -> bool:
-        """Clip; False if the update is to be skipped, and gradients are gone then. Collective: one all-reduce.
+        """Clip; return False if the update is to be skipped, after dropping the gradients. Collective: one all-reduce.
 
         Raises:
             RuntimeError: on every rank, with ``on_nonfinite="raise"``, if a gradient is not finite on any rank.
         """
         with ExitStack() as stack:
-            gradients = gradients_of(shard.tensor for shard in self.sharded.shards)
+            gradients = gradients_of(shard.tensor for shard in self.update.shards)
             for co_optimizer in self.co_optimizers if self.config.max_grad_norm is not None else []:
                 gradients += gradients_of(stack.enter_context(co_optimizer.reduced_gradients()))
             return self._approve(gradients)
@@ -60,7 +65,7 @@ class Inspector:
     def _approve(self, gradients: Sequence[Tensor]) -> bool:
         mine = torch.stack([self._nonfinite(gradients), self._power(gradients)])
         with calling("optimizer.step(), which looks at all gradients"):
-            count, power = self.ranks.sum_over_ranks(mine)
+            count, power = self.sum_over_ranks(mine)
         if self.config.on_nonfinite is not None and count > 0:
             found = self._where()
             if self.config.on_nonfinite == "raise":
@@ -69,7 +74,7 @@ class Inspector:
                 )
             self.skipped_steps += 1
             logger.warning("skipped an update on all ranks, gradients are not finite: %s", found)
-            self.sharded.drop_gradients()
+            self.update.drop_gradients()
             for co_optimizer in self.co_optimizers:
                 co_optimizer.zero_grad()
             return False
@@ -79,7 +84,7 @@ class Inspector:
         return True
 
     def _nonfinite(self, gradients: Sequence[Tensor]) -> Tensor:
-        """1 if a gradient of this rank is not finite, else 0; a float64 scalar."""
+        """Return 1 if a gradient of this rank is not finite, else 0; a float64 scalar."""
         if self.config.on_nonfinite is None:
             return self._zero()
         if any(co_optimizer.found_nonfinite() for co_optimizer in self.co_optimizers):
@@ -89,7 +94,7 @@ class Inspector:
         return (~torch.isfinite(torch.nn.utils.get_total_norm(gradients, torch.inf))).double()
 
     def _power(self, gradients: Sequence[Tensor]) -> Tensor:
-        """The sum of squares, a float64 scalar."""
+        """Return the sum of squares, a float64 scalar."""
         return power_of(gradients, 2.0) if self.config.max_grad_norm is not None and gradients else self._zero()
 
     def _zero(self) -> Tensor:
@@ -97,8 +102,8 @@ class Inspector:
 
     def _where(self) -> str:
         mine = [
-            self.names[shard.interval.parameter]
-            for shard in self.sharded.shards
+            self.names[shard.range.parameter]
+            for shard in self.update.shards
             if shard.tensor.grad is not None and not torch.isfinite(shard.tensor.grad).all()
         ]
         mine += ["a sharded table"] if any(other.found_nonfinite() for other in self.co_optimizers) else []

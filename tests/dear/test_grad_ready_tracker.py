@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
-from ddp_hooks.dear.backpipe import Reduction
+from ddp_hooks.dear.reduction.reduction import Reduction
 from tests.support.dear import twins
 from tests.support.dear.twins import CONFIG, Whole, compare, whole_batches
 from tests.support.workers import WorkerPools
@@ -53,7 +53,7 @@ def events_of_a_backward(
 
     for _ in range(3):
         step()
-    reduce_scatter, reduce_bucket = state._lanes.reduce_scatter, state.reduce_bucket
+    reduce_scatter, reduce_bucket = state._driver.lanes.reduce_scatter, state.reduce_bucket
 
     def noted_reduce_scatter(partitions: Any, label: str, divisor: int = 1) -> Any:
         events.append(label)
@@ -63,7 +63,7 @@ def events_of_a_backward(
         events.append("last bucket" if bucket.is_last() else "bucket")
         return reduce_bucket(bucket)
 
-    state._lanes.reduce_scatter = noted_reduce_scatter  # type: ignore[method-assign]
+    state._driver.lanes.reduce_scatter = noted_reduce_scatter  # type: ignore[method-assign]
     state.reduce_bucket = noted_reduce_bucket  # type: ignore[method-assign]
     events.clear()
     step()

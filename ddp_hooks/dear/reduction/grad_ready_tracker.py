@@ -1,9 +1,9 @@
-"""Which gradients already lie in DDP's buckets, so that atoms can travel before their bucket is complete.
+"""Ready gradients: which already lie in DDP's buckets, so that atoms can travel before their bucket is complete.
 
-DDP hands over a bucket when its last gradient is there. In the middle of a backward other buckets keep the link busy
-meanwhile. At its ends nothing does: the first bucket may be large, and behind the last nothing is left to hide. So in
-these two each atom starts as soon as its own gradients are in their place, if there are several. (Watching every bucket
-gained nothing more, and cost DenseNet-201, with its 600 parameters, 2 % of a step.)
+DDP hands over a bucket when its last gradient is ready. In the middle of a backward other buckets keep the link busy
+meanwhile. Before the first bucket, which may be large, and behind the last nothing does. So in these two buckets each
+atom starts as soon as its own gradients are ready, if there are several atoms. (Tracking every bucket gained nothing
+more, and cost DenseNet-201, with its 600 parameters, 2 % of a step.)
 """
 
 from __future__ import annotations
@@ -16,15 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.dear.layout import Atom, Layout
+from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.intercept import GradientGuard
+from ddp_hooks.planning.atoms import Atom
 
 
-class GradientWatch:
-    """Collects the memory of atoms whose gradients are complete, in :attr:`ready`.
+class GradReadyTracker:
+    """Collects the memory of atoms whose gradients are ready, in :attr:`ready`.
 
-    A parameter's own hook runs before DDP's, which puts the gradient into the bucket; so a gradient counts as in its
-    place when the next hook runs.
+    A parameter's own hook runs before DDP's, which puts the gradient into the bucket; so a gradient counts as ready
+    when the next hook runs.
 
     Args:
         parameters: the parameters that are reduced, in a fixed order.
@@ -36,27 +37,27 @@ class GradientWatch:
         self._parameters = parameters
         self._advance = weakref.WeakMethod(advance)  # the collector does not see through a parameter's hooks
         self._atoms: tuple[Atom, ...] = ()
-        self._atoms_of: dict[int, list[int]] = {}  # watched parameter -> atoms that it lies in
-        self._num_members: dict[int, int] = {}  # per watched atom
+        self._atoms_of: dict[int, list[int]] = {}  # tracked parameter -> atoms that it lies in
+        self._num_members: dict[int, int] = {}  # per tracked atom
         self._addresses: list[int] = []  # of every atom in the buckets, as the latest backward has shown them
         self._confirmed = False  # by a whole backward: DDP rebuilds its buckets once, and may use old addresses again
         self._armed = False
-        self._in_place: set[int] = set()
-        self._missing: dict[int, int] = {}  # per watched atom, its members that are not in their place
+        self._counted: set[int] = set()  # parameters whose gradients are ready
+        self._missing: dict[int, int] = {}  # per tracked atom, its members that are not ready
         self._latest: int | None = None
         self._handles: list[Any] = []
 
-    def watch(self, layout: Layout) -> None:
-        """Watch the first and the last bucket of a layout in the place of what was watched so far."""
+    def track(self, layout: Layout) -> None:
+        """Track the first and the last bucket of ``layout`` from now on."""
         self.close()
         self._confirmed = False
         self._atoms = layout.atoms
         self._atoms_of = {}
         num_atoms = Counter(atom.bucket for atom in self._atoms)
         ends = [bucket for bucket in (0, len(layout.buckets) - 1) if num_atoms[bucket] > 1]
-        watched = {index: atom for index, atom in enumerate(self._atoms) if atom.bucket in ends}
-        self._num_members = {index: len(atom.members) for index, atom in watched.items()}
-        for index, atom in watched.items():
+        tracked = {index: atom for index, atom in enumerate(self._atoms) if atom.bucket in ends}
+        self._num_members = {index: len(atom.members) for index, atom in tracked.items()}
+        for index, atom in tracked.items():
             for member in atom.members:
                 self._atoms_of.setdefault(member.parameter, []).append(index)
         self._handles = [
@@ -66,14 +67,14 @@ class GradientWatch:
         ]
 
     def remember(self, gradients: Sequence[Tensor]) -> None:
-        """A backward has ended, with the atoms' ``gradients`` in the buckets; they stay unless a layout follows."""
+        """Note where the atoms' ``gradients`` lie after a backward; they stay there unless a layout follows."""
         self._addresses = [gradient.data_ptr() for gradient in gradients]
         self._confirmed = True
 
     def arm(self, armed: bool) -> None:
-        """Begin anew: the coming backward is one that DDP reduces, or not."""
+        """Begin anew, before a backward that DDP reduces (``armed``) or not."""
         self._armed = armed and self._confirmed
-        self._in_place.clear()
+        self._counted.clear()
         self._missing = dict(self._num_members)
         self.ready.clear()
         self._latest = None
@@ -86,31 +87,29 @@ class GradientWatch:
         self._handles = []
 
     def accumulated(self, index: int) -> None:
-        """Autograd has formed the gradient of a parameter."""
+        """Note that autograd has formed the gradient of a parameter."""
         if not self._armed:
             return
-        latest, self._latest = self._latest, index
-        if latest is None:
+        latest, self._latest = self._latest, index  # DDP has put the gradient of the one before into its bucket
+        if latest is None or latest in self._counted:
             return
-        if latest not in self._in_place:
-            self._in_place.add(latest)
-            self._note(self._atoms_of[latest])
+        self._counted.add(latest)
+        for atom in self._atoms_of[latest]:
+            self._missing[atom] -= 1
+            if not self._missing[atom]:
+                self._complete(atom)
 
-    def _note(self, atoms: Sequence[int]) -> None:
-        """One more member of each of these atoms is in its place."""
-        before = len(self.ready)
-        for index in atoms:
-            self._missing[index] -= 1
-            if self._missing[index] == 0:
-                flat = self._memory_of(self._atoms[index])
-                if flat is not None and flat.data_ptr() == self._addresses[index]:
-                    self.ready[index] = flat
-        advance = self._advance()
-        if len(self.ready) > before and advance is not None:
-            advance()
+    def _complete(self, index: int) -> None:
+        """Every gradient of an atom is ready."""
+        flat = self._memory_of(self._atoms[index])
+        if flat is not None and flat.data_ptr() == self._addresses[index]:
+            self.ready[index] = flat
+            advance = self._advance()
+            if advance is not None:
+                advance()
 
     def _memory_of(self, atom: Atom) -> Tensor | None:
-        """The atom's part of the bucket, or None if its gradients do not lie there as neighbours."""
+        """Return the atom's part of the bucket, or None if its gradients do not lie there as neighbours."""
         flat = None
         for parameter, start, _, offset in atom.members:
             gradient = self._parameters[parameter].grad
@@ -126,9 +125,9 @@ class GradientWatch:
         return flat
 
 
-def _noting(watch: weakref.ref[GradientWatch], index: int) -> Callable[[Tensor], None]:
+def _noting(tracker: weakref.ref[GradReadyTracker], index: int) -> Callable[[Tensor], None]:
     def note(_: Tensor) -> None:
-        alive = watch()
+        alive = tracker()
         if alive is not None:
             alive.accumulated(index)
 

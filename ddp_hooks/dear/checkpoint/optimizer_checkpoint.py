@@ -1,7 +1,7 @@
 """The optimizer's state in the format of plain DDP: gathered to be saved, cut to be loaded.
 
-What is saved never shows that it was sharded: plain DDP can load it, and so can any number of ranks. For
-``torch.distributed.checkpoint`` every rank saves its own pieces instead (:mod:`~ddp_hooks.dear.pieces`).
+A saved state does not show that it was sharded: plain DDP can load it, and so can any number of ranks. For
+``torch.distributed.checkpoint`` every rank saves its own ranges instead (:mod:`.sharded_checkpoint`).
 """
 
 from __future__ import annotations
@@ -15,14 +15,22 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import agree, calling, read_metadata, see, shaped_like, torch_compat
-from ddp_hooks.dear.arrangement import Arrangement
+from ddp_hooks.dear.checkpoint.reshard import State, cut_entry
+from ddp_hooks.dear.checkpoint.sharded_checkpoint import (
+    SETTINGS,
+    Settings,
+    assemble,
+    find_misfit,
+    named_entries,
+    overlapping_entries,
+)
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.dear.layout import Interval
-from ddp_hooks.dear.moves import Placement, State, is_elementwise
-from ddp_hooks.dear.pieces import SETTINGS, Settings, assemble, find_misfit, named_pieces, overlapping_pieces
-from ddp_hooks.dear.sharded import ShardedUpdate, cut_entry
-from ddp_hooks.dear.spread import SpreadTensor
-from ddp_hooks.dear.update import MASTER_KEY, Update
+from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.placement import ParameterRange, Placement, is_elementwise
+from ddp_hooks.dear.layout.shards import MASTER_KEY
+from ddp_hooks.dear.update.base import Update
+from ddp_hooks.dear.update.sharded import ShardedUpdate
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor
 
 ORDER_KEY = "ddp_hooks.order"
 
@@ -32,10 +40,8 @@ class OptimizerCheckpoint:
 
     Args:
         optimizer: the user's.
-        sharded: its shards, and where its state is.
-        arrangement: the layout in force.
-        parameters: the parameters that are reduced, in a fixed order.
-        names: their names.
+        update: holds this rank's part of its state.
+        parameters: the parameters that DDP reduces.
         group: the ranks of the DDP module.
         config: the settings, for how long ranks wait for each other.
     """
@@ -43,31 +49,29 @@ class OptimizerCheckpoint:
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        sharded: Update,
-        arrangement: Arrangement,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
+        update: Update,
+        parameters: ManagedParameters,
         group: dist.ProcessGroup,
         config: DearConfig,
     ) -> None:
         self._optimizer = optimizer
-        self._sharded = sharded
-        self._arrangement = arrangement
-        self._parameters = parameters
-        self._names = names
+        self._update = update
+        self._parameters = parameters.tensors
+        self._names = parameters.names
+        self._numels = parameters.numels
         self._group = group
         self._config = config
         self._rank = dist.get_rank(group)
         self._consolidated: dict[int, State] | None = None  # every parameter's whole state, in its shape
         self._consolidated_on: int | None = None
         self._asked_for: dict[int, State] | None = None  # for the state_dict() that is under way
-        self._loaded: tuple[Placement, dict[Interval, State]] | None = None  # by the load_state_dict() under way
+        self._loaded: tuple[Placement, dict[ParameterRange, State]] | None = None  # by the load_state_dict() under way
         _forget_order(optimizer.param_groups)  # a state was loaded before there was anybody to take it out
 
     @property
     def _spread(self) -> ShardedUpdate | None:
-        """Who holds this rank's part of the state, if it is spread over the ranks."""
-        return self._sharded if isinstance(self._sharded, ShardedUpdate) and not self._sharded.is_whole else None
+        """The holder of this rank's part of the state, if it is spread over the ranks."""
+        return self._update if isinstance(self._update, ShardedUpdate) and not self._update.is_whole else None
 
     # -- in plain DDP's format ----------------------------------------------------------------------------------------
 
@@ -76,20 +80,20 @@ class OptimizerCheckpoint:
         spread = self._spread
         if spread is None:
             return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
-        states = spread.gather_states(self._arrangement.layout, ranks)
+        states = spread.gather_states(ranks)
         return _on_cpu(self._state_dict_of(self._shaped(states))) if self._rank in ranks else None
 
     def consolidate(self, to: int) -> None:
         """Keep the full state on one rank, for ``optimizer.state_dict()`` to return; collective."""
-        self.outdate()
+        self.invalidate()
         spread = self._spread
         if spread is not None:
-            states = spread.gather_states(self._arrangement.layout, [to])
+            states = spread.gather_states([to])
             self._consolidated = self._shaped(states) if self._rank == to else None
             self._consolidated_on = to
 
-    def outdate(self) -> None:
-        """The state has changed: what was consolidated is no longer what is."""
+    def invalidate(self) -> None:
+        """Drop the consolidated state: the optimizer's has changed."""
         self._consolidated = self._consolidated_on = None
 
     # -- hooks of the optimizer ---------------------------------------------------------------------------------------
@@ -126,7 +130,7 @@ class OptimizerCheckpoint:
         ranks: Sequence[int] = range(dist.get_world_size(self._group))
         if call.on_first_rank:  # of all ranks, not of DDP's group
             ranks = [rank for rank in ranks if dist.get_global_rank(self._group, rank) == 0]
-        gathered = self._shaped(spread.gather_states(self._arrangement.layout, ranks))
+        gathered = self._shaped(spread.gather_states(ranks))
         device = torch.device("cpu") if call.on_first_rank else None
         return {i: _where_plain_ddp_has_it(s, self._parameters[i], device) for i, s in gathered.items()}
 
@@ -146,10 +150,10 @@ class OptimizerCheckpoint:
         state_dict.pop(ORDER_KEY, None)
         _forget_order(state_dict["param_groups"])
         spread = any(_spread_in(saved) for saved in state_dict["state"].values())
-        if self._sharded.is_whole and not self._sharded.has_masters and not spread:  # torch looks at it
+        if self._update.is_whole and not self._update.has_masters and not spread:  # torch looks at it
             self._begin_anew()
             return state_dict
-        slots, groups = self._sharded.slots.groups, state_dict["param_groups"]
+        slots, groups = self._update.slots, state_dict["param_groups"]
         expected, found = [len(slot) for slot in slots], [len(group["params"]) for group in groups]
         if expected != found:
             raise ValueError(
@@ -167,7 +171,7 @@ class OptimizerCheckpoint:
         for index, saved in ours.items():
             self._refuse_other_shapes(saved, index)
         self._begin_anew()
-        if self._sharded.is_whole and not self._sharded.has_masters and not spread:
+        if self._update.is_whole and not self._update.has_masters and not spread:
             return state_dict
         self._loaded = self._cut(ours)
         others = {i: saved_of[slot] for slot, i in pairs if isinstance(slot, Tensor) and saved_of[slot] is not None}
@@ -175,21 +179,21 @@ class OptimizerCheckpoint:
 
     def _begin_anew(self) -> None:
         """Nothing that was saved or loaded before counts any more."""
-        self.outdate()
-        self._sharded.drop_early_states()
+        self.invalidate()
+        self._update.drop_pending_states()
 
     def after_load(self, _: torch.optim.Optimizer) -> None:
         """Put shards and masters where they belong."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
-            self._sharded.set_states(*loaded)
-        self._sharded.adopt_loaded_masters()
+            self._update.set_states(*loaded)
+        self._update.adopt_loaded_masters()
 
     # -- in pieces ----------------------------------------------------------------------------------------------------
 
-    def pieces(self) -> dict[str, Any]:
+    def sharded_state_dict(self) -> dict[str, Any]:
         """This rank's part, as a flat dictionary of tensors for ``torch.distributed.checkpoint``."""
-        for slots in self._sharded.slots.groups:
+        for slots in self._update.slots:
             for slot in slots:
                 if isinstance(slot, Tensor) and self._optimizer.state.get(slot):
                     raise RuntimeError(
@@ -199,14 +203,14 @@ class OptimizerCheckpoint:
                     )
         spread = self._spread
         if spread is None:
-            intervals = [Interval(index, 0, numel) for index, numel in enumerate(self._sharded.numels)]
-            states = {interval: self._whole_state(interval) for interval in intervals}
+            ranges = [ParameterRange(index, 0, numel) for index, numel in enumerate(self._numels)]
+            states = {elements: self._whole_state(elements) for elements in ranges}
         else:
-            _, states = spread.held_states(self._arrangement.layout)
-        return {**named_pieces(states, self._names), SETTINGS: self._settings().packed()}
+            _, states = spread.held_states()
+        return {**named_entries(states, self._names), SETTINGS: self._settings().packed()}
 
-    def load_pieces(self, path: str | os.PathLike[str], prefix: str) -> None:
-        """Restore this rank's part from a checkpoint that :meth:`pieces` went into, under ``prefix``; collective."""
+    def load_sharded(self, path: str | os.PathLike[str], prefix: str) -> None:
+        """Restore this rank's part from a checkpoint of :meth:`sharded_state_dict`, under ``prefix``; collective."""
         metadata, problem = read_metadata(path)
         start = f"{prefix}."
         saved = {name.removeprefix(start): entry for name, entry in metadata.items() if name.startswith(start)}
@@ -215,7 +219,7 @@ class OptimizerCheckpoint:
                 f"{path} has no optimizer state under {prefix!r}, found {sorted({n.split('.')[0] for n in metadata})}: "
                 f"save it with torch.distributed.checkpoint.save({{{prefix!r}: state.sharded_optimizer_state_dict()}})"
             )
-        problem = problem or find_misfit(saved, dict(zip(self._names, self._sharded.numels, strict=True)))
+        problem = problem or find_misfit(saved, dict(zip(self._names, self._numels, strict=True)))
         agree({"pieces": sorted(saved)}, problem, self._group, "the checkpoint", self._config)
 
         size = getattr(saved[SETTINGS], "size", ())
@@ -227,11 +231,11 @@ class OptimizerCheckpoint:
         except Exception as error:
             problem = f"{path} has damaged settings of the optimizer: {type(error).__name__}: {error}"
         agree({}, problem, self._group, "the checkpoint", self._config)
-        placement = self._sharded.placement(self._arrangement.layout)
-        intervals = placement.intervals(self._rank)
-        pieces = self._load(path, prefix, overlapping_pieces(saved, intervals, self._names))
-        self.outdate()
-        self._sharded.set_states(placement, assemble(pieces, intervals, self._names))
+        placement = self._update.placement
+        ranges = placement.ranges(self._rank)
+        pieces = self._load(path, prefix, overlapping_entries(saved, ranges, self._names))
+        self.invalidate()
+        self._update.set_states(placement, assemble(pieces, ranges, self._names))
         for group, values in zip(self._optimizer.param_groups, loaded.param_groups, strict=True):
             group.update(values)
 
@@ -248,17 +252,17 @@ class OptimizerCheckpoint:
 
     # -- between the formats ------------------------------------------------------------------------------------------
 
-    def _whole_state(self, interval: Interval) -> State:
-        parameter = self._parameters[interval.parameter]
+    def _whole_state(self, elements: ParameterRange) -> State:
+        parameter = self._parameters[elements.parameter]
         state = self._optimizer.state.get(parameter, {})
-        return {key: cut_entry(key, value, parameter, interval) for key, value in state.items()}
+        return {key: cut_entry(key, value, parameter, elements) for key, value in state.items()}
 
     def _state_dict_of(self, states: Mapping[int, State]) -> dict[str, Any]:
         """The ``state_dict`` that plain DDP would have, of parameters' states, with the settings of the present."""
         whole: dict[int, State] = {}
         groups: list[dict[str, Any]] = []
         position = 0
-        for group, slots in zip(self._optimizer.param_groups, self._sharded.slots.groups, strict=True):
+        for group, slots in zip(self._optimizer.param_groups, self._update.slots, strict=True):
             packed = {key: value for key, value in group.items() if key != "params"}
             groups.append({**packed, "params": list(range(position, position + len(slots)))})
             for slot in slots:
@@ -277,26 +281,26 @@ class OptimizerCheckpoint:
             }
             for index, state in states.items()
             for parameter in [self._parameters[index]]
-            for whole in [Interval(index, 0, parameter.numel())]
+            for whole in [ParameterRange(index, 0, parameter.numel())]
         }
 
-    def _cut(self, saved_of: Mapping[int, State]) -> tuple[Placement, dict[Interval, State]]:
+    def _cut(self, saved_of: Mapping[int, State]) -> tuple[Placement, dict[ParameterRange, State]]:
         """This rank's part of loaded states, and how it is spread: as it was, or as shards are at present."""
         spread = [tensor for saved in saved_of.values() for tensor in _spread_in(saved)]
-        placement = spread[0].placement if spread else self._sharded.placement(self._arrangement.layout)
+        placement = spread[0].placement if spread else self._update.placement
         if any(tensor.placement != placement for tensor in spread):
             raise ValueError(
                 "the optimizer's state was put together from states of different moments, between which DDP has "
                 "rebuilt its buckets: load what get_state_dict() returned in one call"
             )
-        states: dict[Interval, State] = {}
-        for interval in placement.intervals(self._rank):
-            parameter, saved = self._parameters[interval.parameter], saved_of.get(interval.parameter)
+        states: dict[ParameterRange, State] = {}
+        for elements in placement.ranges(self._rank):
+            parameter, saved = self._parameters[elements.parameter], saved_of.get(elements.parameter)
             if saved:
-                states[interval] = {
-                    key: value.parts[interval].clone()
+                states[elements] = {
+                    key: value.parts[elements].clone()
                     if isinstance(value, SpreadTensor)
-                    else cut_entry(key, value, parameter, interval)
+                    else cut_entry(key, value, parameter, elements)
                     for key, value in saved.items()
                 }
         return placement, states

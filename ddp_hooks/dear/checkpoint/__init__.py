@@ -1,0 +1,1 @@
+"""Checkpoint: the optimizer's state, full, sharded, and moved between layouts."""

@@ -1,0 +1,1 @@
+"""Reduction: the backward, from ready gradients over reduce-scatters to gradients of shards."""

@@ -1,0 +1,231 @@
+"""Gradients of shards: the means of a reduction, and what earlier backwards have left.
+
+Every shard gets its part as ``.grad``, as plain DDP would have left it. A gradient may be attached before it has been
+reduced: ``optimizer.step()`` looks at every gradient's metadata first and at its values one parameter after another,
+so an :class:`AsyncGradient` answers the first at once, and waits for its reduce-scatter at the second.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import Recorder, Stall, Work, torch_compat
+from ddp_hooks.dear.layout.shards import Shard, Shards
+from ddp_hooks.dear.reduction.model_gradients import ModelGradients
+from ddp_hooks.dear.reduction.reduction import Reduction
+from ddp_hooks.intercept.guards import METADATA
+
+
+class ShardGradients:
+    """Attaches the gradients of a :class:`~ddp_hooks.dear.reduction.reduction.Reduction` to shards.
+
+    Args:
+        shards: the shards that get the gradients.
+        model_gradients: knows what users have done to gradients since the backward.
+        recorder: for the timeline.
+    """
+
+    def __init__(self, shards: Shards, model_gradients: ModelGradients, recorder: Recorder) -> None:
+        self.stall = Stall()  # of waits for reduce-scatters
+        self.in_place = False  # the gradients attached last lie where they were reduced, just as they will be used
+        self._shards = shards
+        self._model_gradients = model_gradients
+        self._recorder = recorder
+        self._groups: list[_ReducedGroup] = []  # attached, and perhaps still under way
+        self._work_of: dict[int, Work] = {}  # per atom that may still travel
+
+    def attach(self, reduction: Reduction) -> None:
+        """Give every shard its gradient, which may still travel: read none before :meth:`wait`."""
+        self.in_place = True
+        marks = self._model_gradients.marks()
+        untouched = self._model_gradients.are_untouched(marks, reduction.used)
+        for work, atoms in reduction.works:
+            sums = [each for atom in atoms for each in self._attach_atom(atom, reduction, marks, untouched)]
+            self._groups.append(_ReducedGroup(work, atoms, sums))
+            self._work_of.update(dict.fromkeys(atoms, work))
+
+    def defer(self) -> None:
+        """Let every gradient that still travels wait for itself, when it is read."""
+        groups, self._groups = self._groups, []
+        for group in groups:
+            if group.work.done:
+                self._wait_for(group)
+                continue
+            self._groups.append(group)
+
+            def wait(group: _ReducedGroup = group) -> None:
+                self._wait_for(group)
+
+            for atom in group.atoms:
+                for shard in self._shards.of_atom[atom]:
+                    if shard.tensor.grad is not None:
+                        AsyncGradient.of(shard.tensor.grad, wait)
+        if not self._groups:
+            self._work_of.clear()
+
+    def wait(self) -> None:
+        """Wait until every attached gradient holds its value; shards hold plain tensors then.
+
+        Raises:
+            LaneError: a reduce-scatter has failed.
+            LaneTimeout: it takes longer than ``timeout_s``.
+        """
+        if not self._groups:
+            return
+        while self._groups:
+            self._wait_for(self._groups[0])
+            self._groups.pop(0)
+        self._work_of.clear()
+        for shard in self._shards:
+            if isinstance(shard.tensor.grad, AsyncGradient):
+                shard.tensor.grad.resolve()
+
+    @property
+    def is_under_way(self) -> bool:
+        """True if gradients were attached and have not been waited for."""
+        return bool(self._groups)
+
+    def works_of(self, atoms: Sequence[int]) -> set[Work]:
+        """Return the reduce-scatters of these atoms that have not been waited for."""
+        return {self._work_of[atom] for atom in atoms if atom in self._work_of}
+
+    def _attach_atom(
+        self, atom: int, reduction: Reduction, marks: Sequence[Tensor | None], untouched: bool
+    ) -> list[_Sum]:
+        """Give the atom's shards memory for their gradients; return the sums to form when the atom is reduced."""
+        shards = self._shards.of_atom[atom]
+        if not shards:
+            return []
+        reduced, bucket = reduction.reduced_view(atom), reduction.gradients[atom]
+        wanted = shards[0].tensor.dtype
+        in_place = reduced is bucket and reduced.dtype == wanted
+        sums = []
+        for shard, mean in zip(shards, _parts(reduced, shards), strict=True):
+            base = shard.base
+            if untouched and base is None and in_place:  # as in most steps
+                shard.tensor.grad = mean
+                continue
+            index = shard.range.parameter
+            if index not in reduction.used:
+                gradient, in_place = base, False
+            elif base is None and reduced.dtype == wanted:
+                gradient = mean
+            else:
+                sums.append(_Sum.of(mean, bucket, shard))
+                gradient, in_place = sums[-1].gradient, False
+            shard.tensor.grad = attached = self._model_gradients.apply_zero_grad(index, gradient, marks)
+            shard.base = None
+            in_place = in_place and attached is gradient
+        self.in_place = self.in_place and in_place
+        return sums
+
+    def _wait_for(self, group: _ReducedGroup) -> None:
+        """Wait for a group, and form its sums, the first time."""
+        with group.lock:  # another thread may look at gradients in the step
+            if group.is_complete:
+                return
+            if not group.work.done:
+                with self.stall.measure(self._recorder, group.work.label):
+                    group.work.wait()
+            if group.sums:
+                with torch.no_grad(), torch_compat.without_overrides():  # the gradients may be those that wait
+                    for each in group.sums:
+                        each.complete()
+            group.is_complete = True
+
+
+class _ReducedGroup:
+    """Gradients of one reduce-scatter, and the sums to form with them."""
+
+    def __init__(self, work: Work, atoms: tuple[int, ...], sums: list[_Sum]) -> None:
+        self.work = work
+        self.atoms = atoms
+        self.sums = sums
+        self.is_complete = False
+        self.lock = threading.Lock()
+
+
+def _parts(flat: Tensor, shards: Sequence[Shard]) -> Sequence[Tensor]:
+    """Return the parts of an atom's memory that belong to this rank's shards of it, which are neighbours."""
+    lengths = [shard.tensor.numel() for shard in shards]
+    return flat.narrow(0, shards[0].offset, sum(lengths)).split(lengths)
+
+
+class _Sum(NamedTuple):
+    """Gradient of a shard that is not the mean alone: it has another type, or earlier backwards left some."""
+
+    gradient: Tensor
+    mean: Tensor
+    base: Tensor | None
+
+    @staticmethod
+    def of(mean: Tensor, bucket_view: Tensor, shard: Shard) -> _Sum:
+        """Form it in the memory of the mean, or of the bucket, if one has the right type; else in memory of its own.
+
+        Args:
+            mean: of the shard, (its numel,), where it is reduced.
+            bucket_view: of its atom, (numel,): its part of the bucket.
+            shard: the shard.
+        """
+        if mean.dtype == shard.tensor.dtype:
+            gradient = mean
+        elif bucket_view.dtype == shard.tensor.dtype:
+            gradient = bucket_view.narrow(0, shard.offset, shard.tensor.numel())
+        else:
+            gradient = torch.empty_like(shard.tensor)
+        return _Sum(gradient, mean, shard.base)
+
+    def complete(self) -> None:
+        """Form the sum, when the mean has arrived."""
+        if self.gradient is not self.mean:
+            self.gradient.copy_(self.mean)
+        if self.base is not None:
+            self.gradient.add_(self.base)
+
+
+class AsyncGradient(Tensor):
+    """Gradient in its final memory; any function that takes it waits until that memory holds the final values.
+
+    It is a plain tensor from then on, so that later functions cost nothing.
+    """
+
+    wait: Callable[[], None]  # may be called again
+
+    @staticmethod
+    def of(gradient: Tensor, wait: Callable[[], None]) -> AsyncGradient:
+        """Let ``gradient`` wait until ``wait`` has returned, which uses it ``without_overrides()`` if at all."""
+        waiting: Any = gradient
+        waiting.__class__ = AsyncGradient
+        waiting.wait = wait
+        made: AsyncGradient = waiting
+        return made
+
+    def resolve(self) -> None:
+        """Make it a plain tensor."""
+        vars(self).pop("wait", None)
+        self.__class__ = Tensor  # type: ignore[assignment]
+
+    @classmethod
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in METADATA:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        kwargs = kwargs or {}
+        _wait_in(args)
+        _wait_in(kwargs.values())
+        return func(*args, **kwargs)
+
+
+def _wait_in(values: Iterable[Any]) -> None:
+    for value in values:
+        if isinstance(value, AsyncGradient):
+            wait = vars(value).get("wait")
+            if wait is not None:  # else another thread has just done it
+                wait()
+            AsyncGradient.resolve(value)
+        elif isinstance(value, list | tuple):
+            _wait_in(value)

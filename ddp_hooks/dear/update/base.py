@@ -1,0 +1,194 @@
+# ruff: noqa: B027
+"""Interface of updates: what :class:`~ddp_hooks.dear.step.StepDriver` calls, whichever way the optimizer updates."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Sequence
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import Lanes, see
+from ddp_hooks.dear.checkpoint.reshard import State
+from ddp_hooks.dear.layout.memory import ParameterMemory
+from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.placement import Layout, ParameterRange, Placement, is_elementwise
+from ddp_hooks.dear.layout.shards import MASTER_KEY, Shards
+from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
+
+
+class Update(ABC):
+    """Way in which the user's optimizer updates parameters; owns the shards that get the reduced gradients.
+
+    In a step the driver calls :meth:`take_gradients`, :meth:`begin_step`, :meth:`leave` and :meth:`end_step`. Memory
+    that :meth:`begin_step` and :meth:`end_step` return is gathered by the driver: before the optimizer's code runs, and
+    after it.
+
+    Args:
+        optimizer: the user's.
+        parameters: the parameters that DDP reduces.
+        memory: of the parameters.
+        lanes: for moving state between ranks.
+    """
+
+    spreads_state: ClassVar[bool] = False  # over the ranks
+    gathers_gradients: ClassVar[bool] = False  # in DDP's buckets, so that gathers end before the next backward
+    shows_gradients = False  # whole reduced gradients stand at the parameters when the optimizer steps
+    is_updating = False  # this thread runs the optimizer's code for some parameters, outside of the user's step()
+    has_masters = False  # the optimizer steps on more precise copies
+    on_gathered: Callable[[Iterable[int]], None] | None = None  # gets the parameters that a gather has completed
+    waits_one_by_one: bool  # the optimizer may step while gradients travel
+    gathers_under_forward: bool
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: ManagedParameters,
+        memory: ParameterMemory,
+        lanes: Lanes,
+    ) -> None:
+        self.shards = Shards()
+        # Per group of the optimizer: our parameters by index, other ones as they are.
+        self.slots: list[list[int | Tensor]] = [
+            [p if (index := parameters.index_of(p)) is None else index for p in group["params"]]
+            for group in optimizer.param_groups
+        ]
+        self._optimizer = optimizer
+        self._parameters = parameters
+        self._memory = memory
+        self._lanes = lanes
+        self._layout: Layout | None = None  # of the shards; None before there are some
+
+    # -- layouts ----------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def take_states(self, new_layout: Layout) -> dict[ParameterRange, State]:
+        """Remove the shards; return their state and gradients for the ranges of this rank under ``new_layout``.
+
+        Collective, if there were shards or a loaded state. :meth:`install` follows, when parameters have moved.
+        """
+
+    def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
+        """Make the shards of ``layout``, with what :meth:`take_states` has returned."""
+        rank, names = self._lanes.rank, self._parameters.names
+        self.shards.make(layout, rank, self._memory.flats, names, states, self._tensor_for)
+        self._layout = layout
+
+    def _tensor_for(self, view: Tensor, state: State) -> Tensor:
+        """Return the tensor that stands for a range of a parameter in the optimizer."""
+        return view
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def take_gradients(self, gradients: ShardGradients, bucket_views: Sequence[Tensor], may_wait: bool) -> None:
+        """Use gradients that were just attached to shards, and may still travel.
+
+        Args:
+            gradients: of the shards.
+            bucket_views: per atom, (numel,): the memory of the reduction in DDP's buckets.
+            may_wait: the optimizer steps next, and waits for gradients one by one.
+        """
+
+    @abstractmethod
+    def begin_step(self, gradients: ShardGradients, from_last_backward: bool) -> Sequence[Tensor] | None:
+        """Prepare the optimizer for its step; return memory to gather before its code runs, or None.
+
+        Args:
+            gradients: of the shards.
+            from_last_backward: they were attached for this step, and not shown to the user in between.
+
+        Raises:
+            RuntimeError: the optimizer's groups have changed.
+        """
+
+    def begin_skipped_step(self) -> None:
+        """Prepare the optimizer for a step without gradients."""
+
+    @abstractmethod
+    def begin_blank_step(self) -> None:
+        """Prepare the optimizer for a step that makes its state and changes nothing; existing state stays."""
+
+    def gathered(self, indices: Iterable[int]) -> None:
+        """Use the memory of parameters that was gathered before the optimizer's code runs."""
+
+    @abstractmethod
+    def leave(self) -> None:
+        """Give the optimizer its own groups and gradients back after any step, also one that did not end."""
+
+    @abstractmethod
+    def end_step(self, gradients: ShardGradients) -> Sequence[Tensor] | None:
+        """Finish a step after :meth:`leave`; return memory to gather under the next forward, or None."""
+
+    def step_failed(self) -> None:
+        """Repair memory after an exception in the optimizer's code, after :meth:`leave`."""
+
+    def before_forward(self) -> None:
+        """Expect that the coming backward writes DDP's buckets."""
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Apply ``zero_grad()`` to gradients that are hidden inside of a step."""
+
+    def refuse_reading(self) -> None:
+        """Raise RuntimeError where gradients may not be read now."""
+
+    def drop_gradients(self) -> None:
+        """Leave the optimizer without any gradient, also of parameters that are not ours: it updates nothing then."""
+        for shard in self.shards:
+            shard.tensor.grad = None
+        for group in self._optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    def refuse_new_groups(self) -> None:
+        """Raise RuntimeError if the optimizer was given further groups."""
+        if len(self._optimizer.param_groups) != len(self.slots):
+            raise RuntimeError(
+                f"the optimizer had {len(self.slots)} param_groups when DearState was created and has "
+                f"{len(self._optimizer.param_groups)} now: add them before{see('set-up-changed-later')}"
+            )
+
+    # -- the optimizer's state, for checkpoints ---------------------------------------------------------------------
+
+    @property
+    def is_whole(self) -> bool:
+        """True while ``optimizer.state`` has every parameter's whole state."""
+        return True
+
+    @property
+    @abstractmethod
+    def placement(self) -> Placement:
+        """Ranges whose state every rank holds, or takes when it is loaded."""
+
+    @abstractmethod
+    def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:
+        """Take this rank's states under ``placement``; collective, if that is another than the one in force."""
+
+    @abstractmethod
+    def adopt_loaded_masters(self) -> None:
+        """Take masters out of the optimizer's loaded state."""
+
+    def drop_pending_states(self) -> None:
+        """Forget states that were loaded before there were shards."""
+
+    def _on_device(self, elements: ParameterRange, state: State) -> State:
+        """Return a loaded state where the optimizer expects it, as ``torch.optim.Optimizer.load_state_dict`` does."""
+        slots = zip(self._optimizer.param_groups, self.slots, strict=True)
+        group = next(group for group, slot in slots if elements.parameter in [s for s in slot if isinstance(s, int)])
+        counts_on_device = bool(group.get("capturable") or group.get("fused"))
+        device, dtype = self._parameters.device, self._dtype_of(self._parameters.tensors[elements.parameter])
+        placed = {}
+        for key, value in state.items():
+            if is_elementwise(value, elements):
+                rounds = value.is_floating_point() and key not in ("step", MASTER_KEY)
+                value = value.to(device=device, dtype=dtype if rounds else value.dtype)
+            elif isinstance(value, Tensor) and counts_on_device:
+                value = value.to(device)
+            placed[key] = value
+        return placed
+
+    def _dtype_of(self, parameter: Tensor) -> torch.dtype:
+        """Return the type in which the optimizer has a parameter."""
+        return parameter.dtype

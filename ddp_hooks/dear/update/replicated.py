@@ -1,0 +1,245 @@
+"""The user's optimizer, stepping on whole parameters on every rank: DeAR as the paper has it.
+
+Reduced gradients are gathered, not parameters, and each parameter is updated when its gradient has arrived, in the next
+forward, just before it is read (zhang2023dear, section III-B, Algorithm 1: FeedPipe). For optimizers that look at whole
+tensors; state and work are as in plain DDP.
+
+Every gather is submitted in the backward or at ``optimizer.step()``, on all ranks, and is only awaited later, so
+nothing communicates from one rank alone. Updates use the settings (learning rates and so on) of the step, whatever
+schedulers do meanwhile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import Lanes, see, shaped_like
+from ddp_hooks.dear.checkpoint.reshard import State, move_states
+from ddp_hooks.dear.layout.memory import ParameterMemory
+from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.placement import Layout, ParameterRange, Placement, Replicated, is_elementwise
+from ddp_hooks.dear.layout.shards import GRADIENT_KEY, MASTER_KEY
+from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
+from ddp_hooks.dear.update.base import Update
+from ddp_hooks.intercept import GradientGuard, SuspendedGuards
+from ddp_hooks.overlap import DeferredUpdates
+
+
+class ReplicatedUpdate(Update):
+    """Reduces gradients in shards and gathers them for an optimizer that keeps its parameters and their state.
+
+    Args:
+        optimizer, parameters, memory, lanes: as for :class:`~ddp_hooks.dear.update.base.Update`.
+        parameterwise: no update looks at another parameter, so parameters are updated one by one as their gradients
+            arrive. False: gradients are gathered inside ``optimizer.step()``, which updates everything at once.
+        finish: waits for every gather that is in flight, and so runs the updates that are still to come.
+    """
+
+    gathers_gradients = True
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        parameters: ManagedParameters,
+        memory: ParameterMemory,
+        lanes: Lanes,
+        parameterwise: bool,
+        finish: Callable[[], None],
+    ) -> None:
+        super().__init__(optimizer, parameters, memory, lanes)
+        self.shows_gradients = not parameterwise
+        deferred = parameterwise and lanes.world_size > 1  # one rank has nothing to wait for
+        self._deferred = self.waits_one_by_one = self.gathers_under_forward = deferred
+        self.on_gathered = self.gathered
+        self._bucket_views: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
+        self._places: dict[int, _Place] = {}  # by parameter
+        self._views: dict[int, Tensor] = {}  # gradients by parameter, kept from step to step
+        self._addresses: list[int] = []  # of the atoms in the latest backward's buckets
+        self._keeps_views = False  # whether buckets are where they were: views of others would keep these alive
+        self._guards_aside = SuspendedGuards(parameters.tensors)  # while the optimizer's own code runs
+        self._wanted: set[int] = set()  # parameters that still await their update
+        self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
+        self._updates = DeferredUpdates(
+            optimizer, parameters.tensors, self._gradient_of, finish if deferred else None
+        )
+
+    # -- layouts ----------------------------------------------------------------------------------------------------
+
+    def take_states(self, new_layout: Layout) -> dict[ParameterRange, State]:
+        """Shards have gradients only."""
+        self.refuse_new_groups()
+        kept = {s.range: {} if s.tensor.grad is None else {GRADIENT_KEY: s.tensor.grad} for s in self.shards}
+        self.shards.clear()
+        layout, self._layout, self._bucket_views = self._layout, None, []
+        self._views.clear()
+        self._updates.forget_memory()
+        if layout is None:
+            return {}
+        return move_states(kept, layout, new_layout, self._lanes, self._parameters.device, to=self._parameters.device)
+
+    def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
+        """The optimizer's parameters stay as they are."""
+        super().install(layout, states)
+        self._places = {
+            member.parameter: self._place(member.parameter, index, member.offset)
+            for index, atom in enumerate(layout.atoms)
+            for member in atom.members
+            if member.start == 0
+        }
+
+    def _place(self, index: int, atom: int, offset: int) -> _Place:
+        parameter = self._parameters.tensors[index]
+        return _Place(atom, offset, parameter.shape, parameter.stride())
+
+    # -- one step ---------------------------------------------------------------------------------------------------
+
+    def take_gradients(self, gradients: ShardGradients, bucket_views: Sequence[Tensor], may_wait: bool) -> None:
+        """Gathers follow the reduce-scatters by themselves."""
+        self._bucket_views = list(bucket_views)
+        addresses = [view.data_ptr() for view in bucket_views]
+        self._keeps_views = addresses == self._addresses
+        self._addresses = addresses
+        if not (may_wait and gradients.in_place):
+            gradients.wait()
+
+    def begin_step(self, gradients: ShardGradients, from_last_backward: bool) -> Sequence[Tensor] | None:
+        """Bring the shards' gradients into the buckets.
+
+        Guards are removed: an optimizer whose updates are deferred sees no gradients now.
+        """
+        if self._layout is None:
+            return None
+        in_place = gradients.is_under_way or (from_last_backward and gradients.in_place)
+        self.refuse_new_groups()
+        if not self._bucket_views:
+            self._bucket_views, self._keeps_views = _blank_buckets(self._layout, self._parameters.tensors), False
+        for shard in [] if in_place else self.shards:
+            gradient, flat = shard.tensor.grad, self._bucket_views[shard.atom]
+            if gradient is not None and gradient.data_ptr() == flat.data_ptr() + shard.offset * flat.element_size():
+                continue
+            own = flat.narrow(0, shard.offset, shard.tensor.numel())
+            if gradient is None:  # taken away by the user, on this rank as far as we know
+                own.zero_()
+            else:  # kept from an earlier backward, or set by the user
+                own.copy_(gradient)
+        self._wanted = {i for i, p in enumerate(self._parameters.tensors) if isinstance(p.grad, GradientGuard)}
+        self._updates.note_settings()
+        self._shown = set()
+        self._guards_aside.take(self._wanted)
+        return None if self._deferred else self._bucket_views
+
+    def gathered(self, indices: Iterable[int]) -> None:
+        """Update parameters whose whole gradients have arrived, or show these to the optimizer."""
+        indices = [index for index in indices if index in self._wanted]
+        self._wanted.difference_update(indices)
+        if not self._deferred:
+            for index in indices:
+                self._parameters.tensors[index].grad = self._gradient_of(index)
+            self._shown.update(indices)
+        elif indices:
+            self._updates.run(indices)
+        if not self._wanted:
+            self._bucket_views = []  # DDP may rebuild its buckets: keep no second set of them alive
+
+    def leave(self) -> None:
+        """Put guards back where its code left gradients."""
+        self._guards_aside.put_back(consumed=self._shown)
+
+    def end_step(self, gradients: ShardGradients) -> Sequence[Tensor] | None:
+        if self._deferred:
+            return self._bucket_views
+        self._memory.take_back(self._optimizer.state)
+        return None
+
+    def step_failed(self) -> None:
+        if not self._deferred:
+            self._memory.take_back(self._optimizer.state)
+
+    @property
+    def is_updating(self) -> bool:  # type: ignore[override]
+        """True while this thread runs the optimizer's code for some parameters."""
+        return self._updates.running
+
+    def refuse_reading(self) -> None:
+        """Inside of a step gradients are gathered already."""
+        if self._guards_aside:
+            raise RuntimeError(
+                "gradients were asked for inside of optimizer.step(), when they are already on their way: clip or "
+                f"change them before step(), or use DearConfig(max_grad_norm=...){see('gradients-are-guarded')}"
+            )
+
+    def zero_grad(self, set_to_none: bool) -> None:
+        """Another hook of the optimizer calls it."""
+        self._guards_aside.zero(set_to_none)
+
+    def before_forward(self) -> None:
+        """Gather elsewhere."""
+        self._bucket_views = []
+
+    def _gradient_of(self, index: int) -> Tensor:
+        """Return the gradient of a parameter, in its shape, where it lies in the buckets."""
+        parameter = self._parameters.tensors[index]
+        if parameter.numel() == 0:
+            return torch.zeros_like(parameter)
+        place = self._places[index]
+        flat, view = self._bucket_views[place.atom], self._views.get(index)
+        # The optimizer may have given it other memory.
+        if view is None or view.data_ptr() != flat.data_ptr() + place.offset * flat.element_size():
+            view = flat.as_strided(place.shape, place.strides, flat.storage_offset() + place.offset)
+            if self._keeps_views:
+                self._views[index] = view
+        return view
+
+    def begin_blank_step(self) -> None:
+        if self._optimizer.state:  # by an update that was under way
+            for parameter in self._parameters.tensors:
+                parameter.grad = None
+
+    # -- state, for whoever saves and loads it ----------------------------------------------------------------------
+
+    def adopt_loaded_masters(self) -> None:
+        """Drop the masters of a run that had some."""
+        for parameter in self._parameters.tensors:
+            if parameter in self._optimizer.state:
+                self._optimizer.state[parameter].pop(MASTER_KEY, None)
+
+    @property
+    def placement(self) -> Placement:
+        return Replicated(tuple(range(self._lanes.world_size)), self._parameters.numels)
+
+    def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:
+        """See :class:`~ddp_hooks.dear.update.base.Update`; ``placement`` is :attr:`placement`."""
+        for index, parameter in enumerate(self._parameters.tensors):
+            elements = ParameterRange(index, 0, parameter.numel())
+            self._optimizer.state.pop(parameter, None)
+            state = self._on_device(elements, states.get(elements, {}))
+            if state:
+                self._optimizer.state[parameter] = {
+                    key: shaped_like(parameter, value) if is_elementwise(value, elements) else value
+                    for key, value in state.items()
+                }
+        self.adopt_loaded_masters()
+
+
+class _Place(NamedTuple):
+    """Where a parameter's whole gradient lies, as a view."""
+
+    atom: int  # in which it begins
+    offset: int  # there
+    shape: torch.Size
+    strides: tuple[int, ...]
+
+
+def _blank_buckets(layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:
+    """Memory like that of DDP's buckets, per atom; parts of one bucket are neighbours."""
+    buckets = []
+    for members in layout.buckets:
+        first = parameters[members[0]]
+        numel = sum(parameters[index].numel() for index in members)
+        buckets.append(torch.zeros(numel, dtype=first.dtype, device=first.device))
+    return [buckets[atom.bucket][atom.start : atom.start + atom.numel] for atom in layout.atoms]
+
