@@ -1,4 +1,4 @@
-"""What cannot be right is refused before anything is changed, with what to do instead."""
+"""Checks: refuse, before anything is changed, a set-up that cannot be right, and say what to do instead."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 def find_problem(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
 ) -> str | None:
-    """The first reason why DeAR cannot be right here, with a remedy; None if there is none."""
+    """Return the first reason why DeAR cannot be right here, with a remedy; None if there is none."""
     if not isinstance(ddp, DistributedDataParallel):
         return f"DearState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -49,24 +49,24 @@ def find_problem(
 
 
 def updates_whole_parameters(optimizer: torch.optim.Optimizer, config: DearConfig) -> bool:
-    """Whether the settings, or else the optimizer, ask for replicated updates."""
+    """Return True if the settings, or else the optimizer, ask for replicated updates."""
     return config.update == "replicated" or (config.update == "auto" and not updates_elements(optimizer, config))
 
 
 def updates_elements(optimizer: torch.optim.Optimizer, config: DearConfig) -> bool:
-    """Whether the optimizer updates every element by itself, as far as is known or vouched for."""
+    """Return True if the optimizer is known, or vouched for, to update every element by itself."""
     return type(optimizer) in ELEMENTWISE or config.assume_elementwise
 
 
 def updates_parameters(optimizer: torch.optim.Optimizer, config: DearConfig) -> bool:
-    """Whether the optimizer updates every parameter by itself, as far as is known or vouched for."""
+    """Return True if the optimizer is known, or vouched for, to update every parameter by itself."""
     return type(optimizer) in PARAMETERWISE or config.assume_elementwise or config.assume_parameterwise
 
 
 def fingerprint(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
 ) -> dict[str, object]:
-    """Everything that must be equal on all ranks, by name."""
+    """Return everything that must be equal on all ranks, by name."""
     from ddp_hooks import __version__
 
     entries: dict[str, object] = {

@@ -8,14 +8,7 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from ddp_hooks.comm import (
-    above,
-    check_booleans,
-    check_slice,
-    check_waits,
-    check_whole,
-    positive,
-)
+from ddp_hooks.comm import above, check_booleans, check_slice, check_waits, check_whole, positive
 from ddp_hooks.dear.effects import find_setting_without_effect
 from ddp_hooks.tuning import BucketTuner
 
@@ -30,27 +23,27 @@ _EARLIER_COLLECTIVES = ("ring", "log")  # of versions up to 0.1
 
 @dataclass(frozen=True)
 class DearConfig:
-    """How DeAR groups, moves and overlaps; what is None is chosen for the link, the same on every rank.
+    """Settings of DeAR: grouping, moving, overlap. None: chosen for the link, the same on every rank.
 
-    A setting that has no effect beside the others raises a ValueError, here or when the state is made; one that asks
-    for what happens anyway is accepted.
+    A setting that has no effect beside the other ones raises a ValueError, here or when the state is made; a setting
+    that asks for the default behaviour is accepted.
 
     Args:
         update: ``"sharded"``: every rank updates its shard of every parameter, and parameters are gathered; optimizer
             state and work are 1/P. ``"replicated"``: gradients are gathered, and every rank updates whole parameters,
-            as the paper has it; for optimizers that look at whole tensors. ``"auto"``: sharded for those that are
-            known to update every element by itself, else replicated.
+            as in the paper; for optimizers that look at whole tensors. ``"auto"``: sharded for optimizers
+            that are known to update every element by itself, else replicated.
         fusion: which neighbouring atoms travel together. ``"size"``: while their total does not exceed ``fusion_mb``
             (DeAR, section IV-B); ``"layers"``: ``fusion_layers`` layers at a time; ``"none"``: every atom alone.
             On CPUs atoms of DDP's last bucket are always reduced alone, as soon as each is ready.
-        fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None: an atom's size; on
-            links of medium speed a sixteenth of the model or 4 MiB, whichever is larger, if that is less.
+        fusion_mb: largest group in MiB, for ``"size"``. An atom that is larger stands alone. None:
+            ``atom_mb``; on links of medium speed ``min(atom_mb, max(model / 16, 4))``.
         fusion_layers: layers per group, for ``"layers"``. None: 4.
-        tuner: finds ``fusion_mb`` while training runs, for ``"size"``; see :class:`~ddp_hooks.BucketTuner`. None: it
-            stays as it is.
-        atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None: four messages
-            or 8 MiB, but not more than an eighth of the model or 16 MiB, whichever is larger (a quarter of the model
-            where the processor limits and updates are replicated); with a tuner less, so that it has a choice.
+        tuner: search for ``fusion_mb`` while training runs, for ``"size"``; see :class:`~ddp_hooks.BucketTuner`. None:
+            no search.
+        atom_mb: size in MiB at which buckets and parameters are cut; fusion cannot go below it. None:
+            ``min(max(4 * slice_mb, 8), max(model / 8, 16))`` (``model / 4`` where the processor limits
+            and updates are replicated); less with a tuner, so that it has a choice.
         lanes: streams of communication side by side. None: chosen by a short measurement of the link.
         collective: how ranks exchange on CPUs; NCCL has its own ways. ``"direct"``: every rank with every other; sums
             are ``((g0 + g1) + g2) + ...`` in the order of ranks. ``"two-level"``: first within nodes, then between

@@ -8,12 +8,9 @@ type of parameters and number of ranks, also with optimizers that only a later v
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
-
-if TYPE_CHECKING:
-    from ddp_hooks.dear.config import DearConfig
 
 
 class Setup(NamedTuple):
@@ -26,7 +23,7 @@ class Setup(NamedTuple):
 
 
 class _Rule(NamedTuple):
-    """A setting, when it has no effect, and the text that says so, formatted with settings ``c`` and set-up ``s``."""
+    """Setting, condition in which it has no effect, and message, formatted with settings ``c`` and set-up ``s``."""
 
     name: str
     applies: Callable[..., object]
@@ -62,11 +59,11 @@ _IN_SETUP = (
 )
 
 
-def find_setting_without_effect(config: DearConfig, setup: Setup | None = None) -> str | None:
+def find_setting_without_effect(config: Any, setup: Setup | None = None) -> str | None:
     """Return the first setting that has no effect, where it has none and what to do; None if all have one.
 
     Args:
-        config: the settings.
+        config: a :class:`~ddp_hooks.DearConfig`.
         setup: what they are for; None: not known yet, so that settings are only compared with each other.
     """
     rules, known = (_BESIDE_OTHERS, (config,)) if setup is None else (_IN_SETUP, (config, setup))

@@ -1,4 +1,4 @@
-"""How many lanes and levels, how large slices, atoms and groups: what suits link and model if settings are silent."""
+"""Numbers of lanes and levels, sizes of slices, atoms and groups: as configured, or to suit link and model."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def open_lanes(
     model_bytes: int,
     replicates: bool,
 ) -> tuple[Lanes, int, int, LinkProfile | None]:
-    """The lanes, the sizes of atoms and groups in bytes: as configured, or as link and model suggest; and the link."""
+    """Return lanes, sizes of atoms and groups in bytes, and the link, None if it was not measured."""
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
     try:
@@ -50,7 +50,7 @@ def open_lanes(
 
 
 def _suit(lanes: Lanes, settings: LaneSettings, config: DearConfig) -> LinkProfile | None:
-    """Measure the link, and let lanes and messages suit it, where settings do not say; None if nothing was measured."""
+    """Measure the link, and choose lanes and messages that settings leave open; return None if nothing was measured."""
     link = None
     if config.slice_mb is not None:
         settings.slice_bytes = mebibytes(config.slice_mb)

@@ -16,8 +16,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import Span, agree, at_exit, calling, see, whole
 from ddp_hooks.dear import checks, refusals
 from ddp_hooks.dear.config import DearConfig, Fusion
+from ddp_hooks.dear.phase import Phase
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
-from ddp_hooks.dear.step import Phase, StepDriver
+from ddp_hooks.dear.step import StepDriver
 from ddp_hooks.dear.update.clipping import GradientShards, clip_grad_norm_, gradients_of
 from ddp_hooks.intercept import (
     NonCopyableHook,
@@ -38,10 +39,10 @@ class DearState:
     All-reduce is split: gradients are reduce-scattered under backward, the optimizer steps on this rank's shard of
     every parameter, and parameters are all-gathered under the next forward. The paper gathers gradients instead and
     updates everything everywhere; the volume is the same, the optimizer's state and work are 1/P here. For optimizers
-    that need whole tensors ``DearConfig(update="replicated")`` does as the paper has it.
+    that need whole tensors ``DearConfig(update="replicated")`` does as the paper.
 
     The training loop stays as it was. Between backward and step the model's ``.grad`` may not be read (it raises).
-    After ``optimizer.step()`` parameters may be in flight; who reads or writes one from Python waits for it.
+    After ``optimizer.step()`` parameters may be in flight; reads and writes from Python wait for them.
     ``docs/dear.md`` lists the few functions and views that do not wait.
 
     Args:
@@ -49,7 +50,7 @@ class DearState:
         optimizer: holding every parameter that DDP reduces; for sharded updates element-wise. From its first step on,
             its groups then hold shards in the place of parameters while it steps, and its state is spread over ranks.
         config: the settings.
-        saved_by_loop: whether a loop calls :meth:`consolidate` before it saves, as integrations do. Else the log says
+        saved_by_loop: True if a loop calls :meth:`consolidate` before it saves, as integrations do. Else the log says
             once, here, that ``optimizer.state_dict()`` needs it.
 
     Raises:
@@ -146,11 +147,17 @@ class DearState:
 
     @contextmanager
     def reduced_gradients(self) -> Iterator[list[torch.nn.Parameter]]:
-        """This rank's shards with their reduced gradients, to read or to change; all ranks enter it together.
+        """Return this rank's shards with their reduced gradients, to read or to change; all ranks enter it together.
 
-        Between backward and ``optimizer.step()``. A shard is a flat piece of one parameter, in storage order; its
-        ``.grad`` is the mean over ranks, None where nobody used the parameter. What is computed from it differs
-        between ranks: reduce it before acting on it.
+        Between backward and ``optimizer.step()``. A shard is a flat range of one parameter, in storage order; its
+        ``.grad`` is the mean over ranks, None where nobody used the parameter. Values computed from it differ between
+        ranks: reduce them before acting on them.
+
+        Raises:
+            RuntimeError: the state was closed, gradients were not reduced, or it is called inside of the step of
+                replicated updates.
+            LaneError: a rank failed.
+            LaneTimeout: communication did not complete within ``timeout_s``.
         """
         self._driver.begin_reading()
         try:
@@ -177,7 +184,7 @@ class DearState:
 
     @calling("full_optimizer_state_dict()")
     def full_optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's complete ``state_dict``, as plain DDP's optimizer would have it, on every rank; collective.
+        """Return the optimizer's complete ``state_dict`` on every rank, as plain DDP's optimizer has it; collective.
 
         Tensors are on the CPU. Load it with ``optimizer.load_state_dict()``, here with any number of ranks, or on
         plain DDP. To have it on one rank only, see :meth:`consolidate`.
@@ -213,10 +220,10 @@ class DearState:
         self._driver.checkpoint.consolidate(to)
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
-        """This rank's part of the optimizer's state, flat and made of plain tensors.
+        """Return this rank's part of the optimizer's state, flat and made of plain tensors.
 
         For ``torch.distributed.checkpoint.save`` and ``async_save``, where every rank writes its own part; see
-        :meth:`load_sharded_optimizer`. Tensors are those that the optimizer uses, not copies.
+        :meth:`load_sharded_optimizer`. Tensors are the optimizer's own, not copies.
         """
         self._driver.refuse_closed()
         self.synchronize()

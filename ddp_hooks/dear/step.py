@@ -18,7 +18,6 @@ import sys
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from enum import Enum
 from typing import Any, cast
 
 import torch
@@ -34,6 +33,7 @@ from ddp_hooks.dear.layout.memory import ParameterMemory
 from ddp_hooks.dear.layout.model_layout import ModelLayout
 from ddp_hooks.dear.layout.parameters import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout
+from ddp_hooks.dear.phase import STEPS, Phase
 from ddp_hooks.dear.reduction.grad_ready_tracker import GradReadyTracker
 from ddp_hooks.dear.reduction.model_gradients import ModelGradients
 from ddp_hooks.dear.reduction.reduction import Reduction
@@ -52,30 +52,6 @@ from ddp_hooks.overlap import FeedPipe
 from ddp_hooks.planning.atoms import FusionRule
 
 logger = logging.getLogger("ddp_hooks")
-
-
-class Phase(Enum):
-    """Part of the training step that is under way; forwards may run in every one, for evaluation."""
-
-    IDLE = "between backward and step"  # shards hold the gradients of all backwards, if there are some
-    BACKWARD = "in a backward"  # DDP hands over buckets
-    REDUCING = "after a backward"  # its gradients may travel, and are not attached to shards
-    STEP = "in optimizer.step()"
-    SKIPPED_STEP = "in an optimizer.step() without gradients"  # some were not finite
-    BLANK_STEP = "in an optimizer.step() that only makes its state"  # afterwards comes the phase before it
-    CLOSED = "closed"
-
-
-_STEPS = (Phase.STEP, Phase.SKIPPED_STEP, Phase.BLANK_STEP)
-_NEXT = {
-    Phase.IDLE: {Phase.BACKWARD, *_STEPS},
-    Phase.BACKWARD: {Phase.REDUCING, Phase.BLANK_STEP},
-    Phase.REDUCING: {Phase.IDLE, Phase.BLANK_STEP},
-    Phase.STEP: {Phase.IDLE},
-    Phase.SKIPPED_STEP: {Phase.IDLE},
-    Phase.BLANK_STEP: {Phase.IDLE, Phase.BACKWARD, Phase.REDUCING},
-    Phase.CLOSED: set[Phase](),
-}  # and everything may be closed
 
 
 class StepDriver:
@@ -161,12 +137,7 @@ class StepDriver:
         )
 
     def _enter(self, phase: Phase) -> None:
-        if phase not in _NEXT[self.phase]:
-            raise RuntimeError(
-                f"DearState is {self.phase.value} and cannot be {phase.value} next; please report this, with the "
-                f"versions of torch and ddp_hooks{see('please-report')}"
-            )
-        self.phase = phase
+        self.phase = self.phase.followed_by(phase)
 
     # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
 
@@ -213,6 +184,7 @@ class StepDriver:
     # -- 2. backward has ended --------------------------------------------------------------------------------------
 
     def _end_backward(self) -> None:
+        self.refuse_closed()
         self._enter(Phase.REDUCING)
         self._latest_forward = "none"
         self.tracker.arm(False)
@@ -388,7 +360,7 @@ class StepDriver:
     def _leave_step(self) -> None:
         """End the step under way, if there is one: also one of which no hook has heard the end."""
         self.update.leave()
-        if self.phase in _STEPS:
+        if self.phase in STEPS:
             self._enter(self._before_blank if self.phase is Phase.BLANK_STEP else Phase.IDLE)
 
     def _submit_gathers(self, memory: Sequence[Tensor]) -> list[Work]:

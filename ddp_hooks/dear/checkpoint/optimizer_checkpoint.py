@@ -36,7 +36,7 @@ ORDER_KEY = "ddp_hooks.order"
 
 
 class OptimizerCheckpoint:
-    """Stands between an optimizer that holds shards and whoever saves or loads it.
+    """Saves and loads the state of an optimizer that may hold shards.
 
     Args:
         optimizer: the user's.
@@ -70,13 +70,13 @@ class OptimizerCheckpoint:
 
     @property
     def _spread(self) -> ShardedUpdate | None:
-        """The holder of this rank's part of the state, if it is spread over the ranks."""
+        """The update, if it spreads the optimizer's state over the ranks at present."""
         return self._update if isinstance(self._update, ShardedUpdate) and not self._update.is_whole else None
 
     # -- in plain DDP's format ----------------------------------------------------------------------------------------
 
     def gather(self, ranks: Sequence[int]) -> dict[str, Any] | None:
-        """The full ``state_dict`` on the ranks in ``ranks``, None on the others; collective."""
+        """Return the full ``state_dict`` on the ranks in ``ranks``, None elsewhere; collective."""
         spread = self._spread
         if spread is None:
             return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
@@ -99,7 +99,7 @@ class OptimizerCheckpoint:
     # -- hooks of the optimizer ---------------------------------------------------------------------------------------
 
     def before_state_dict(self, _: torch.optim.Optimizer) -> None:
-        """Raise unless the full state is here, or torch.distributed.checkpoint asks, which does so on all ranks."""
+        """Refuse, unless the full state is here or all ranks ask, through torch.distributed.checkpoint."""
         spread, call, holder = self._spread, torch_compat.StateDictCall.current(), self._consolidated_on
         if call is not None and call.loads:  # on all ranks, also where the whole state is
             holder = None
@@ -141,7 +141,7 @@ class OptimizerCheckpoint:
         return self._state_dict_of(found) if found is not None else state_dict
 
     def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Cut this rank's shards out of a full ``state_dict``, or take those that it is made of.
+        """Cut this rank's shards out of a full ``state_dict``, or take them from one that is spread.
 
         Raises:
             ValueError: the state is not one of this model.
@@ -178,21 +178,21 @@ class OptimizerCheckpoint:
         return {**state_dict, "state": others}
 
     def _begin_anew(self) -> None:
-        """Nothing that was saved or loaded before counts any more."""
+        """Drop what was consolidated or loaded before."""
         self.invalidate()
         self._update.drop_pending_states()
 
     def after_load(self, _: torch.optim.Optimizer) -> None:
-        """Put shards and masters where they belong."""
+        """Move loaded states and masters to their shards."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._update.set_states(*loaded)
         self._update.adopt_loaded_masters()
 
-    # -- in pieces ----------------------------------------------------------------------------------------------------
+    # -- sharded ------------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """This rank's part, as a flat dictionary of tensors for ``torch.distributed.checkpoint``."""
+        """Return this rank's part, as a flat dictionary of tensors for ``torch.distributed.checkpoint``."""
         for slots in self._update.slots:
             for slot in slots:
                 if isinstance(slot, Tensor) and self._optimizer.state.get(slot):
@@ -233,9 +233,9 @@ class OptimizerCheckpoint:
         agree({}, problem, self._group, "the checkpoint", self._config)
         placement = self._update.placement
         ranges = placement.ranges(self._rank)
-        pieces = self._load(path, prefix, overlapping_entries(saved, ranges, self._names))
+        entries = self._load(path, prefix, overlapping_entries(saved, ranges, self._names))
         self.invalidate()
-        self._update.set_states(placement, assemble(pieces, ranges, self._names))
+        self._update.set_states(placement, assemble(entries, ranges, self._names))
         for group, values in zip(self._optimizer.param_groups, loaded.param_groups, strict=True):
             group.update(values)
 
@@ -258,7 +258,7 @@ class OptimizerCheckpoint:
         return {key: cut_entry(key, value, parameter, elements) for key, value in state.items()}
 
     def _state_dict_of(self, states: Mapping[int, State]) -> dict[str, Any]:
-        """The ``state_dict`` that plain DDP would have, of parameters' states, with the settings of the present."""
+        """Return the ``state_dict`` that plain DDP would have, with the present settings."""
         whole: dict[int, State] = {}
         groups: list[dict[str, Any]] = []
         position = 0
@@ -273,7 +273,7 @@ class OptimizerCheckpoint:
         return {"state": whole, "param_groups": groups}
 
     def _shaped(self, states: Mapping[int, State]) -> dict[int, State]:
-        """Whole states, with every entry in the shape of its parameter."""
+        """Return whole states with every entry in the shape of its parameter."""
         return {
             index: {
                 key: shaped_like(parameter, value) if is_elementwise(value, whole) else value
@@ -285,7 +285,7 @@ class OptimizerCheckpoint:
         }
 
     def _cut(self, saved_of: Mapping[int, State]) -> tuple[Placement, dict[ParameterRange, State]]:
-        """This rank's part of loaded states, and how it is spread: as it was, or as shards are at present."""
+        """Return the placement of loaded states, their own or that of the shards, and this rank's part."""
         spread = [tensor for saved in saved_of.values() for tensor in _spread_in(saved)]
         placement = spread[0].placement if spread else self._update.placement
         if any(tensor.placement != placement for tensor in spread):
@@ -322,7 +322,7 @@ def _forget_order(groups: Sequence[dict[str, Any]]) -> None:
 
 
 def _is_plain_copy(state: State, slot: int | Tensor, parameters: Sequence[Tensor]) -> bool:
-    """Whether there is nothing but a master that rounding has not changed: some optimizers expect all or nothing."""
+    """Return True if a state is only a master that rounding has not changed: some optimizers expect all or nothing."""
     if not isinstance(slot, int) or set(state) != {MASTER_KEY}:
         return False
     master: Tensor = state[MASTER_KEY]
@@ -337,7 +337,7 @@ def _spread_in(saved: Any) -> list[SpreadTensor]:
 
 
 def _where_plain_ddp_has_it(state: State, parameter: Tensor, device: torch.device | None) -> State:
-    """A gathered state on ``device``, or by default where the optimizer of plain DDP would have it."""
+    """Return a gathered state on ``device``; None: where the optimizer of plain DDP has it."""
     return {
         key: value.to(device or parameter.device) if isinstance(value, Tensor) and value.dim() > 0 else value
         for key, value in state.items()
@@ -345,7 +345,7 @@ def _where_plain_ddp_has_it(state: State, parameter: Tensor, device: torch.devic
 
 
 def _on_cpu(value: Any) -> Any:
-    """A copy of a ``state_dict``, or of a part of one, with its tensors on the CPU."""
+    """Return a copy of a ``state_dict``, or a part of it, with its tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):
@@ -354,5 +354,5 @@ def _on_cpu(value: Any) -> Any:
 
 
 def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """What a parameter group says apart from its parameters."""
+    """Return the settings of a parameter group."""
     return {key: value for key, value in group.items() if key not in ("params", "param_names")}

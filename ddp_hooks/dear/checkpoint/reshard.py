@@ -1,7 +1,7 @@
-"""State of an optimizer moves between ranks, exactly: when the layout changes, and to whoever saves it.
+"""Reshard: move an optimizer's state between ranks, exactly, when the layout changes, and to ranks that save it.
 
-What a parameter's state consists of (its *schema*) is agreed first, because a rank may own nothing of a parameter so
-far; then every overlap of an old and a new elements travels, in batches, all entries of one overlap together.
+Ranks first agree on the entries of every parameter's state (its *schema*), because a rank may own nothing of a
+parameter so far. Then every overlap of an old and a new range travels, in batches, all entries of one overlap together.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def move_states(
 
 
 def agree_on_entries(states: dict[ParameterRange, State], lanes: Lanes) -> dict[int, State]:
-    """What every parameter's state has, on all ranks: a ``torch.dtype`` where it is element-wise; collective."""
+    """Return every parameter's entries, on all ranks: a ``torch.dtype`` for an element-wise one; collective."""
     schema = _agree_on_schema(states, lanes)
     return {
         parameter: {key: e.value if isinstance(e, NonElementwiseEntry) else e for key, e in entries.items()}
@@ -61,7 +61,7 @@ def agree_on_entries(states: dict[ParameterRange, State], lanes: Lanes) -> dict[
 
 
 class NonElementwiseEntry(NamedTuple):
-    """An entry that is not element-wise, such as a count of steps: it travels by way of the host."""
+    """Entry that is not element-wise, such as a count of steps: it travels by way of the host."""
 
     value: Any
     on_device: bool
@@ -73,7 +73,7 @@ class NonElementwiseEntry(NamedTuple):
         return NonElementwiseEntry(value, False)
 
     def on(self, device: torch.device) -> Any:
-        """The value, with memory of its own: on ``device`` if it was on one, else on the host."""
+        """Return a copy of the value: on ``device`` if it was on an accelerator, else on the host."""
         if isinstance(self.value, Tensor):
             return self.value.to(device if self.on_device else "cpu", copy=True)
         return self.value
@@ -81,7 +81,7 @@ class NonElementwiseEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class _Move:
-    """Elements ``[start, end)`` of a parameter change hands (or stay)."""
+    """Elements ``[start, end)`` of a parameter that change hands (or stay)."""
 
     parameter: int
     start: int
@@ -93,7 +93,7 @@ class _Move:
 
 
 def _agree_on_schema(states: dict[ParameterRange, State], lanes: Lanes) -> _Schema:
-    """What every parameter's state consists of, also for ranks that own none of it so far."""
+    """Return the entries of every parameter's state, also on ranks that own none of it so far."""
     mine: _Schema = {}
     for elements, state in states.items():
         entries = mine.setdefault(elements.parameter, {})
@@ -107,7 +107,7 @@ def _agree_on_schema(states: dict[ParameterRange, State], lanes: Lanes) -> _Sche
 
 
 def _plan_moves(old: Placement, new: Placement, world_size: int) -> list[_Move]:
-    """Every overlap of an old and a new elements, in the same order on every rank."""
+    """Return every overlap of an old and a new range, in the same order on every rank."""
     holders: dict[int, list[tuple[int, ParameterRange]]] = {}
     for rank in range(world_size):
         for elements in old.ranges(rank):
@@ -138,7 +138,7 @@ def _batches(moves: Iterable[_Move], schema: _Schema) -> Iterator[list[_Move]]:
         yield batch
 
 
-def _piece(states: dict[ParameterRange, State], move: _Move, elements: ParameterRange, key: str) -> Tensor:
+def _values_of(states: dict[ParameterRange, State], move: _Move, elements: ParameterRange, key: str) -> Tensor:
     values: Tensor = states[elements][key]
     return values[move.start - elements.start : move.end - elements.start]
 
@@ -162,17 +162,17 @@ def _exchange(
     for move in batch:
         for key in _elementwise_keys(schema, move.parameter):
             if move.sender == rank:
-                outgoing[move.receiver].append(_bytes_of(_piece(old, move, move.old, key)))
+                outgoing[move.receiver].append(_bytes_of(_values_of(old, move, move.old, key)))
             if move.receiver == rank:
-                targets[move.sender].append(_bytes_of(_piece(new, move, move.new, key)))
+                targets[move.sender].append(_bytes_of(_values_of(new, move, move.new, key)))
     empty = torch.empty(0, dtype=torch.uint8, device=device)
-    sends = [torch.cat([p.to(device) for p in pieces]) if pieces else empty for pieces in outgoing]
-    sizes = [sum(target.numel() for target in pieces) for pieces in targets]
+    sends = [torch.cat([p.to(device) for p in tensors]) if tensors else empty for tensors in outgoing]
+    sizes = [sum(target.numel() for target in tensors) for tensors in targets]
     receives = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
     receives[rank] = sends[rank]
     lanes.run(pairwise_exchange(sends, receives, rank), "optimizer state").wait()
-    for received, pieces in zip(receives, targets, strict=True):
-        for target, values in zip(pieces, received.split([t.numel() for t in pieces]), strict=True):
+    for received, tensors in zip(receives, targets, strict=True):
+        for target, values in zip(tensors, received.split([t.numel() for t in tensors]), strict=True):
             target.copy_(values)
 
 
@@ -181,7 +181,7 @@ def _elementwise_keys(schema: _Schema, parameter: int) -> list[str]:
 
 
 def cut_entry(key: str, value: Any, parameter: Tensor, elements: ParameterRange) -> Any:
-    """One entry of a parameter's whole state, for the piece of the parameter that is ``elements``."""
+    """Return the part of one entry of a parameter's whole state that belongs to the range ``elements``."""
     # Adam's step count of a scalar parameter has the parameter's own shape, but counts steps.
     is_count = key == "step" and parameter.dim() == 0
     if isinstance(value, Tensor) and value.shape == parameter.shape and not is_count:

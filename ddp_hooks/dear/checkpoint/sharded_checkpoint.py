@@ -1,8 +1,8 @@
-"""Optimizer state as plain tensors, one per key, for ``torch.distributed.checkpoint``.
+"""Optimizer state as plain tensors, one per range, for ``torch.distributed.checkpoint``.
 
-Every rank saves what it holds; an entry's name says which elements of which parameter it has. Whoever loads asks for
-the pieces that overlap its own, so that any number of ranks, and any layout, can load what any other has saved. Plain
-tensors under names of their own need no private protocol of the checkpoint library, and survive ``async_save``.
+Every rank saves its ranges; an entry's name says which elements of which parameter it has. A rank that loads reads the
+entries that overlap its own ranges, so that any number of ranks, and any layout, can load the checkpoint of any other.
+Plain tensors under names of their own need no private protocol of the library, and survive ``async_save``.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NAME = re.compile(r"(?P<parameter>.+)/(?P<key>[^/]+)/(?P<start>\d+)-(?P<end>\d+
 
 
 class CheckpointKey(NamedTuple):
-    """An entry's name, taken apart; elements ``[start, end)``, or (0, 0) for an entry that is not element-wise."""
+    """Name of an entry, with elements ``[start, end)``, or (0, 0) for an entry that is not element-wise."""
 
     parameter: str
     key: str
@@ -45,30 +45,30 @@ class CheckpointKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """What belongs to a checkpoint beside the pieces: travels as one tensor of bytes.
+    """Settings in a checkpoint beside the states, saved as one tensor of bytes.
 
     Args:
         param_groups: per group, its settings.
-        layouts: shape and strides of every parameter. Pieces are in storage order, so strides matter.
+        layouts: shape and strides of every parameter. Ranges are in storage order, so strides matter.
     """
 
     param_groups: list[dict[str, Any]]
     layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
 
     def packed(self) -> Tensor:
-        """As bytes."""
+        """Return bytes."""
         buffer = io.BytesIO()
         torch.save(vars(self), buffer)
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
     @staticmethod
     def unpacked(content: Tensor) -> Settings:
-        """The reverse of :meth:`packed`."""
+        """Undo :meth:`packed`."""
         saved = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
         return Settings(saved["param_groups"], saved["layouts"])  # earlier versions have saved more
 
     def difference(self, present: Settings) -> str | None:
-        """Why these settings of a checkpoint do not fit the ``present`` ones, or None if they do."""
+        """Return why these settings of a checkpoint do not fit the ``present`` ones; None if they do."""
         if len(self.param_groups) != len(present.param_groups):
             return (
                 f"the optimizer has {len(present.param_groups)} param_groups, the checkpoint {len(self.param_groups)}: "
@@ -85,7 +85,7 @@ class Settings:
 
 
 def find_misfit(saved: Iterable[str], numels: Mapping[str, int]) -> str | None:
-    """Why saved pieces are not those of parameters with these names and sizes, or None if they are."""
+    """Return why saved entries do not fit parameters with these names and sizes; None if they do."""
     bounds: dict[tuple[str, str], list[tuple[int, int]]] = {}
     for name in saved:
         key = CheckpointKey.of(name)
@@ -110,7 +110,7 @@ def find_misfit(saved: Iterable[str], numels: Mapping[str, int]) -> str | None:
 
 
 def named_entries(states: Mapping[ParameterRange, State], names: Sequence[str]) -> dict[str, Any]:
-    """This rank's states as a flat dictionary from names to tensors (and what else optimizers keep)."""
+    """Return states as a flat dictionary from names to tensors (and other values that optimizers keep)."""
     entries: dict[str, Any] = {}
     for elements, state in states.items():
         for key, value in state.items():
@@ -122,7 +122,7 @@ def named_entries(states: Mapping[ParameterRange, State], names: Sequence[str]) 
 def overlapping_entries(
     saved: Mapping[str, Any], ranges: Iterable[ParameterRange], names: Sequence[str]
 ) -> dict[str, Any]:
-    """Empty tensors for every saved entry of which ``ranges`` need a part; ``saved`` maps names to metadata."""
+    """Return empty tensors for every saved entry that overlaps ``ranges``; ``saved`` maps names to metadata."""
     by_parameter: dict[str, list[CheckpointKey]] = {}
     for name in saved:
         key = CheckpointKey.of(name)

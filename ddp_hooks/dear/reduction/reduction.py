@@ -18,7 +18,7 @@ from ddp_hooks.planning.atoms import Atom
 
 
 class Reduction:
-    """The reduce-scatters of one backward.
+    """Reduce-scatters of one backward.
 
     Args:
         lanes: streams that run them.
@@ -28,11 +28,7 @@ class Reduction:
     """
 
     def __init__(
-        self,
-        lanes: Lanes,
-        model_layout: ModelLayout,
-        ready: Mapping[int, Tensor],
-        reduce_dtype: torch.dtype | None,
+        self, lanes: Lanes, model_layout: ModelLayout, ready: Mapping[int, Tensor], reduce_dtype: torch.dtype | None
     ) -> None:
         self.buckets: list[tuple[int, ...]] = []
         self.num_parameters = 0  # in the buckets so far
@@ -51,7 +47,7 @@ class Reduction:
         self._ahead: dict[int, tuple[Atom, Tensor]] = {}  # atoms that were launched before their bucket came
 
     def add_bucket(self, parameters: tuple[int, ...], buffer: Tensor, is_last: bool) -> None:
-        """A bucket is ready: launch every group that is now complete."""
+        """Take a bucket that is ready, and launch every group that is now complete."""
         position = len(self.buckets)
         self.buckets.append(parameters)
         self.num_parameters += len(parameters)
@@ -122,6 +118,6 @@ class Reduction:
             atom, gradient = self._ahead.pop(index)
             if self.atoms[index] != atom or self.gradients[index].data_ptr() != gradient.data_ptr():
                 raise RuntimeError(
-                    "DDP handed over a bucket with other gradients, or in other memory, than the reduction that had "
-                    f"begun; please report this, with the versions of torch and ddp_hooks{see('please-report')}"
+                    "DDP handed over a bucket with other gradients, or in other memory, than its reduction has "
+                    f"begun with; please report this, with the versions of torch and ddp_hooks{see('please-report')}"
                 )

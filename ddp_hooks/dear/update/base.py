@@ -43,11 +43,7 @@ class Update(ABC):
     gathers_under_forward: bool
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        parameters: ManagedParameters,
-        memory: ParameterMemory,
-        lanes: Lanes,
+        self, optimizer: torch.optim.Optimizer, parameters: ManagedParameters, memory: ParameterMemory, lanes: Lanes
     ) -> None:
         self.shards = Shards()
         # Per group of the optimizer: our parameters by index, other ones as they are.

@@ -1,7 +1,4 @@
-"""Gradient clipping over shards: every rank sees a part of every gradient, one scalar makes the whole.
-
-The norm of the whole is that of the parts' norms, so one all-reduce of one number is enough, and clipping happens
-where the gradients are, before the update and before any gather.
+"""Gradient clipping over shards, with one all-reduce of a scalar, before the update and before any gather.
 """
 
 from __future__ import annotations
@@ -22,13 +19,13 @@ class GradientShards(Protocol):
     """Gradients of which every rank holds a part; :class:`~ddp_hooks.DearState` is one."""
 
     def reduced_gradients(self) -> AbstractContextManager[list[torch.nn.Parameter]]:
-        """This rank's shards, with their reduced gradients as ``.grad`` while the context lasts."""
+        """Return this rank's shards, with their reduced gradients as ``.grad`` while the context lasts."""
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """The sum of a small tensor over the ranks; collective."""
+        """Return the sum of a small tensor over the ranks; collective."""
 
     def largest_over_ranks(self, value: Tensor) -> Tensor:
-        """The largest values of a small tensor over the ranks; collective."""
+        """Return the largest values of a small tensor over the ranks; collective."""
 
 
 @calling("clip_grad_norm_()")
@@ -96,12 +93,12 @@ def checked_norm(max_norm: float, norm_type: float) -> tuple[float, float]:
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """The gradients that are there. Empty ones, of which torch takes no infinity norm, are not."""
+    """Return the gradients that are not None and not empty: torch takes no infinity norm of empty ones."""
     return [p.grad for p in parameters if p.grad is not None and p.grad.numel() > 0]
 
 
 def total_power(gradients: Sequence[Tensor], shards: GradientShards, norm_type: float) -> Tensor:
-    """What this rank's part contributes to a norm, over all ranks: a sum of powers, or the largest; collective."""
+    """Return the sum of powers, or the largest value, of all ranks' gradients; collective."""
     power = power_of(gradients, norm_type)
     if norm_type < math.inf:
         return shards.sum_over_ranks(power)
@@ -112,7 +109,7 @@ def total_power(gradients: Sequence[Tensor], shards: GradientShards, norm_type: 
 
 
 def norm_of(powers: Sequence[Tensor], norm_type: float) -> Tensor:
-    """The norm, a float64 scalar, of sets with these sums of powers (or largest values)."""
+    """Return the norm, a float64 scalar, of sets with these sums of powers (or largest values)."""
     if not powers:
         return torch.zeros((), dtype=torch.float64)
     stacked = torch.stack([power.to(powers[0].device) for power in powers])
@@ -130,7 +127,7 @@ def scale_down(gradients: Sequence[Tensor], max_norm: float, total: Tensor) -> N
 
 
 def power_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
-    """Sum of powers, or the largest absolute value: what adds up to a norm; a float64 scalar."""
+    """Return the sum of powers, or the largest absolute value, a float64 scalar."""
     norm = torch.nn.utils.get_total_norm(gradients, norm_type)
     if hasattr(norm, "full_tensor"):  # a DTensor, each rank of which has a part; to import the class takes a while
         norm = norm.full_tensor()
@@ -139,7 +136,7 @@ def power_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
 
 
 def _co_optimizers(source: GradientShards) -> list[GradientShards]:
-    """What belongs to a state: tables of its model."""
+    """Return the sharded tables that step with a state."""
     return list(getattr(source, "co_optimizers", ()))
 
 

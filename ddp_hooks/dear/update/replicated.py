@@ -1,4 +1,4 @@
-"""The user's optimizer, stepping on whole parameters on every rank: DeAR as the paper has it.
+"""Replicated updates: every rank steps on whole parameters, as in the paper.
 
 Reduced gradients are gathered, not parameters, and each parameter is updated when its gradient has arrived, in the next
 forward, just before it is read (zhang2023dear, section III-B, Algorithm 1: FeedPipe). For optimizers that look at whole
@@ -82,7 +82,6 @@ class ReplicatedUpdate(Update):
         return move_states(kept, layout, new_layout, self._lanes, self._parameters.device, to=self._parameters.device)
 
     def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
-        """The optimizer's parameters stay as they are."""
         super().install(layout, states)
         self._places = {
             member.parameter: self._place(member.parameter, index, member.offset)
@@ -226,7 +225,7 @@ class ReplicatedUpdate(Update):
 
 
 class _Place(NamedTuple):
-    """Where a parameter's whole gradient lies, as a view."""
+    """Place of a parameter's whole gradient, as a view."""
 
     atom: int  # in which it begins
     offset: int  # there

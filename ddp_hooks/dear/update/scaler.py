@@ -1,4 +1,4 @@
-"""A GradScaler for sharded gradients and tables: ranks look for overflows in their own parts, and act together."""
+"""GradScaler for sharded gradients and tables: ranks look for overflows in their own parts, and act together."""
 
 from __future__ import annotations
 
@@ -73,6 +73,6 @@ class GradScaler(torch.amp.GradScaler):
 
 @dataclass
 class _Holders:
-    """What the stock scaler wants of an optimizer when it unscales: who holds gradients."""
+    """Part of an optimizer that the stock scaler reads when it unscales."""
 
     param_groups: list[dict[str, Any]]

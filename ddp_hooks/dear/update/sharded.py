@@ -1,11 +1,11 @@
-"""The user's optimizer, stepping on this rank's shard of every parameter.
+"""Sharded updates: the user's optimizer steps on this rank's shard of every parameter.
 
 Inside of ``optimizer.step()`` the parameter groups hold shards, views of the ranges that this rank owns, in the place
 of parameters, with unchanged order and settings, and ``optimizer.state`` is that of shards. Outside the groups hold the
 model's parameters, as in plain DDP, so that averages, norms and copies are those of whole parameters, and
 ``optimizer.state`` is a :class:`~ddp_hooks.dear.update.spread_state.SpreadState`.
 
-What the optimizer knows of a parameter moves with it: from whole tensors to shards when sharding begins, and between
+The optimizer's state of a parameter moves with it: from whole tensors to shards when sharding begins, and between
 ranks when DDP rebuilds its buckets.
 """
 

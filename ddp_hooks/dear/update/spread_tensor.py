@@ -1,8 +1,8 @@
-"""A tensor of which every rank holds some ranges, as ``torch.distributed.checkpoint`` saves and loads it.
+"""Tensor of which every rank holds some ranges, as ``torch.distributed.checkpoint`` saves and loads it.
 
 Ranges follow memory, not rows, so a DTensor cannot describe them. The checkpoint library asks a tensor for the blocks
-that this rank holds, and joins the blocks of all ranks to one tensor under one name. Whoever loads, on any number of
-ranks and with any layout, or into a whole tensor of plain DDP, reads what overlaps its own blocks.
+that this rank holds, and joins the blocks of all ranks to one tensor under one name. A rank that loads, with any number
+of ranks and any layout, or into a whole tensor of plain DDP, reads the parts that overlap its own blocks.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ _aten = torch.ops.aten
 
 
 class Block(NamedTuple):
-    """A rectangle of a tensor: where it begins, and how far it goes, in every dimension."""
+    """Rectangle of a tensor."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
 
 def blocks_of(shape: Sequence[int], start: int, end: int) -> Iterator[Block]:
-    """The rectangles that elements ``[start, end)`` of a row-major tensor are made of, in their order.
+    """Yield the rectangles that elements ``[start, end)`` of a row-major tensor consist of, in their order.
 
-    At most two per dimension, and one: the rest of the first row, whole rows, and the beginning of the last row, of
-    which the first and the last are cut likewise.
+    These are the rest of the first row, whole rows, and the beginning of the last row; first and last row are cut in
+    the same way, so there are at most two rectangles per dimension, and one.
     """
     if start >= end:
         return
@@ -56,7 +56,7 @@ def _in_row(row: int, inner: tuple[int, ...], start: int, end: int) -> Iterator[
 
 
 class SpreadTensor(Tensor):
-    """One tensor over all ranks, of which this one holds :attr:`parts`; every use of its values raises.
+    """Tensor over all ranks, of which this one holds :attr:`parts`; every use of its values raises.
 
     Shape, strides, dtype and device are those of the whole. It may be copied (``clone``, ``deepcopy``, ``cpu()``, or by
     ``async_save``), and saved and loaded by ``torch.distributed.checkpoint``.
@@ -84,7 +84,7 @@ class SpreadTensor(Tensor):
         return whole
 
     def local_shards(self) -> list[Tensor]:
-        """The elements that this rank holds, as flat tensors: those in use, not copies."""
+        """Return the elements that this rank holds, as flat tensors: the memory in use, not copies."""
         return list(self.parts.values())
 
     def _with(self, change: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> SpreadTensor:
@@ -145,7 +145,7 @@ class SpreadTensor(Tensor):
     # -- what torch.distributed.checkpoint asks of a tensor ---------------------------------------------------------
 
     def _blocks(self) -> Iterator[tuple[Block, Tensor]]:
-        """The rectangles that this rank holds, each with its elements in the shape of the rectangle."""
+        """Yield the rectangles that this rank holds, each with its elements in the shape of the rectangle."""
         # In storage order the tensor is row-major.
         strides = self.stride()
         order = sorted(range(self.dim()), key=lambda dim: (-strides[dim], -self.shape[dim]))
