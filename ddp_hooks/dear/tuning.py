@@ -14,7 +14,7 @@ from ddp_hooks.tuning import Groups, Setting, Tuning, begin, job_of
 
 
 class TunableFusion:
-    """See :class:`~ddp_hooks.tuning.Knob`.
+    """See :class:`~ddp_hooks.tuning.Tunable`.
 
     Args:
         layout: the layout whose atoms are grouped.
@@ -32,7 +32,7 @@ class TunableFusion:
         reduced, gathered = self._layout.groups_with(self._rule(mb))
         return Groups(len(reduced), (tuple(reduced), tuple(gathered)))
 
-    def turn(self, setting: Setting) -> None:
+    def apply(self, setting: Setting) -> None:
         self._regroup(self._rule(setting.mb))
         self._lanes.use(setting.lanes)
 
@@ -55,5 +55,5 @@ def begin_tuning(
     settings = f"{replace(config, tuner=None, trace=False)}, buckets of {bucket_bytes} bytes"
     goodput_bytes_s = link.goodput_bytes_s if link is not None else None
     job = job_of("dear", parameters.tensors, parameters.names, lanes, settings, goodput_bytes_s)
-    knob = TunableFusion(layout, lanes, regroup)
-    return begin(config.tuner, knob, lanes, layout.rule.mb, job, parameters.device)
+    tunable = TunableFusion(layout, lanes, regroup)
+    return begin(config.tuner, tunable, lanes, layout.rule.mb, job, parameters.device)

@@ -14,7 +14,7 @@ from ddp_hooks.tuning import Groups, Setting, Tuning, begin, job_of
 
 
 class TunableGroups:
-    """Groups in force, and lanes of which some may be left idle; a :class:`~ddp_hooks.tuning.Knob`."""
+    """Groups in force, and lanes of which some may be left idle; a :class:`~ddp_hooks.tuning.Tunable`."""
 
     def __init__(self, grouping: Grouping, lanes: Lanes) -> None:
         self._grouping = grouping
@@ -24,7 +24,7 @@ class TunableGroups:
         members = tuple(self._grouping.members_of(mb))
         return Groups(len(members), members)
 
-    def turn(self, setting: Setting) -> None:
+    def apply(self, setting: Setting) -> None:
         self._grouping.form(setting.mb)
         self._lanes.use(setting.lanes)
 

@@ -3,6 +3,6 @@
 from ddp_hooks.tuning.candidates import Groups, Setting
 from ddp_hooks.tuning.config import BucketTuner
 from ddp_hooks.tuning.profile import Job, Trial, job_of
-from ddp_hooks.tuning.tuning import Knob, Tuning, begin
+from ddp_hooks.tuning.tuning import Tunable, Tuning, begin
 
-__all__ = ["BucketTuner", "Groups", "Job", "Knob", "Setting", "Trial", "Tuning", "begin", "job_of"]
+__all__ = ["BucketTuner", "Groups", "Job", "Setting", "Trial", "Tunable", "Tuning", "begin", "job_of"]

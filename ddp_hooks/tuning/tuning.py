@@ -35,13 +35,13 @@ logger = logging.getLogger("ddp_hooks")
 _VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # ranks exchange an index
 
 
-class Knob(Protocol):
+class Tunable(Protocol):
     """Fusion size and number of lanes of a hook."""
 
     def groups_of(self, mb: float) -> Groups:
         """Return the groups that a size would form; called from another thread, also during a step."""
 
-    def turn(self, setting: Setting) -> None:
+    def apply(self, setting: Setting) -> None:
         """Apply ``setting``; called on all ranks between steps, with no communication under way."""
 
 
@@ -58,7 +58,7 @@ class Tuning:
     """Search on one rank, running or finished; :func:`begin` makes it."""
 
     def __init__(
-        self, tuner: BucketTuner, knob: Knob, lanes: Lanes, device: torch.device, default: Setting, job: Job
+        self, tuner: BucketTuner, tunable: Tunable, lanes: Lanes, device: torch.device, default: Setting, job: Job
     ) -> None:
         self.tuner = tuner
         self.trials: list[Trial] = []
@@ -66,7 +66,7 @@ class Tuning:
         self.setting = default
         """Setting in force."""
         self.phase = Phase.SETTLING
-        self._knob = knob
+        self._tunable = tunable
         self._lanes = lanes
         self._device = device
         self._default = default
@@ -75,7 +75,7 @@ class Tuning:
         self._next_poll = 0  # step of this phase in which the first rank is asked next
         self._role: Role = "search"  # of the present trial
         self._asked_s = time.perf_counter()
-        self._searcher = Searcher(tuner, knob.groups_of, default, job) if lanes.rank == 0 else None
+        self._searcher = Searcher(tuner, tunable.groups_of, default, job) if lanes.rank == 0 else None
 
     @property
     def finished(self) -> bool:
@@ -122,7 +122,7 @@ class Tuning:
 
     def groups_of(self, mb: float) -> Groups:
         """Return the groups that a size forms; sizes with equal groups make no difference."""
-        return self._knob.groups_of(mb)
+        return self._tunable.groups_of(mb)
 
     def plot(self, path: str | Path) -> None:
         """Draw the measurements, the posterior, and the expected improvement of a further trial (the paper's Fig. 3).
@@ -136,7 +136,7 @@ class Tuning:
         trials = [*(self._searcher.former if self._searcher is not None else ()), *self.trials]
         if not trials:
             raise ValueError("nothing was measured yet: draw the picture after the first trial")
-        candidates = all_candidates(self.tuner, self._knob.groups_of, self._default)
+        candidates = all_candidates(self.tuner, self._tunable.groups_of, self._default)
         plot_search(candidates, trials, self.setting, self.tuner, path)
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Tuning:
             self._next_poll = 2 * self._steps  # a slow decision is asked for seldom
             return
         if setting != self.setting:
-            self._knob.turn(setting)
+            self._tunable.apply(setting)
             self.setting = setting
         if verdict == "stop":
             self._finish()
@@ -172,7 +172,7 @@ class Tuning:
     def _end_trial(self) -> None:
         median_s = statistics.median(self._clock.seconds()[self.tuner.dropped_steps :])
         step_s = max(row[0] for row in self._exchange([median_s], "the times of a trial"))  # of the slowest rank
-        num_groups = self._knob.groups_of(self.setting.mb).num_groups
+        num_groups = self._tunable.groups_of(self.setting.mb).num_groups
         trial = Trial(*self.setting, num_groups, step_s, self._role, time.perf_counter() - self._asked_s)
         self.trials.append(trial)
         if self._searcher is not None:
@@ -197,12 +197,14 @@ class Tuning:
         self.close()
 
 
-def begin(tuner: BucketTuner, knob: Knob, lanes: Lanes, mb: float, job: Job, device: torch.device) -> Tuning | None:
+def begin(
+    tuner: BucketTuner, tunable: Tunable, lanes: Lanes, mb: float, job: Job, device: torch.device
+) -> Tuning | None:
     """Start a search at the size in force; return None with a single rank. Collective.
 
     Args:
         tuner: the settings.
-        knob: applies a setting.
+        tunable: applies a setting.
         lanes: of the ranks that decide together; they grow to ``max_lanes``.
         mb: size in force; with the present number of lanes the default, which would stay without a tuner.
         job: key of the profile.
@@ -217,4 +219,4 @@ def begin(tuner: BucketTuner, knob: Knob, lanes: Lanes, mb: float, job: Job, dev
     if tuner.max_lanes is not None:
         lanes.grow(tuner.max_lanes)
         lanes.use(default.lanes)
-    return Tuning(tuner, knob, lanes, device, default, replace(job, settings=f"{job.settings}, {searched}"))
+    return Tuning(tuner, tunable, lanes, device, default, replace(job, settings=f"{job.settings}, {searched}"))
