@@ -272,8 +272,8 @@ class _ReachedByZeroGrad:
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside of Lightning's or Fabric's wrapper."""
-    inner: torch.optim.Optimizer = getattr(optimizer, "_optimizer", optimizer)
+    """Return the optimizer inside of the wrapper of Lightning, Fabric or the user."""
+    inner: torch.optim.Optimizer = getattr(optimizer, "_optimizer", getattr(optimizer, "optimizer", optimizer))
     return inner
 
 

@@ -29,6 +29,12 @@ def test_a_backward_inside_of_a_forward_leaves_the_forward_open() -> None:
     assert Phase.BACKWARD_IN_FORWARD.in_forward and Phase.BACKWARD_IN_FORWARD.in_backward
 
 
+def test_two_threads_may_notice_one_backward() -> None:
+    for phase in (Phase.IDLE, Phase.FORWARD):
+        first, second = run([Event.BACKWARD_BEGINS] * 2, phase)
+        assert first is second and first.in_backward
+
+
 def test_a_forward_begins_after_an_interrupted_backward() -> None:
     assert run([Event.FORWARD_BEGINS, Event.BACKWARD_ENDS], Phase.BACKWARD) == [Phase.FORWARD, Phase.FORWARD]
 

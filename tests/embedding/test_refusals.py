@@ -297,6 +297,7 @@ def misuse(rank: int, world_size: int) -> list[str]:
     (batch,) = batches(rank, world_size, 1)
     messages = [
         message_of(lambda: copy.deepcopy(side.ddp.module)),
+        message_of(lambda: copy.deepcopy(tables.prefetch([batch], ids_of))),
         message_of(lambda: side.ddp.module.encoder(batch["encoder"].float())),
         message_of(lambda: tables.rows_of({"nothing": batch["encoder"]})),
         message_of(lambda: tables.rows_of(batch["encoder"])),
@@ -323,6 +324,7 @@ def misuse(rank: int, world_size: int) -> list[str]:
 def test_misuse(workers: WorkerPools) -> None:
     expected = [
         "cannot be copied",
+        "prefetching loaders cannot be copied",
         "must be int32 or int64, got torch.float32",
         "unknown table 'nothing'; expected keys: encoder, decoder.words, narrow",
         "must return ids by table",

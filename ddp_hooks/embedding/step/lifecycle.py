@@ -47,7 +47,8 @@ _PHASES: dict[Event, dict[Phase, Phase]] = {
     Event.BACKWARD_BEGINS: {
         Phase.IDLE: Phase.BACKWARD,
         Phase.FORWARD: Phase.BACKWARD_IN_FORWARD,
-        Phase.CLOSED: Phase.CLOSED,
+        # Autograd has a thread per device, and several may notice the same backward.
+        **{phase: phase for phase in (Phase.BACKWARD, Phase.BACKWARD_IN_FORWARD, Phase.CLOSED)},
     },
     Event.BACKWARD_ENDS: {
         Phase.BACKWARD: Phase.IDLE,

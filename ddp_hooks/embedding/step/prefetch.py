@@ -34,6 +34,12 @@ class PrefetchQueue:
         self._by_epoch: dict[object, Announcement] = {}  # ordered by the last call of announce()
         self._trained_with: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders whose batches training forwards took
 
+    def __deepcopy__(self, memo: Any) -> PrefetchQueue:
+        raise TypeError("prefetching loaders cannot be copied: copy the loader that tables.prefetch() was given")
+
+    def __reduce__(self) -> Any:
+        raise TypeError("prefetching loaders cannot be pickled: pickle the loader that tables.prefetch() was given")
+
     def announce(self, epoch: object, announcement: Announcement) -> None:
         """Add a batch; replaces the one that the same ``epoch``, an iteration of a loader, added before."""
         self._by_epoch.pop(epoch, None)
