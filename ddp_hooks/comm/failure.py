@@ -177,7 +177,7 @@ class FailureStore:
         self._notices = FailureNotices(group) if group is not None else None
         self._notes = WaitNotes(store, rank)
         self._knows = False  # of a failure
-        self._is_blamed = False  # another rank lost the connection to this one
+        self._blamed_until_s: float | None = None  # another rank lost the connection to this one; see _own_timeout()
         self._gave_up: LaneTimeout | None = None  # the first message of this rank that timed out
         _stores.add(self)
 
@@ -233,8 +233,9 @@ class FailureStore:
 
     def _own_timeout(self) -> LaneTimeout | None:
         """Return the timeout of this rank that others took for its end; None if there was none."""
-        deadline_s = time.monotonic() + (_OWN_TIMEOUT_S if self._is_blamed else 0.0)
-        while self._gave_up is None and time.monotonic() < deadline_s:
+        if self._blamed_until_s is None:
+            return None
+        while self._gave_up is None and time.monotonic() < self._blamed_until_s:
             time.sleep(0.02)
         return copy.copy(self._gave_up)  # each thread raises one of its own
 
@@ -350,7 +351,8 @@ class FailureStore:
         witness, culprit, *reason = note.split(":", 2)
         own = self._rank if note == mine else None
         if not reason:
-            self._is_blamed = int(culprit) == self._rank != int(witness)
+            if int(culprit) == self._rank != int(witness) and self._blamed_until_s is None:
+                self._blamed_until_s = time.monotonic() + _OWN_TIMEOUT_S
             try:
                 end = end_of(self._store, int(culprit))
                 if end is not None:

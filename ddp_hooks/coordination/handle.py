@@ -40,7 +40,7 @@ class Agreement:
 
     def __init__(self, name: str, context: WaitContext) -> None:
         self.name = name
-        self._context = context
+        self.context = context
         self._is_decided = False
         self._is_complete = False
         self._decided: threading.Event | None = None  # made by the first thread that waits; most have none
@@ -74,7 +74,7 @@ class Agreement:
     def wait(self) -> None:
         """Wait for the result; raises as :meth:`Handle.wait`."""
         if not self._is_decided:
-            with self._context.waiting():
+            with self.context.waiting():
                 self._wait_for_decision()
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
@@ -82,11 +82,11 @@ class Agreement:
             try:
                 self._work.wait()
             except LaneError as error:
-                self._context.fail(error)
+                self.context.fail(error)
                 raise
 
     def _wait_for_decision(self) -> None:
-        context, witness = self._context, self._context.witness
+        context, witness = self.context, self.context.witness
         with _deciding:
             if self._is_decided:
                 return
@@ -120,6 +120,11 @@ class Handle:
     def label(self) -> str:
         """Name of the request."""
         return self._agreement.name
+
+    @property
+    def context(self) -> WaitContext:
+        """Shared by all waits of the coordinator that made this handle."""
+        return self._agreement.context
 
     @property
     def done(self) -> bool:

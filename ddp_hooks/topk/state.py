@@ -87,7 +87,8 @@ class TopKState:
         self._steps = Steps(config, self._ddp, self._parameters, self._channels, self._grouping, self._chooser)
         self._pipeline = self._build_pipeline(ddp, optimizer) if self._channels.early is not None else None
         self.tuning = begin_tuning(config, lanes, self._parameters, self._names, self._grouping)
-        """The search for a size of groups that ``config.tuner`` asks for; None without."""
+        """Search for a size of groups that ``config.tuner`` asks for; None without."""
+        self._steps.begin_counting()  # the tuner may have measured the link
         if self._is_tuning:
             self._chooser.postpone()
         self._closed = False

@@ -57,6 +57,29 @@ def test_a_rank_that_has_waited_for_long_may_live() -> None:
     witness.close()
 
 
+def test_a_rank_that_timed_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message that times out closes its connection, which others take for the end of this rank."""
+    naps: list[float] = []
+    clock = iter(range(10_000))
+    monkeypatch.setattr(failure, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=naps.append))
+    for first, gives_up, expected in (
+        ("1:0", True, "LaneTimeout: lane 0 timed out"),
+        ("1:0", False, "LaneError: lane 1: rank 0 died"),  # nothing of this rank has timed out
+        ("1:2", True, "LaneError: lane 1: rank 2 died"),  # others report another rank
+    ):
+        store = dist.HashStore()
+        witness = failure.FailureStore(store, "test", 0, [0, 1, 2])
+        if gives_up:
+            witness.failure_of(RuntimeError("Timed out waiting 2000ms"), 1, "lane 0")
+        store.set("ddp_hooks/test/failure", first)
+        for _ in range(2):
+            naps.clear()
+            found = witness.failure_during("lane 1")
+            assert f"{type(found).__name__}: {found}".startswith(expected)
+        assert not naps, "the second wait for a timeout of its own is none"
+        witness.close()
+
+
 def test_the_failure_that_others_told_of_came_first() -> None:
     class Notices:
         def first(self) -> str:

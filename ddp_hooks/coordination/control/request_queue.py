@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
-from ddp_hooks.comm import LaneError, Work, see
+from ddp_hooks.comm import LaneError, ThreadWork, Work, see
 from ddp_hooks.coordination.control.cycle_policy import WAITING_TOO_LONG_S, CycleFacts, CyclePolicy
 from ddp_hooks.coordination.control.stalls import StallMonitor
-from ddp_hooks.coordination.control.submission import Blocked, PartialGroup, Submission
+from ddp_hooks.coordination.control.submission import Blocked, PartialGroup, Submission, error_of
 from ddp_hooks.coordination.handle import Agreement, Handle
 
 _CHECK_LANES_S = 0.5
+_LOOK_S = 1.0  # between two looks at work of others that may have failed
 
 
 @dataclass
@@ -90,16 +91,20 @@ class RequestQueue:
         else:
             self.blocked[request.name] = blocked
             for work in after:
-                if not isinstance(work, Handle):
+                if not (isinstance(work, Handle) and work.context is submission.agreement.context):
                     name = f"ddp_hooks wait for {work.label}"
                     threading.Thread(target=self._wake_after, args=(work,), name=name, daemon=True).start()
             self._wake()
         self.stalls.watch(submission.asked_s)
 
-    def _wake_after(self, work: Work) -> None:
-        """Wait for work of other lanes on a thread of its own: such work wakes no other thread."""
-        with contextlib.suppress(Exception):  # the control thread finds the error
-            work.wait()
+    def _wake_after(self, work: Work | Handle) -> None:
+        """Wait for work of others on a thread of its own, because it wakes no other thread."""
+        if isinstance(work, ThreadWork):  # its wait() would report that this rank waits, and take the report back
+            while not work.done and error_of(work) is None:
+                work.error_within(_LOOK_S)
+        else:
+            with contextlib.suppress(Exception):  # the control thread finds the error
+                work.wait()
         self._wake()
 
     def begin_group(self, name: str, group: PartialGroup) -> None:

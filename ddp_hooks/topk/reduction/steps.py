@@ -83,7 +83,11 @@ class Steps:
         self._channels = channels
         self._grouping = grouping
         self._chooser = chooser
-        self._mark = (channels.lanes.traffic, 0.0)
+        self.begin_counting()
+
+    def begin_counting(self) -> None:
+        """Count bytes of the first step from here, without those of set-up."""
+        self._mark = (self._channels.lanes.traffic, 0.0)
 
     def approve(self, backward: Backward) -> bool:
         """Count a step, and return True, if the gradients of every rank are finite; collective.
