@@ -323,8 +323,8 @@ class DearState:
         driver, optimizer = self._driver, self._optimizer
         checkpoint = driver.checkpoint
 
-        def finish(*_: Any) -> None:
-            driver.pipe.finish()
+        def finish(*_: Any) -> None:  # keeps the state alive with the optimizer, for the handler at exit
+            self._driver.pipe.finish()
 
         handles: list[Any] = [
             *around_step(

@@ -173,10 +173,10 @@ class StepDriver:
         """Begin a backward, unless it has begun."""
         if self.phase is Phase.BACKWARD:
             return
+        self._end_step_phase()
         if self._latest_forward == "none" or self.phase is Phase.REDUCING:
             refuse_unhooked_forward()
         self._wait_for_gathers()  # parameters that the forward did not touch may still be in flight
-        self._leave_step()
         reduction = Reduction(self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype)
         self._enter(Phase.BACKWARD)
         self.reduction = reduction
@@ -230,6 +230,7 @@ class StepDriver:
 
     def _begin_step(self) -> None:
         """Attach gradients, check them, and let the update prepare the optimizer."""
+        self.refuse_closed()
         self._leave_step()
         self._wait_for_gathers()  # two steps without a forward between them
         from_last_backward = self.reduction is not None  # not shown to the user in between
@@ -256,6 +257,7 @@ class StepDriver:
         self._refuse_unreduced()
         reduction = self.reduction
         if reduction is None:
+            self.gradients.wait()  # an exception may have ended an earlier wait
             self.model_gradients.release()
             return
         self.memory.refuse_replaced_storage()
@@ -263,9 +265,12 @@ class StepDriver:
         if self.layout.current != layout:
             self._adopt(layout, reduction)
         self.gradients.attach(reduction)
+        self.reduction = None  # before any wait, which may raise: gradients are attached once
+        if self.phase is Phase.BLANK_STEP:
+            self._before_blank = Phase.IDLE
+        else:
+            self._enter(Phase.IDLE)
         self.update.take_gradients(self.gradients, reduction.gradients, may_wait)
-        self._enter(Phase.IDLE)
-        self.reduction = None
 
     def refuse_closed(self) -> None:
         """Raise RuntimeError after :meth:`close`."""
@@ -360,6 +365,9 @@ class StepDriver:
     def _leave_step(self) -> None:
         """End the step under way, if there is one: also one of which no hook has heard the end."""
         self.update.leave()
+        self._end_step_phase()
+
+    def _end_step_phase(self) -> None:
         if self.phase in STEPS:
             self._enter(self._before_blank if self.phase is Phase.BLANK_STEP else Phase.IDLE)
 
@@ -437,7 +445,11 @@ class StepDriver:
             ddp = torch_compat.ddp_in_forward()
             if ddp is not None and ddp.module is self.root:
                 refuse_unhooked_forward()
-        self.model_gradients.guard_kept(self._ddp.require_backward_grad_sync)
+        try:
+            synchronised = self._ddp.require_backward_grad_sync
+        except ReferenceError:  # DDP is gone, and with it all backwards that it would reduce
+            return
+        self.model_gradients.guard_kept(synchronised)
 
     def after_forward(self, module: Any, args: Any, output: Any) -> None:
         """End the forward; a forward hook of DDP that is always called."""

@@ -48,6 +48,18 @@ if sys.argv[1] != "close":
 print(before, count_threads())
 """
 
+CLOSE_AT_EXIT = """
+import atexit
+from ddp_hooks.comm import Lanes
+closed, close = [], Lanes.close
+Lanes.close = lambda lanes: (closed.append(lanes), close(lanes))
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+gc.disable()
+train(3, close=False)  # its model, DDP, optimizer and state are gone, but for what holds itself
+atexit._run_exitfuncs()
+print(len(closed))
+"""
+
 ONE_RANK_RAISES = """
 def fail():
     if rank == 1:
@@ -80,11 +92,12 @@ def test_a_closed_state_leaves_nothing_that_could_abort_the_process_at_its_end()
 
 
 def test_a_forgotten_state_is_collected_and_ends_its_lanes() -> None:
-    process = start(GIVE_EVERYTHING_BACK, "forget")
+    process = start(GIVE_EVERYTHING_BACK + CLOSE_AT_EXIT, "forget")
     output, errors = process.communicate(timeout=60)
     assert process.returncode == 0, errors
-    before, after = map(int, output.split())
+    before, after, num_closed = map(int, output.split())
     assert after == before, "threads of lanes or process groups are still there"
+    assert num_closed == 1, "a state that nobody closes is closed when the process ends"
 
 
 @pytest.mark.slow

@@ -6,18 +6,21 @@ Prevents: an optimizer that reads memory in which partial sums still change.
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
+from ddp_hooks import DearState, dear_hook
 from ddp_hooks.comm.executors.work import ThreadWork
 from ddp_hooks.dear.reduction.shard_gradients import AsyncGradient
 from ddp_hooks.intercept import ELEMENTWISE, around_step
 from tests.support.dear.misuse import trained
-from tests.support.dear.twins import whole_batches
+from tests.support.dear.twins import CONFIG, whole_batches
 from tests.support.workers import WorkerPools
 
 
@@ -116,3 +119,30 @@ def test_gradients_are_pending_in_the_step_and_guarded_around_it(workers: Worker
     for travel, kind in [(True, "AsyncGradient"), (False, "Tensor")]:
         expected = ({"GradientGuard"}, {kind}, {"GradientGuard"}, {"Tensor"})
         assert workers(2).run(gradients_around_a_step, travel) == [expected] * 2
+
+
+def interrupted_wait(rank: int, world_size: int, interrupted: bool) -> list[Any]:
+    """Two backwards before a step, sums in another type, and a wait for gradients that an exception ends."""
+    torch.manual_seed(0)
+    ddp = DistributedDataParallel(torch.nn.Linear(8, 8), gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    state = DearState(ddp, optimizer, replace(CONFIG, reduce_dtype=torch.bfloat16))
+    ddp.register_comm_hook(state, dear_hook)
+    for _ in range(2):
+        optimizer.zero_grad()
+        for scale in (1.0, 2.0):
+            ddp(torch.full((2, 8), scale * (rank + 1))).sum().backward()
+        if interrupted:
+            gradients = state._driver.gradients
+            with mock.patch.object(gradients, "wait", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+                state.clip_grad_norm_(1e9)
+        state.clip_grad_norm_(1e9)
+        optimizer.step()
+    state.synchronize()
+    outcome = [parameter.tolist() for parameter in ddp.parameters()]
+    state.close()
+    return outcome
+
+
+def test_an_interrupted_wait_loses_no_gradient(workers: WorkerPools) -> None:
+    assert workers(2).run(interrupted_wait, True) == workers(2).run(interrupted_wait, False)

@@ -82,8 +82,9 @@ class ShardGradients:
             self._groups.pop(0)
         self._work_of.clear()
         for shard in self._shards:
-            if isinstance(shard.tensor.grad, AsyncGradient):
-                shard.tensor.grad.resolve()
+            gradient = shard.tensor.grad
+            if isinstance(gradient, AsyncGradient):
+                AsyncGradient.resolve(gradient)  # of the class: another thread may have resolved it
 
     @property
     def is_under_way(self) -> bool:
@@ -200,8 +201,8 @@ class AsyncGradient(Tensor):
     def of(gradient: Tensor, wait: Callable[[], None]) -> AsyncGradient:
         """Let ``gradient`` wait until ``wait`` has returned, which uses it ``without_overrides()`` if at all."""
         waiting: Any = gradient
+        waiting.wait = wait  # before the class, as another thread may read the gradient
         waiting.__class__ = AsyncGradient
-        waiting.wait = wait
         made: AsyncGradient = waiting
         return made
 
