@@ -254,7 +254,7 @@ class FailureStore:
         try:
             if self._store.check([f"{self._prefix}/failure"]):
                 note = self._store.get(f"{self._prefix}/failure").decode()
-        except Exception as error:  # see blame()
+        except Exception as error:  # see report_peer()
             return self._without_store(error)
         if note is None:
             return None
@@ -348,10 +348,10 @@ class FailureStore:
             logger.debug("could not say that a failure was noticed: %s", error)
 
     def _sentence(self, note: str, mine: str | None = None) -> str:
-        witness, culprit, *reason = note.split(":", 2)
+        reporter, culprit, *reason = note.split(":", 2)
         own = self._rank if note == mine else None
         if not reason:
-            if int(culprit) == self._rank != int(witness) and self._blamed_until_s is None:
+            if int(culprit) == self._rank != int(reporter) and self._blamed_until_s is None:
                 self._blamed_until_s = time.monotonic() + _OWN_TIMEOUT_S
             try:
                 end = end_of(self._store, int(culprit))
@@ -364,20 +364,20 @@ class FailureStore:
 
 
 def _plainly(note: str, own: int | None = None, wait: str | None = None) -> str:
-    """Return a sentence for a note, ``witness:culprit`` or ``rank:rank:reason``.
+    """Return a sentence for a note, ``reporter:culprit`` or ``rank:rank:reason``.
 
     Args:
         note: see above.
         own: this rank, if it wrote the note.
         wait: call that the culprit has waited in for long, so that it may have given up.
     """
-    witness, culprit, *reason = note.split(":", 2)
+    reporter, culprit, *reason = note.split(":", 2)
     if reason:
         return f"rank {culprit} ended first, with {reason[0]}"
     lost = f"gave up its wait in {wait}, or died" if wait is not None else "died or closed its connection"
-    if own is not None and int(witness) == own:
+    if own is not None and int(reporter) == own:
         return f"rank {culprit} {lost}"
-    return f"rank {culprit} {lost} first (seen by rank {witness})"
+    return f"rank {culprit} {lost} first (seen by rank {reporter})"
 
 
 def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float = 0.0) -> list[int]:
@@ -399,8 +399,8 @@ def died(ranks: Sequence[int]) -> str:
 def failure_seen_by_lanes(ranks: Iterable[int]) -> str | None:
     """Return a sentence on a failure that was reported to lanes over some of ``ranks`` and is news here, or None."""
     known = set(ranks)
-    for witness in [each for each in _stores if not each.knows and known.intersection(each.ranks)]:
-        failure = witness.first_failure()
+    for failures in [each for each in _stores if not each.knows and known.intersection(each.ranks)]:
+        failure = failures.first_failure()
         if failure is not None:
             return failure
     return None
@@ -408,8 +408,8 @@ def failure_seen_by_lanes(ranks: Iterable[int]) -> str | None:
 
 def tell_lanes(lost: int) -> None:
     """Report to the lanes of this process that rank ``lost`` died, before this rank ends, too."""
-    for witness in [each for each in _stores if lost in each.ranks]:
-        witness.report_peer(lost)
+    for failures in [each for each in _stores if lost in each.ranks]:
+        failures.report_peer(lost)
 
 
 def end_of(store: Any, rank: int) -> str | None:

@@ -99,17 +99,17 @@ class Coordinator:
         self._requests: dict[Hashable, Request] = {}
         self._lanes, min_bytes = _make_lanes(group, self.config, device, self.recorder)
         self._set_up_traffic = self._lanes.traffic
-        witness, limits_s = self._lanes.witness, (self.config.timeout_s, self.config.stall_warning_s)
-        assert witness is not None, "on CPUs there is one"
+        failures, limits_s = self._lanes.failures, (self.config.timeout_s, self.config.stall_warning_s)
+        assert failures is not None, "on CPUs there is one"
         try:
-            self._channel = ControlChannel(group, self.config.timeout_s, witness)
+            self._channel = ControlChannel(group, self.config.timeout_s, failures)
         except LaneError as error:
-            witness.report_self(str(error))
+            failures.report_self(str(error))
             self._lanes.abandon(error)
             raise
         policy, stalls = CyclePolicy(self.config.cycle_ms / 1000, min_bytes), StallMonitor(*limits_s)
         self._queue = RequestQueue(policy, stalls, self._channel.wake)
-        self._waits = WaitContext(witness, self._channel.describe, self._queue.fail, self._queue.waiting, *limits_s)
+        self._waits = WaitContext(failures, self._channel.describe, self._queue.fail, self._queue.waiting, *limits_s)
         self._control = ControlThread(self._queue, self._lanes, self._channel, self.config, device, self.recorder)
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
         self._control.thread.start()

@@ -24,7 +24,7 @@ _deciding = threading.Lock()  # one for all agreements: each takes it for a mome
 class WaitContext:
     """Shared by all waits of a coordinator."""
 
-    witness: FailureStore
+    failures: FailureStore
     describe: Callable[[], str]  # returns the state of the control thread, for messages
     fail: Callable[[LaneError], None]  # ends all requests
     waiting: Callable[[], AbstractContextManager[None]]  # context of a thread that waits for a decision
@@ -86,27 +86,27 @@ class Agreement:
                 raise
 
     def _wait_for_decision(self) -> None:
-        context, witness = self.context, self.context.witness
+        context, failures = self.context, self.context.failures
         with _deciding:
             if self._is_decided:
                 return
             decided = self._decided = self._decided or threading.Event()
         start_s, warned = time.monotonic(), False
         while not decided.wait(_POLL_S):
-            failure = witness.failure_during(f"{self.name} cannot be done")
+            failure = failures.failure_during(f"{self.name} cannot be done")
             if failure is not None and not self._is_decided:
                 context.fail(failure)  # the control thread may hear of it much later
                 raise failure
             waited_s, state = time.monotonic() - start_s, context.describe()
             if waited_s >= context.stall_warning_s and not warned and not state.endswith("idle"):
                 warned = True
-                hint = witness.report_wait(state)
+                hint = failures.report_wait(state)
                 logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.name, state, hint)
             if waited_s >= context.timeout_s * 1.25 + _POLL_S:
-                hint = witness.report_wait(state)
+                hint = failures.report_wait(state)
                 raise LaneTimeout(f"waited {waited_s:.0f} s for {self.name}; {state}. {hint}{see('a-wait-timed-out')}")
         if warned and self._error is None:
-            witness.end_wait()
+            failures.end_wait()
 
 
 class Handle:

@@ -114,17 +114,17 @@ def ask_late(rank: int, port: int) -> None:
     world = dist.group.WORLD
     assert world is not None
     lanes = Lanes(world, 1, torch.device("cpu"), LaneSettings(timeout_s=20), Recorder(False))
-    witness = lanes.witness
-    assert witness is not None
+    failures = lanes.failures
+    assert failures is not None
     failure._LINGER_S = 0.0
     dist.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     while (1 - rank // 2) not in failure.lost_ranks(world, range(3)):  # rank 0 waits for 1's end, rank 2 for 0's
         time.sleep(0.02)
-    print(witness.report_peer(1) if rank == 0 else witness.first_failure())
+    print(failures.report_peer(1) if rank == 0 else failures.first_failure())
     if rank == 2:
-        print(witness.report_peer(0))
+        print(failures.report_peer(0))
         os._exit(0)  # the store is gone
 
 
@@ -181,7 +181,7 @@ def test_close_on_nccl_waits_for_no_dead_peer(
         _ending=[],
         _stuck_streams=False,
         _settings=LaneSettings(timeout_s=0.3, stall_warning_s=0.1),
-        _witness=SimpleNamespace(
+        _failures=SimpleNamespace(
             first_failure=lambda: failure_found,
             report_wait=lambda call: f"rank 0 waits in {call}",
             end_wait=lambda: None,

@@ -52,9 +52,9 @@ def test_lanes_do_not_speak_of_calls() -> None:
 def test_a_rank_that_has_waited_for_long_may_live() -> None:
     store = dist.HashStore()
     store.set(failure._wait_key(0), "lane 0: all-gather of a")
-    witness = failure.FailureStore(store, "test", 1, [0, 1])
-    assert witness.report_peer(0) == "rank 0 gave up its wait in lane 0: all-gather of a, or died"
-    witness.close()
+    failures = failure.FailureStore(store, "test", 1, [0, 1])
+    assert failures.report_peer(0) == "rank 0 gave up its wait in lane 0: all-gather of a, or died"
+    failures.close()
 
 
 def test_a_rank_that_timed_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -68,16 +68,16 @@ def test_a_rank_that_timed_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
         ("1:2", True, "LaneError: lane 1: rank 2 died"),  # others report another rank
     ):
         store = dist.HashStore()
-        witness = failure.FailureStore(store, "test", 0, [0, 1, 2])
+        failures = failure.FailureStore(store, "test", 0, [0, 1, 2])
         if gives_up:
-            witness.failure_of(RuntimeError("Timed out waiting 2000ms"), 1, "lane 0")
+            failures.failure_of(RuntimeError("Timed out waiting 2000ms"), 1, "lane 0")
         store.set("ddp_hooks/test/failure", first)
         for _ in range(2):
             naps.clear()
-            found = witness.failure_during("lane 1")
+            found = failures.failure_during("lane 1")
             assert f"{type(found).__name__}: {found}".startswith(expected)
         assert not naps, "the second wait for a timeout of its own is none"
-        witness.close()
+        failures.close()
 
 
 def test_the_failure_that_others_told_of_came_first() -> None:
@@ -89,11 +89,11 @@ def test_the_failure_that_others_told_of_came_first() -> None:
             sent.append(text)
 
     sent: list[str] = []
-    witness = failure.FailureStore(dist.HashStore(), "test", 1, [0, 1, 2, 3])
-    witness._notices = Notices()  # type: ignore[assignment]
-    assert "rank 3" in witness.report_peer(0), "the connection to rank 0 broke later"
+    failures = failure.FailureStore(dist.HashStore(), "test", 1, [0, 1, 2, 3])
+    failures._notices = Notices()  # type: ignore[assignment]
+    assert "rank 3" in failures.report_peer(0), "the connection to rank 0 broke later"
     assert sent == ["2:3"]
-    witness.close()
+    failures.close()
 
 
 def test_patience_is_that_of_any_settings() -> None:

@@ -95,10 +95,10 @@ def test_who_does_not_come_is_named() -> None:
 
 
 def test_who_gave_up_is_named() -> None:
-    witness: Any = SimpleNamespace(check_peers=lambda: "rank 1 ended first, with no way to rank 0")
+    failures: Any = SimpleNamespace(check_peers=lambda: "rank 1 ended first, with no way to rank 0")
     start_s = time.monotonic()
     with pytest.raises(LaneError, match="ranks cannot connect: rank 1 ended first, with no way to rank 0"):
-        mesh.connect_all(dist.HashStore(), "key", 0, 2, 60.0, witness)
+        mesh.connect_all(dist.HashStore(), "key", 0, 2, 60.0, failures)
     assert time.monotonic() - start_s < 30
 
 
@@ -121,8 +121,8 @@ def channel(timeout_s: float = 20.0) -> ControlChannel:
     group = dist.new_group(list(range(dist.get_world_size())))
     assert isinstance(group, dist.ProcessGroup)
     ranks = dist.get_process_group_ranks(group)
-    witness = FailureStore(torch_compat.default_store(), f"test {group.group_name}", dist.get_rank(), ranks)
-    return ControlChannel(group, timeout_s, witness)
+    failures = FailureStore(torch_compat.default_store(), f"test {group.group_name}", dist.get_rank(), ranks)
+    return ControlChannel(group, timeout_s, failures)
 
 
 def to_all_others(rank: int, world_size: int, numel: int, received: list[Tensor]) -> Algorithm:

@@ -70,8 +70,8 @@ def made(min_bytes: int = 0) -> tuple[RequestQueue, Waking]:
 
 
 def work(label: str = "before") -> ThreadWork:
-    witness: Any = SimpleNamespace(failure_during=lambda _: None)
-    return ThreadWork(label, 60.0, 60.0, lambda: "a lane", witness)
+    failures: Any = SimpleNamespace(failure_during=lambda _: None)
+    return ThreadWork(label, 60.0, 60.0, lambda: "a lane", failures)
 
 
 def test_requests_of_a_loop_are_one_cycles(clock: Clock) -> None:

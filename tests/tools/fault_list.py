@@ -174,7 +174,7 @@ _COMM = (
         choose="closing",
     ),
     Fault(
-        "comm: a closed witness keeps its group",
+        "comm: a closed failures keeps its group",
         "ddp_hooks/comm/failure.py",
         "self._group = self._notices = None",
         "self._group = None",

@@ -64,7 +64,7 @@ class Lanes:
         self._device = device
         self._settings = settings
         self._recorder = recorder
-        self._witness: FailureStore | None = None
+        self._failures: FailureStore | None = None
         self._lanes: list[Lane] = []
         self._groups: list[dist.ProcessGroup] = []
         self._small: list[Lane] = []  # a lane of its own for small sums, when there is the first
@@ -83,14 +83,14 @@ class Lanes:
             index = len(self._lanes)
             group = self._new_group(f"ddp_hooks lane {index}")
             self._groups.append(group)
-            if self._witness is None:
+            if self._failures is None:
                 ranks = dist.get_process_group_ranks(group)
                 store, messages = torch_compat.default_store(), group if self.backend == "gloo" else None
-                self._witness = FailureStore(store, group.group_name, ranks[self.rank], ranks, messages)
+                self._failures = FailureStore(store, group.group_name, ranks[self.rank], ranks, messages)
             if self.native:
                 self._lanes.append(StreamLane(index, group, self._device, self._recorder))
                 continue
-            self._lanes.append(ThreadLane(index, group, self._settings, self._witness, self._recorder))
+            self._lanes.append(ThreadLane(index, group, self._settings, self._failures, self._recorder))
 
     def _new_group(self, name: str) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
@@ -104,9 +104,9 @@ class Lanes:
         return len(self._lanes) if self._in_use is None else self._in_use
 
     @property
-    def witness(self) -> FailureStore | None:
+    def failures(self) -> FailureStore | None:
         """Reports of ranks that failed; None before the first lane."""
-        return self._witness
+        return self._failures
 
     @property
     def traffic(self) -> Traffic:
@@ -145,9 +145,9 @@ class Lanes:
             lane.all_reduce(result, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, what).wait()
             return result
         if not self._small:
-            assert self._witness is not None
+            assert self._failures is not None
             # Beside the first lane, on its connections: tags keep their messages apart.
-            self._small.append(ThreadLane(SMALL_SUMS, self._groups[0], self._settings, self._witness, self._recorder))
+            self._small.append(ThreadLane(SMALL_SUMS, self._groups[0], self._settings, self._failures, self._recorder))
         exchange = SmallExchange(value.detach().cpu(), what, self.rank, self.world_size)
         tag = special_tag(_SMALL, self._num_small)
         self._num_small += 1
@@ -202,11 +202,11 @@ class Lanes:
         """
         deadline_s = time.monotonic() + farewell_s
         together = False
-        if self._end_threads(deadline_s) and self._end_streams() and self._witness is not None:
+        if self._end_threads(deadline_s) and self._end_streams() and self._failures is not None:
             # Through the store: a thread that waited in the backend for a rank that is late could not be woken.
-            together = self._witness.exit_barrier(max(deadline_s, time.monotonic() + farewell_s / 2))
-        if self._witness is not None:
-            self._witness.close()
+            together = self._failures.exit_barrier(max(deadline_s, time.monotonic() + farewell_s / 2))
+        if self._failures is not None:
+            self._failures.close()
         self._lanes.clear()
         self._small.clear()
         while self._groups:
@@ -221,20 +221,20 @@ class Lanes:
         start_s, pause_s, warned = time.monotonic(), 0.0001, False
         while not all(lane.is_idle for lane in streams):
             waited_s = time.monotonic() - start_s
-            assert self._witness is not None
-            failure = self._witness.first_failure() if pause_s >= _LONGEST_PAUSE_S else None
+            assert self._failures is not None
+            failure = self._failures.first_failure() if pause_s >= _LONGEST_PAUSE_S else None
             if failure is not None or waited_s >= self._settings.timeout_s:
                 self._stuck_streams = True
-                hint = failure or self._witness.report_wait("close()")
+                hint = failure or self._failures.report_wait("close()")
                 logger.error("close() cuts short what is under way after %.0f s: %s", waited_s, hint)
                 return False
             if waited_s >= self._settings.stall_warning_s and not warned:
                 warned = True
-                logger.warning("waited %.0f s in close(): %s", waited_s, self._witness.report_wait("close()"))
+                logger.warning("waited %.0f s in close(): %s", waited_s, self._failures.report_wait("close()"))
             time.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-        if warned and self._witness is not None:
-            self._witness.end_wait()
+        if warned and self._failures is not None:
+            self._failures.end_wait()
         return True
 
     def explain(self, error: BaseException | None, patience_s: float = 10.0) -> str | None:
@@ -243,7 +243,7 @@ class Lanes:
         Checks on a lane that all ranks are alive: neighbours of a dead rank know at once, the others learn from them.
         Returns None if no rank was found.
         """
-        if self._witness is None or self.native or not self._lanes or not is_lost_connection(error):
+        if self._failures is None or self.native or not self._lanes or not is_lost_connection(error):
             return None
         tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
         lane = self._lanes[0]
@@ -257,8 +257,8 @@ class Lanes:
             broken = work.error_within(0.25)
             if broken is not None:
                 return str(broken)
-            failure = self._witness.first_failure()
-        failure = failure or self._witness.first_failure()
+            failure = self._failures.first_failure()
+        failure = failure or self._failures.first_failure()
         return None if failure is None else f"{failure}{see('a-rank-died', quoted=failure)}"
 
     def annotate(self, error: BaseException | None, what: str) -> None:
@@ -276,8 +276,8 @@ class Lanes:
         explanation = self.explain(error)
         if explanation is not None:
             logger.error("this process ends with a lost connection: %s", explanation)
-        elif self._witness is not None and not isinstance(error, LaneError):
-            self._witness.report_self(shortened(f"{type(error).__name__}: {error}"))
+        elif self._failures is not None and not isinstance(error, LaneError):
+            self._failures.report_self(shortened(f"{type(error).__name__}: {error}"))
         self._end_threads(time.monotonic() + farewell_s, unfinished=True)
 
     @property

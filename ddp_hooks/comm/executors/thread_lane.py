@@ -69,7 +69,7 @@ class ThreadLane:
         index: int | str,
         group: dist.ProcessGroup,
         settings: LaneSettings,
-        witness: FailureStore,
+        failures: FailureStore,
         recorder: Recorder,
     ) -> None:
         self.traffic = Traffic()
@@ -79,7 +79,7 @@ class ThreadLane:
         self._world_size = dist.get_world_size(group)
         self._global_ranks = dist.get_process_group_ranks(group)  # messages speak of these
         self._settings = settings
-        self._witness = witness
+        self._failures = failures
         self._recorder = recorder
         self._error: LaneError | None = None
         self._stopping = False  # begin nothing more
@@ -145,7 +145,7 @@ class ThreadLane:
     ) -> ThreadWork:
         settings = self._settings
         name = f"{kind} of {label}"
-        work = ThreadWork(name, settings.timeout_s, settings.stall_warning_s, self.describe, self._witness)
+        work = ThreadWork(name, settings.timeout_s, settings.stall_warning_s, self.describe, self._failures)
         self._submissions.put(_Submission(kind, work, slices, after, content))
         return work
 
@@ -293,7 +293,7 @@ class ThreadLane:
             raise self._failure(error, peer) from error
 
     def _failure(self, error: RuntimeError, peer: int) -> LaneError:
-        return self._witness.failure_of(error, self._global_ranks[peer], self.describe())
+        return self._failures.failure_of(error, self._global_ranks[peer], self.describe())
 
     def _scratch_for(self, piece: Slice, slot: int) -> Tensor:
         buffers = self._scratch.setdefault(piece.dtype, [torch.empty(0, dtype=piece.dtype)] * WINDOW)

@@ -40,14 +40,14 @@ class ThreadWork:
     """Work of a lane's thread; carries the lane's error to the training thread."""
 
     def __init__(
-        self, label: str, timeout_s: float, stall_warning_s: float, describe: Callable[[], str], witness: FailureStore
+        self, label: str, timeout_s: float, stall_warning_s: float, describe: Callable[[], str], failures: FailureStore
     ) -> None:
         self.label = label
         self.finished_s = 0.0  # time.perf_counter() when it was
         self._timeout_s = timeout_s
         self._stall_warning_s = min(stall_warning_s, timeout_s)
         self._describe = describe
-        self._witness = witness
+        self._failures = failures
         self._finished = threading.Event()
         self._error: LaneError | None = None
 
@@ -78,7 +78,7 @@ class ThreadWork:
 
     def _raise_failure(self) -> None:
         """Raise if a rank has failed; where this rank's own connections stand it hears of it here."""
-        failure = self._witness.failure_during(f"{self._describe()} cannot end")
+        failure = self._failures.failure_during(f"{self._describe()} cannot end")
         if failure is not None:
             raise failure
 
@@ -96,15 +96,15 @@ class ThreadWork:
             self._raise_failure()
             if waited_s >= self._stall_warning_s and not warned:
                 warned = True
-                hint = self._witness.report_wait(self._describe())
+                hint = self._failures.report_wait(self._describe())
                 logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.label, self._describe(), hint)
             if waited_s >= give_up_s:
-                hint = self._witness.report_wait(self._describe())
+                hint = self._failures.report_wait(self._describe())
                 raise LaneTimeout(
                     f"waited {waited_s:.0f} s for {self.label}; {self._describe()}. {hint}{see('a-wait-timed-out')}"
                 )
         if warned and self._error is None:  # a wait that failed stays on record, for ranks that still wait
-            self._witness.end_wait()
+            self._failures.end_wait()
 
 
 class StreamWork:

@@ -34,20 +34,20 @@ class ControlChannel:
     Args:
         group: the ranks.
         timeout_s: longest wait for a message within an algorithm.
-        witness: knows of ranks that failed.
+        failures: knows of ranks that failed.
     """
 
-    def __init__(self, group: dist.ProcessGroup, timeout_s: float, witness: FailureStore) -> None:
+    def __init__(self, group: dist.ProcessGroup, timeout_s: float, failures: FailureStore) -> None:
         self.traffic = Traffic()
         self.num_sent = 0  # messages
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # as messages call them
-        self.witness = witness
+        self.failures = failures
         self._timeout_s = timeout_s
         self._state: tuple[str, int, str, tuple[int, ...]] | None = None  # label, round, direction, peers
         self._views: dict[int, tuple[Tensor, memoryview]] = {}  # by id of the tensor, which is kept alive
-        key = f"{witness.prefix}/control"
-        self._peers = connect_all(torch_compat.default_store(), key, self.rank, self.world_size, timeout_s, witness)
+        key = f"{failures.prefix}/control"
+        self._peers = connect_all(torch_compat.default_store(), key, self.rank, self.world_size, timeout_s, failures)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -199,7 +199,7 @@ class ControlChannel:
         return TimeoutError(f"timed out after {self._timeout_s:g} s")
 
     def _failure(self, error: OSError, peer: int) -> LaneError:
-        return self.witness.failure_of(error, self.ranks[peer], self.describe())
+        return self.failures.failure_of(error, self.ranks[peer], self.describe())
 
 
 def _move(

@@ -32,7 +32,7 @@ _WELCOME = b"\x01"
 
 
 def connect_all(
-    store: Any, key: str, rank: int, world_size: int, timeout_s: float, witness: FailureStore | None = None
+    store: Any, key: str, rank: int, world_size: int, timeout_s: float, failures: FailureStore | None = None
 ) -> dict[int, socket.socket]:
     """Return a connected socket for every other rank; collective.
 
@@ -44,7 +44,7 @@ def connect_all(
         key: of this group alone.
         rank, world_size: within the group.
         timeout_s: for all connections together, and for every later message.
-        witness: knows of ranks that failed.
+        failures: knows of ranks that failed.
 
     Raises:
         LaneTimeout: a rank did not come.
@@ -60,9 +60,9 @@ def connect_all(
         store.set(f"{key}/{rank}", json.dumps(place))
         try:
             for peer in range(rank):
-                place = _place_of(store, f"{key}/{peer}", peer, deadline_s, witness)
+                place = _place_of(store, f"{key}/{peer}", peer, deadline_s, failures)
                 peers[peer] = _connect(place, rank, peer, deadline_s)
-            _accept(listener, token, range(rank + 1, world_size), peers, deadline_s, witness)
+            _accept(listener, token, range(rank + 1, world_size), peers, deadline_s, failures)
         except BaseException:
             for each in peers.values():
                 each.close()
@@ -123,13 +123,13 @@ def _listener(backlog: int) -> Iterator[socket.socket]:
         yield listener
 
 
-def _place_of(store: Any, key: str, peer: int, deadline_s: float, witness: FailureStore | None) -> dict[str, Any]:
+def _place_of(store: Any, key: str, peer: int, deadline_s: float, failures: FailureStore | None) -> dict[str, Any]:
     try:
         check_s = time.monotonic() + _CHECK_S
         while not store.check([key]):
             if time.monotonic() >= check_s:
                 check_s += _CHECK_S
-                _refuse_failure(witness)
+                _refuse_failure(failures)
             if time.monotonic() >= deadline_s:
                 raise LaneTimeout(f"rank {peer} of the group did not come to connect{see('a-wait-timed-out')}")
             time.sleep(_PAUSE_S)
@@ -137,14 +137,14 @@ def _place_of(store: Any, key: str, peer: int, deadline_s: float, witness: Failu
     except LaneError:
         raise
     except Exception as error:  # the kind differs by store
-        _refuse_failure(witness)
+        _refuse_failure(failures)
         raise LaneError(f"the rendezvous store does not answer ({error}){see('a-rank-died')}") from error
     return found
 
 
-def _refuse_failure(witness: FailureStore | None) -> None:
+def _refuse_failure(failures: FailureStore | None) -> None:
     """Raise LaneError if a rank is known to have died."""
-    failure = None if witness is None else witness.check_peers()
+    failure = None if failures is None else failures.check_peers()
     if failure is not None:
         raise LaneError(f"ranks cannot connect: {failure}{see('a-rank-died', quoted=failure)}")
 
@@ -182,7 +182,7 @@ def _accept(
     expected: Sequence[int],
     peers: dict[int, socket.socket],
     deadline_s: float,
-    witness: FailureStore | None,
+    failures: FailureStore | None,
 ) -> None:
     missing = set(expected)
     while missing:
@@ -190,7 +190,7 @@ def _accept(
         try:
             found, _ = listener.accept()
         except TimeoutError as error:
-            _refuse_failure(witness)
+            _refuse_failure(failures)
             if time.monotonic() < deadline_s:
                 continue
             raise LaneTimeout(

@@ -60,21 +60,21 @@ class ControlThread:
 
     @torch.no_grad()
     def _serve(self) -> None:
-        channel, witness = self._channel, self._channel.witness
+        channel, failures = self._channel, self._channel.failures
         try:
             while (cycle_input := self._wait_for_reason()) is not None:
                 result = self._run_cycle(cycle_input)
                 self._apply(result)
                 if result.closed or result.failure is not None:
                     return
-            witness.report_self(str(self._queue.error))
+            failures.report_self(str(self._queue.error))
         except LaneError as error:
             self._queue.fail(error)
             if isinstance(error, LaneTimeout):  # a death is noted already
-                witness.report_self(str(error))
+                failures.report_self(str(error))
         except Exception as error:  # an error of ours must reach the callers and the other ranks, too
             text = f"{type(error).__name__}: {error}"
-            witness.report_self(text)
+            failures.report_self(text)
             failure = LaneError(f"{channel.describe()} failed: {text}{see('please-report', quoted=error)}")
             failure.__cause__ = error
             self._queue.fail(failure)

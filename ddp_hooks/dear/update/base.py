@@ -1,4 +1,4 @@
-# ruff: noqa: B027
+# ruff: noqa: B027  (most updates need only some calls of a step)
 """Interface of updates: what :class:`~ddp_hooks.dear.step.StepDriver` calls, whichever way the optimizer updates."""
 
 from __future__ import annotations
