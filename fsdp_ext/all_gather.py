@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import Algorithm, Partition, Work, see
-from ddp_hooks.comm.torch_compat import in_backward
+from ddp_hooks.comm.torch_compat.autograd import in_backward
 from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.compressed import compressed_all_gather, even_partition, gather_codec, sliced

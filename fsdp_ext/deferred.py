@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import all_reduce
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import LaneError, Recorder, Stall, Work, see, torch_compat
+from ddp_hooks.comm import LaneError, Recorder, Stall, Work, see
+from ddp_hooks.comm.torch_compat.autograd import current_backward, inside_another_backward, queue_engine_callback
+from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from fsdp_ext import compat
 
 # Attributes that do not depend on values. (In Python each access makes another object, which is equal.)
@@ -56,7 +58,7 @@ class DeferredOutput(Tensor):
     ) -> Any:
         """Run ``func``, unless the reduction takes it over; return plain tensors."""
         kwargs = kwargs or {}
-        with torch_compat.without_overrides():
+        with without_overrides():
             if func is torch.as_strided and args:  # for every parameter
                 args[0].reduction.view()
                 return func(*args, **kwargs)
@@ -193,7 +195,7 @@ class PendingReductions:
         Raises:
             LaneError: a reduce-scatter has failed.
         """
-        if self._backward != torch_compat.current_backward() and not torch_compat.inside_another_backward():
+        if self._backward != current_backward() and not inside_another_backward():
             self.drop()
         while any(delivery.owner is owner for delivery in self._deferred):
             self._deliver_oldest()
@@ -212,10 +214,10 @@ class PendingReductions:
 
     def defer(self, delivery: Delivery) -> None:
         """Deliver at the end of the backward that runs. The delivery's output is NaN."""
-        backward = torch_compat.current_backward()
+        backward = current_backward()
         if self._backward != backward:
             self._backward = backward
-            torch_compat.queue_engine_callback(self.deliver_all)
+            queue_engine_callback(self.deliver_all)
         self._deferred.append(delivery._replace(version=compat.version_of(delivery.output)))
         self._nbytes += delivery.nbytes
 

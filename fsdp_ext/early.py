@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm import LaneError, Work, see, torch_compat
-from ddp_hooks.comm.torch_compat import inside_another_backward
+from ddp_hooks.comm import LaneError, Work, see
+from ddp_hooks.comm.torch_compat.autograd import current_backward, inside_another_backward
 from fsdp_ext import compat
 from fsdp_ext.compressed import even_partition
 from fsdp_ext.context import ExtContext, Transport
@@ -151,7 +151,7 @@ class EarlyReduceScatter:
         plan = self._plan
         if plan is None:
             return False
-        self._enter(torch_compat.current_backward())
+        self._enter(current_backward())
         backward = self._backward
         has_begun = bool(backward.sent)
         try:
@@ -207,7 +207,7 @@ class EarlyReduceScatter:
     @torch.no_grad()
     def on_grad_ready(self, index: int) -> None:
         """Send parts whose gradients are ready; those may be the sums of several backwards."""
-        number = torch_compat.current_backward()
+        number = current_backward()
         self._enter(number)
         if number != self._backward.number:
             return  # a checkpoint's backward; the whole may be asked for in the one around it

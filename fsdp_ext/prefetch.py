@@ -8,8 +8,12 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm import torch_compat
-from ddp_hooks.comm.torch_compat import in_backward, inside_another_backward, queue_engine_callback
+from ddp_hooks.comm.torch_compat.autograd import (
+    current_backward,
+    in_backward,
+    inside_another_backward,
+    queue_engine_callback,
+)
 from fsdp_ext import compat
 
 _DEFAULT_DEPTH = 2
@@ -46,7 +50,7 @@ class Prefetcher:
 
     def on_gather(self, module: FSDPModule) -> None:
         """Note that parameters of ``module`` are being gathered."""
-        backward = torch_compat.current_backward()
+        backward = current_backward()
         if backward not in (-1, self._backward) and not inside_another_backward():
             self._backward = backward
             # After FSDP2's own end of the backward, which drops what is left of one root's gathers.

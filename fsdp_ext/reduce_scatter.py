@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import Algorithm, Partition, Work, aligned_bounds, without_messages
-from ddp_hooks.comm.torch_compat import in_backward
+from ddp_hooks.comm.torch_compat.autograd import in_backward
 from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of

@@ -14,9 +14,9 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from ddp_hooks.comm import torch_compat
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import LaneError, died, last_words, lost_ranks
+from ddp_hooks.comm.torch_compat.distributed import default_store, serves
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -73,7 +73,7 @@ def _leave_without(thread: threading.Thread) -> None:
     It may hold the connection to the store for as long as it waits, so there are no last words.
     """
     if thread.is_alive():
-        if dist.is_initialized() and torch_compat.serves(torch_compat.default_store()):
+        if dist.is_initialized() and serves(default_store()):
             time.sleep(2 * (_LOOK_S + _GRACE_S))  # others, too, find out by their own connections
         _leave()
 

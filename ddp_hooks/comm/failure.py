@@ -20,8 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ddp_hooks.comm import torch_compat
 from ddp_hooks.comm.advice import see
+from ddp_hooks.comm.torch_compat.distributed import (
+    NETWORK_ERRORS,
+    NOTICE_TAG,
+    connection_is_broken,
+    default_store,
+    serves,
+)
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -48,7 +54,7 @@ def is_lost_connection(error: BaseException | None) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, LaneError):
         return False
     signs = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe")
-    return isinstance(error, torch_compat.NETWORK_ERRORS) or any(sign in str(error).lower() for sign in signs)
+    return isinstance(error, NETWORK_ERRORS) or any(sign in str(error).lower() for sign in signs)
 
 
 def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages: bool = False) -> str:
@@ -137,7 +143,7 @@ class FailureNotices:
         self._peers = [peer for peer in range(dist.get_world_size(group)) if peer != dist.get_rank(group)]
         self._boxes = [torch.zeros(_NOTICE_BYTES, dtype=torch.uint8) for _ in self._peers]
         pairs = zip(self._boxes, self._peers, strict=True)
-        self._handles: list[Any] = [group.recv([box], peer, torch_compat.NOTICE_TAG) for box, peer in pairs]
+        self._handles: list[Any] = [group.recv([box], peer, NOTICE_TAG) for box, peer in pairs]
 
     def send(self, text: str) -> None:
         """Send ``text`` to all ranks that are left; once."""
@@ -145,7 +151,7 @@ class FailureNotices:
         notice = torch.frombuffer(data, dtype=torch.uint8)
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):  # the connection is broken
-                self._handles.append(self._group.send([notice], peer, torch_compat.NOTICE_TAG))
+                self._handles.append(self._group.send([notice], peer, NOTICE_TAG))
 
     def first(self) -> str | None:
         """Return a notice that has arrived, or None."""
@@ -384,7 +390,7 @@ def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float
     """Return the ranks whose connection to this one is broken, waiting up to ``patience_s`` for one; gloo only."""
     deadline_s, own = time.monotonic() + patience_s, dist.get_rank(group)
     while True:
-        lost = [r for i, r in enumerate(ranks) if i != own and torch_compat.connection_is_broken(group, i)]
+        lost = [r for i, r in enumerate(ranks) if i != own and connection_is_broken(group, i)]
         if lost or time.monotonic() >= deadline_s:
             return lost
         time.sleep(0.05)
@@ -426,7 +432,7 @@ def expect_readers(store: Any, key: str, num_readers: int) -> None:
         key: key of the number of ranks that have read.
         num_readers: ranks that are to read, with this one.
     """
-    if torch_compat.serves(store):
+    if serves(store):
         _expected[key] = store, num_readers
 
 
@@ -437,7 +443,7 @@ def last_words() -> None:
     try:
         if error is not None and dist.is_initialized():
             end = shortened(f"{type(error).__name__}: {error}")
-            torch_compat.default_store().set(f"ddp_hooks/end/{dist.get_rank()}", end)
+            default_store().set(f"ddp_hooks/end/{dist.get_rank()}", end)
         deadline_s = time.monotonic() + _LINGER_S
         while _expected and time.monotonic() < deadline_s:
             for key, (store, num_readers) in list(_expected.items()):

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ddp_hooks.comm import torch_compat
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import (
     LaneError,
@@ -40,6 +39,7 @@ from ddp_hooks.comm.failure import (
     shortened,
     tell_lanes,
 )
+from ddp_hooks.comm.torch_compat.distributed import default_store, get_all
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -167,7 +167,7 @@ class _Meeting:
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int], head: _Head, patience: Patience) -> None:
         self._group, self._ranks, self._head, self._patience = group, ranks, head, patience
         self._rank = ranks[dist.get_rank(group)]
-        self._store = torch_compat.default_store()
+        self._store = default_store()
         self._notes = WaitNotes(self._store, self._rank)
         with _numbering:
             numbers = _numbers.setdefault(dist.group.WORLD, Counter())
@@ -183,7 +183,7 @@ class _Meeting:
             self._notes.end()
             self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(tuple(self._head)))
             verdict = self._await_verdict()
-            found = torch_compat.get_all(self._store, self._keys) if verdict == _MET else []
+            found = get_all(self._store, self._keys) if verdict == _MET else []
             self._leave(verdict)
         except LaneError:
             raise

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import agree, mebibytes, see, torch_compat
+from ddp_hooks.comm import agree, mebibytes, see
+from ddp_hooks.comm.torch_compat.autograd import (
+    current_backward,
+    in_backward,
+    inside_reentrant_checkpoint,
+    queue_engine_callback,
+)
+from ddp_hooks.comm.torch_compat.ddp import expects_sparse_gradient
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.coordinator import Coordinator
 from ddp_hooks.coordination.grouping import at_most_bytes, groups_of
@@ -202,7 +209,7 @@ class CoordinatedModel:
     # -- forward -------------------------------------------------------------------------------------------------------
 
     def _begin_forward(self, *ignored: object) -> None:
-        if torch_compat.in_backward():  # recomputation of an activation checkpoint
+        if in_backward():  # recomputation of an activation checkpoint
             return
         if self._backward is not None:
             self._end_failed(self._backward)
@@ -253,19 +260,19 @@ class CoordinatedModel:
             group.request(self.coordinator)
 
     def _running_backward(self, name: str) -> _Backward:
-        if torch_compat.inside_reentrant_checkpoint():
+        if inside_reentrant_checkpoint():
             raise RuntimeError(
                 f"the gradient of {name} comes from a backward inside of another one, of which ranks may make "
                 f"different numbers: checkpoint activations with use_reentrant=False{see('coordinated-models')}"
             )
-        task = torch_compat.current_backward()
+        task = current_backward()
         if self._backward is not None and self._backward.task != task:
             self._end_failed(self._backward)
         if self._backward is None:
             self._backward = _Backward(task)
             for group in self._groups:
                 group.reset()
-            torch_compat.queue_engine_callback(self._end_backward)
+            queue_engine_callback(self._end_backward)
         return self._backward
 
     @torch.no_grad()
@@ -314,7 +321,7 @@ def _problem_of(model: object, optimizer: object) -> str | None:
     if not trained:
         return f"{type(model).__name__} has no parameters that are trained"
     for name, module in model.named_modules():
-        if torch_compat.expects_sparse_gradient(module):
+        if expects_sparse_gradient(module):
             return (
                 f"{name} makes sparse gradients: take sparse=False, or shard_embeddings(model, ...) of ddp_hooks, "
                 f"which reduces them by rows"

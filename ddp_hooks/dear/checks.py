@@ -10,7 +10,17 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import compare, in_storage_order, see, torch_compat
+from ddp_hooks.comm import compare, in_storage_order, see
+from ddp_hooks.comm.torch_compat.ddp import (
+    comm_hook_registered,
+    delays_all_reduce,
+    first_managed_sparse_parameter,
+    managed_parameters,
+    problem_of_reduced_set,
+    uses_mixed_precision,
+)
+from ddp_hooks.comm.torch_compat.distributed import backend_of
+from ddp_hooks.comm.torch_compat.optimizer import optimizes_in_backward
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.effects import Setup, find_setting_without_effect
 from ddp_hooks.dear.layout.memory import overlapping
@@ -84,7 +94,7 @@ def fingerprint(
             if key not in ("params", "param_names")
         }
         entries[f"optimizer group {index}"] = f"{len(group['params'])} parameters, {settings}"
-    for name, p in torch_compat.managed_parameters(ddp).items():
+    for name, p in managed_parameters(ddp).items():
         entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
     return entries
 
@@ -96,9 +106,9 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
             "gradient_as_bucket_view=False DDP copies the buckets back meanwhile: pass "
             "DistributedDataParallel(..., gradient_as_bucket_view=True)"
         )
-    if torch_compat.uses_mixed_precision(ddp):
+    if uses_mixed_precision(ddp):
         return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
-    if torch_compat.comm_hook_registered(ddp):
+    if comm_hook_registered(ddp):
         return (
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
@@ -110,9 +120,9 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
         )
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
-    if torch_compat.delays_all_reduce(ddp):
+    if delays_all_reduce(ddp):
         return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
-    sparse = torch_compat.first_managed_sparse_parameter(ddp)
+    sparse = first_managed_sparse_parameter(ddp)
     if sparse is not None:
         return (
             f"{sparse} has sparse gradients, which DeAR cannot scatter: construct it with sparse=False, split it "
@@ -139,11 +149,11 @@ def _problem_of_optimizer(
             f"{kind.__name__} is not known to update every element by itself, and would step on shards of "
             f'parameters: use DearConfig(update="replicated"), which lets it see whole ones, or one of {known}{vouch}'
         )
-    changed = torch_compat.problem_of_reduced_set(ddp, "DearState")
+    changed = problem_of_reduced_set(ddp, "DearState")
     if changed is not None:
         return changed
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in torch_compat.managed_parameters(ddp).items():
+    for name, parameter in managed_parameters(ddp).items():
         if id(parameter) not in held:
             return (
                 f"{name} is reduced by DDP but not in the optimizer: add it, freeze it with requires_grad_(False) "
@@ -153,7 +163,7 @@ def _problem_of_optimizer(
 
 
 def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
-    parameters = torch_compat.managed_parameters(ddp)
+    parameters = managed_parameters(ddp)
     if not parameters:
         return "the model has no parameters to train"
     names, tensors = list(parameters), list(parameters.values())
@@ -163,13 +173,13 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
                 f"{name} is {tensor.dtype}, and gradients are reduced as real numbers: hold it as "
                 f"nn.Parameter(torch.view_as_real(...)), and use torch.view_as_complex(...) of it in the forward"
             )
-        if torch_compat.optimizes_in_backward(tensor):
+        if optimizes_in_backward(tensor):
             return f"{name} is updated inside backward by its own optimizer: use a plain optimizer.step()"
     devices = {tensor.device for tensor in tensors}
     if len(devices) > 1:
         return f"the parameters must be on one device, found {sorted(map(str, devices))}"
     device = next(iter(devices))
-    backend = torch_compat.backend_of(ddp.process_group, device)
+    backend = backend_of(ddp.process_group, device)
     if device.type != "cpu" and backend != "nccl":
         return f"parameters on {device.type} need the nccl backend, found {backend}"
     for name, tensor in parameters.items():
@@ -188,7 +198,7 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
 
 
 def _setup(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig) -> Setup:
-    parameters = torch_compat.managed_parameters(ddp).values()
+    parameters = managed_parameters(ddp).values()
     return Setup(
         update="replicated" if updates_whole_parameters(optimizer, config) else "sharded",
         optimizer=type(optimizer).__name__,

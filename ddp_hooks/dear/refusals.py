@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import see
+from ddp_hooks.comm.torch_compat.state_dict import undo_making_state
 
 _states: weakref.WeakKeyDictionary[torch.optim.Optimizer, weakref.ref[Any]] = weakref.WeakKeyDictionary()
 _claimed: weakref.WeakSet[torch.nn.Module] = weakref.WeakSet()
@@ -46,7 +47,7 @@ def refuse_state_dict(*_: Any) -> None:
 
 def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Raise: a step pre-hook after :meth:`DearState.close`."""
-    torch_compat.undo_making_state(optimizer)
+    undo_making_state(optimizer)
     raise RuntimeError(
         "DearState was closed, and this optimizer still holds shards: make a new optimizer over the model's parameters"
         f"{see('the-state-was-closed')}"

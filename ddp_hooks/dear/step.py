@@ -1,7 +1,5 @@
 """One training step under DeAR: ties DDP's buckets, the user's optimizer and the model's forwards together.
 
-In the order of DESIGN.md's "public hooks and nothing else":
-
 1. DDP hands over a bucket; its reduce-scatters start (:meth:`StepDriver.reduce_bucket`), on CPUs those of atoms that
    are ready even before (:class:`~ddp_hooks.dear.reduction.grad_ready_tracker.GradReadyTracker`).
 2. Backward ends; guards take the place of the model's gradients (:meth:`StepDriver._end_backward`).
@@ -25,7 +23,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Recorder, Work, agree, mebibytes, see, torch_compat
+from ddp_hooks.comm import Recorder, Work, agree, mebibytes, see
+from ddp_hooks.comm.torch_compat.autograd import increment_versions, queue_engine_callback
+from ddp_hooks.comm.torch_compat.compiler import inside_compiled_region
+from ddp_hooks.comm.torch_compat.ddp import ddp_in_forward, managed_parameters, places_gradients_one_by_one
+from ddp_hooks.comm.torch_compat.optimizer import evaluated_once, is_inner_step, with_closure
+from ddp_hooks.comm.torch_compat.state_dict import makes_state, undo_making_state
 from ddp_hooks.dear import checks
 from ddp_hooks.dear.checkpoint.optimizer_checkpoint import OptimizerCheckpoint
 from ddp_hooks.dear.config import DearConfig
@@ -72,7 +75,7 @@ class StepDriver:
         self.config = config
         self.root = ddp.module
         self.optimizer = optimizer
-        self.parameters = ManagedParameters(torch_compat.managed_parameters(ddp))
+        self.parameters = ManagedParameters(managed_parameters(ddp))
         self.recorder = Recorder(config.trace)
         self.co_optimizers: list[CoOptimizer] = []  # sharded tables that step with the optimizer
         # Weakly: DDP's reducer holds the hook's state out of the garbage collector's sight, and DDP the reducer.
@@ -84,7 +87,7 @@ class StepDriver:
             config, group, device, self.recorder, model_bytes, replicates
         )
         self._tracks = (
-            device.type == "cpu" and self.lanes.world_size > 1 and torch_compat.places_gradients_one_by_one(ddp)
+            device.type == "cpu" and self.lanes.world_size > 1 and places_gradients_one_by_one(ddp)
         )
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
@@ -157,7 +160,7 @@ class StepDriver:
         if self.reduction.num_parameters == len(self.parameters):
             # Only now, as DDP does: earlier buckets may come inside of a recomputation's own backward. DDP queues its
             # end-of-backward callback after ours; a callback queued from a callback runs after both.
-            torch_compat.queue_engine_callback(lambda: torch_compat.queue_engine_callback(self._end_backward))
+            queue_engine_callback(lambda: queue_engine_callback(self._end_backward))
         devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
         future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         future.set_result(buffer)
@@ -205,28 +208,28 @@ class StepDriver:
             LaneError: a reduce-scatter has failed.
             LaneTimeout: it takes longer than ``timeout_s``.
         """
-        if torch_compat.is_inner_step(optimizer) or self.update.is_updating:
+        if is_inner_step(optimizer) or self.update.is_updating:
             return None
-        if torch_compat.makes_state(kwargs):
+        if makes_state(kwargs):
             self._leave_step()
             self._before_blank = self.phase
             self._enter(Phase.BLANK_STEP)
             self.pipe.finish()
             self.update.begin_blank_step()
             return None
-        if torch_compat.inside_compiled_region():
+        if inside_compiled_region():
             raise RuntimeError(
                 "optimizer.step() was called from compiled code, which cannot wait for gradients: compile the model "
                 f"alone, and call optimizer.step() outside{see('how-step-is-called')}"
             )
-        replaced = torch_compat.with_closure(args, kwargs, self._attaching)
+        replaced = with_closure(args, kwargs, self._attaching)
         if replaced is None:
             self._begin_step()
         return replaced
 
     def _attaching(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the user's closure, after which gradients are attached."""
-        return torch_compat.evaluated_once(closure, self._begin_step, "DeAR supports")
+        return evaluated_once(closure, self._begin_step, "DeAR supports")
 
     def _begin_step(self) -> None:
         """Attach gradients, check them, and let the update prepare the optimizer."""
@@ -336,7 +339,7 @@ class StepDriver:
 
     def after_step(self, *_: Any) -> None:
         """Launch gathers, and complete the step's statistics; a step post-hook."""
-        if torch_compat.is_inner_step(self.optimizer) or self.update.is_updating:
+        if is_inner_step(self.optimizer) or self.update.is_updating:
             return
         phase = self.phase
         self._leave_step()
@@ -344,7 +347,7 @@ class StepDriver:
             return
         memory = self.update.end_step(self.gradients)
         self.checkpoint.invalidate()
-        torch_compat.increment_versions(self.parameters.tensors)
+        increment_versions(self.parameters.tensors)
         if memory is not None:
             self._launch_gathers(memory)
         for co_optimizer in self.co_optimizers:
@@ -358,7 +361,7 @@ class StepDriver:
         phase = self.phase
         self._leave_step()
         if phase is Phase.BLANK_STEP:
-            torch_compat.undo_making_state(self.optimizer)
+            undo_making_state(self.optimizer)
         else:
             self.update.step_failed()
 
@@ -442,7 +445,7 @@ class StepDriver:
     def before_model(self, *_: Any) -> None:
         """Guard gradients that were kept; a forward pre-hook of the module inside DDP."""
         if torch.is_grad_enabled() and not self._in_forward:
-            ddp = torch_compat.ddp_in_forward()
+            ddp = ddp_in_forward()
             if ddp is not None and ddp.module is self.root:
                 refuse_unhooked_forward()
         try:

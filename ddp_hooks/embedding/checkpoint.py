@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import Algorithm, agree, calling, read_metadata, see, torch_compat
+from ddp_hooks.comm import Algorithm, agree, calling, read_metadata, see
+from ddp_hooks.comm.torch_compat.state_dict import StateDictCall, inside_state_dict_api, optimizers_beside_model
 from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.exchange.columns import gather_columns
 from ddp_hooks.embedding.step.lifecycle import Phase
@@ -108,13 +109,13 @@ class TableCheckpoint:
         """
         if self._scheduler.local_tables is not None:
             return self._scheduler.local_tables[index]
-        if self._kept_weights is not None and not torch_compat.inside_state_dict_api():
+        if self._kept_weights is not None and not inside_state_dict_api():
             return self._kept_weights[index]
         table, is_closed = self._tables[index], self._scheduler.phase is Phase.CLOSED
         if self._world_size == 1:
             self._scheduler.split_step.flush()
             return table.weight.detach()
-        if not is_closed and (_is_sharded_by_fsdp2(self._model) or torch_compat.inside_state_dict_api()):
+        if not is_closed and (_is_sharded_by_fsdp2(self._model) or inside_state_dict_api()):
             self._scheduler.split_step.flush()
             return self._as_dtensor(table, table.weight.detach())
         rank = self._channels.ranks[self._rank]
@@ -231,7 +232,7 @@ class TableCheckpoint:
         if self._wants_columns:
             return
         self._meet_before_gather()
-        if self._world_size > 1 and self._kept_state is None and not torch_compat.inside_state_dict_api():
+        if self._world_size > 1 and self._kept_state is None and not inside_state_dict_api():
             raise RuntimeError(
                 "every rank holds some columns of the tables' optimizer state, so one rank alone cannot save it: call "
                 "tables.full_optimizer_state_dict() on all ranks, or tables.consolidate() on all ranks and "
@@ -242,7 +243,7 @@ class TableCheckpoint:
     def _after_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
         if self._wants_columns:
             return None
-        if self._world_size > 1 and torch_compat.inside_state_dict_api():
+        if self._world_size > 1 and inside_state_dict_api():
             tables = self._in_optimizer_order()
             state = {
                 position: {key: self._as_dtensor_if_columns(tables[position], value) for key, value in values.items()}
@@ -281,14 +282,14 @@ class TableCheckpoint:
 
         It gathers in a group of torch's, whose waits name nobody and last half an hour by default.
         """
-        call = torch_compat.StateDictCall.current()
+        call = StateDictCall.current()
         if call is not None and call.gathers:
             with calling(f"{call.name}()"):
                 self._channels.meet()
 
     def warn_if_left_out(self) -> None:
         """Warn, once, if ``get_state_dict()`` or ``set_state_dict()`` was not given the tables' optimizer."""
-        call, optimizers = torch_compat.optimizers_beside_model()
+        call, optimizers = optimizers_beside_model()
         has_state = not isinstance(self._optimizer, torch.optim.SGD)  # momentum is refused
         if not optimizers or self._optimizer in optimizers or self._has_warned or not has_state:
             return

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.state_dict import inside_state_dict_api
 from ddp_hooks.embedding.table import Table
 
 
@@ -137,7 +137,7 @@ class _HiddenParameters(dict[str, Any]):
         self._weight = weight
 
     def items(self) -> Any:
-        if self._weight is not None and torch_compat.inside_state_dict_api():
+        if self._weight is not None and inside_state_dict_api():
             self._tables.warn_if_left_out()
             return {"weight": self._weight}.items()
         return super().items()

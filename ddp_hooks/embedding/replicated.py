@@ -32,8 +32,15 @@ from ddp_hooks.comm import (
     check_waits,
     pairwise_exchange,
     see,
-    torch_compat,
     wrong_state,
+)
+from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
+from ddp_hooks.comm.torch_compat.ddp import (
+    comm_hook_registered,
+    leave_to_another,
+    managed_parameters,
+    problem_of_reduced_set,
+    sparse_parameters,
 )
 from ddp_hooks.embedding.exchange.gradients import RowSum, mean_of_rows
 from ddp_hooks.embedding.exchange.packing import as_rows, message_bytes, new_message, parts_of
@@ -76,7 +83,7 @@ class EmbeddingState:
         group = getattr(ddp, "process_group", None) or dist.group.WORLD
         assert group is not None, "torch.distributed is not initialised"
         problem = _find_problem(ddp, timeout_s, stall_warning_s)
-        names = torch_compat.sparse_parameters(ddp) if problem is None else {}
+        names = sparse_parameters(ddp) if problem is None else {}
         entries = {name: f"{tuple(p.shape)} {p.dtype}" for name, p in names.items()}
         settings = LaneSettings(timeout_s=timeout_s, stall_warning_s=stall_warning_s)
         agree(entries, problem, group, "the set-up of EmbeddingState", settings)
@@ -89,10 +96,10 @@ class EmbeddingState:
         self._dense: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
         self._buckets: list[_Bucket] = []
         self._closed = False
-        torch_compat.leave_to_another(ddp, set(names))
+        leave_to_another(ddp, set(names))
         self._handle = at_exit(self.close, self._lanes.abandon, self._is_stuck)
         self._ddp = weakref.ref(ddp)
-        trained = torch_compat.managed_parameters(ddp) | names
+        trained = managed_parameters(ddp) | names
         self._local: LocalGradients | None = None
         if self._lanes.world_size > 1:
             self._local = LocalGradients(ddp, list(trained.values()), list(trained), "EmbeddingState", "embedding_hook")
@@ -137,7 +144,7 @@ class EmbeddingState:
         result: list[Tensor] = []
         work = self._lanes.run(self._mean(buffer, result), f"sparse gradient of {name}")
         if not self._buckets:  # DDP's own callback, which waits for the future, will be queued after this one
-            torch_compat.queue_engine_callback(self._end_backward)
+            queue_engine_callback(self._end_backward)
         self._buckets.append(_Bucket(buffer, future, work, result))
         return future
 
@@ -152,7 +159,7 @@ class EmbeddingState:
         self._lanes.close()
         ddp = self._ddp()
         if ddp is not None:
-            torch_compat.leave_to_another(ddp, set())
+            leave_to_another(ddp, set())
 
     def _end_backward(self) -> None:
         buckets, self._buckets = self._buckets, []
@@ -262,15 +269,15 @@ def _unpack(message: Tensor, count: int, like: RowSum) -> RowSum:
 def _find_problem(ddp: Any, timeout_s: object, stall_warning_s: object) -> str | None:
     if not isinstance(ddp, DistributedDataParallel):
         return f"EmbeddingState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
-    if torch_compat.comm_hook_registered(ddp):
+    if comm_hook_registered(ddp):
         return (
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
-    changed = torch_compat.problem_of_reduced_set(ddp, "EmbeddingState")
+    changed = problem_of_reduced_set(ddp, "EmbeddingState")
     if changed is not None:
         return changed
-    if not torch_compat.sparse_parameters(ddp):
+    if not sparse_parameters(ddp):
         return (
             "the model has no sparse table: construct embeddings with nn.Embedding(..., sparse=True), or split them "
             "with shard_embeddings(), which needs no hook"

@@ -8,7 +8,7 @@ from typing import TypeAlias
 
 from torch import nn
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.compiler import has_hooks
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.module import ShardedEmbedding
 
@@ -129,6 +129,6 @@ def _reason_against(module: nn.Embedding) -> str | None:
         return "its weight is on the meta device: materialise the model first"
     if not module.weight.is_floating_point():
         return f"its weight is {module.weight.dtype}"
-    if torch_compat.has_hooks(module):
+    if has_hooks(module):
         return "it has hooks, which would be lost: register them afterwards"
     return None

@@ -14,7 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import see
+from ddp_hooks.comm.torch_compat.ddp import managed_parameters
 from ddp_hooks.dear import DearConfig, DearState, clip_grad_norm_, dear_hook
 from ddp_hooks.embedding import EmbeddingTables
 from ddp_hooks.integrations.patches import replaced
@@ -70,7 +71,7 @@ class HookedModel:
         if self.tables is not None and self.dear is None:
             self.tables.follow(optimizer)
         self._final: _FinalState | None = None
-        self._parameters = {id(parameter) for parameter in torch_compat.managed_parameters(ddp).values()}
+        self._parameters = {id(parameter) for parameter in managed_parameters(ddp).values()}
 
     @property
     def has_sharded_optimizer(self) -> bool:
@@ -247,7 +248,7 @@ class HookedModels:
         self, ddp: DistributedDataParallel, optimizers: Sequence[torch.optim.Optimizer]
     ) -> torch.optim.Optimizer | None:
         """Return the optimizer of all parameters; for hooks that need no optimizer, the first one with some of them."""
-        wanted = {id(parameter) for parameter in torch_compat.managed_parameters(ddp).values()}
+        wanted = {id(parameter) for parameter in managed_parameters(ddp).values()}
         needs_none = isinstance(self.dense, TopKConfig) and self.dense.pipeline == "backward"
         takes_any = needs_none and tables_of(ddp.module) is None
         for optimizer in optimizers:

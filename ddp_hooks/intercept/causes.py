@@ -8,7 +8,7 @@ from typing import Literal, TypeAlias
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.ddp import comm_hook_registered, ignored_parameter_names, shortened, sparse_parameters
 from ddp_hooks.intercept.guards import ONE_BACKWARD, GradientGuard
 
 LatestForward: TypeAlias = Literal["none", "no_sync", "synchronised"]
@@ -35,7 +35,7 @@ def why_not_reduced(
         state, hook: names of the state's class and of its hook, for the message.
         change: how users may change gradients; None if code cannot have assigned the gradient.
     """
-    if not torch_compat.comm_hook_registered(ddp):
+    if not comm_hook_registered(ddp):
         return f"the hook is missing: call ddp.register_comm_hook(state, {hook}) after creating {state}"
     changed = _changed_since(ddp, parameters, names)
     if changed is not None:
@@ -46,7 +46,7 @@ def why_not_reduced(
     if change is not None and reduced:
         return f"{change}: something other than the last backward through ddp(...) has set .grad"
     if latest == "synchronised" and without:
-        return f"{remedy_for_unused(ddp)}: the last backward gave no gradient to {torch_compat.shortened(without)}"
+        return f"{remedy_for_unused(ddp)}: the last backward gave no gradient to {shortened(without)}"
     causes = [ONE_BACKWARD]
     if latest == "synchronised":
         causes.append(f"{remedy_for_unused(ddp)}, if the last backward gave some parameters no gradient")
@@ -60,7 +60,7 @@ def why_not_ended(
 ) -> str:
     """Return the remedy and the cause of a backward in which DDP has not handed over the buckets of ``missing``."""
     return _changed_since(ddp, parameters, names) or (
-        f"{remedy_for_unused(ddp)}: the last backward ended without gradients for {torch_compat.shortened(missing)} or "
+        f"{remedy_for_unused(ddp)}: the last backward ended without gradients for {shortened(missing)} or "
         "parameters of the same bucket. If it ended with an exception, wrap the model again"
     )
 
@@ -79,10 +79,10 @@ def remedy_for_unused(ddp: DistributedDataParallel) -> str:
 
 def _changed_since(ddp: DistributedDataParallel, parameters: Sequence[Tensor], names: Sequence[str]) -> str | None:
     """Return how the trained parameters differ from those that the state was made for; None if they do not."""
-    ignored = torch_compat.ignored_parameter_names(ddp)
+    ignored = ignored_parameter_names(ddp)
     present = dict(ddp.module.named_parameters())
     known = {id(parameter) for parameter in parameters}
-    left = {id(parameter) for parameter in torch_compat.sparse_parameters(ddp).values()}  # perhaps to another hook
+    left = {id(parameter) for parameter in sparse_parameters(ddp).values()}  # perhaps to another hook
     added = [
         name
         for name, parameter in present.items()
@@ -90,13 +90,13 @@ def _changed_since(ddp: DistributedDataParallel, parameters: Sequence[Tensor], n
     ]
     if added:
         return (
-            f"{torch_compat.shortened(added)} was added, thawed or parametrised after the model was wrapped in "
+            f"{shortened(added)} was added, thawed or parametrised after the model was wrapped in "
             "DistributedDataParallel, which does not reduce it: do so before wrapping"
         )
     frozen = [name for name, parameter in zip(names, parameters, strict=True) if not parameter.requires_grad]
     if frozen and not ddp.find_unused_parameters:
         return (
-            f"{torch_compat.shortened(frozen)} was frozen after the model was wrapped in DistributedDataParallel, "
+            f"{shortened(frozen)} was frozen after the model was wrapped in DistributedDataParallel, "
             "which waits for its gradient: freeze it before wrapping, or pass find_unused_parameters=True"
         )
     return None

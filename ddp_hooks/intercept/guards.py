@@ -16,7 +16,11 @@ from typing import Any, NoReturn, cast
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import see
+from ddp_hooks.comm.torch_compat.autograd import in_backward
+from ddp_hooks.comm.torch_compat.compiler import compiler_looks
+from ddp_hooks.comm.torch_compat.ddp import ddp_prepares_forward
+from ddp_hooks.comm.torch_compat.overrides import DATA_MAY_BE_SET, FOREACH_ZERO
 
 # Functions that read no value of a gradient.
 METADATA: frozenset[Any] = frozenset(
@@ -25,7 +29,7 @@ METADATA: frozenset[Any] = frozenset(
     + [Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_complex, torch.is_complex]
     + [Tensor.is_floating_point, torch.is_floating_point, Tensor.requires_grad_, Tensor.detach_]
 )
-_ZEROING: frozenset[Any] = frozenset([Tensor.zero_, torch.zero_, torch_compat.FOREACH_ZERO])
+_ZEROING: frozenset[Any] = frozenset([Tensor.zero_, torch.zero_, FOREACH_ZERO])
 # Functions that module.to(), .cpu(), .float(), .share_memory() and .to_empty() call for every gradient.
 _CONVERSIONS: frozenset[Any] = frozenset(
     [
@@ -70,7 +74,7 @@ class GradientGuard(Tensor):
     def __torch_function__(
         cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in METADATA or torch_compat.compiler_looks():
+        if func in METADATA or compiler_looks():
             return super().__torch_function__(func, types, args, kwargs or {})
         guards = list(_guards_in(args)) + list(_guards_in((kwargs or {}).values()))
         if func in _ZEROING:
@@ -82,7 +86,7 @@ class GradientGuard(Tensor):
             return args[0] if args else None
         if func in _CONVERSIONS and guards and args[0] is guards[0]:
             return guards[0]._converted(func, args[1:], kwargs or {})
-        if func in torch_compat.DATA_MAY_BE_SET:
+        if func in DATA_MAY_BE_SET:
             return False  # module.to() then sets .grad in the place of .grad.data
         what = getattr(func, "__name__", str(func))
         if not guards:
@@ -98,13 +102,13 @@ class GradientGuard(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # Only code that does not ask __torch_function__ comes here: autograd, which adds to a gradient.
-        if torch_compat.in_backward():
+        if in_backward():
             owner = next((guard.owner for guard in _guards_in(args)), "a parameter")
             raise RuntimeError(
                 f"a backward adds to the gradient of {owner}, which an earlier one has reduced: {ONE_BACKWARD}"
                 f"{see('late-gradients')}"
             )
-        if torch_compat.ddp_prepares_forward():  # with its hooks, guards would have made room
+        if ddp_prepares_forward():  # with its hooks, guards would have made room
             refuse_unhooked_forward()
         return super().__torch_dispatch__(func, types, args, kwargs or {})
 

@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import see
+from ddp_hooks.comm.torch_compat.optimizer import with_closure
 from ddp_hooks.intercept.causes import LatestForward, why_not_reduced
 from ddp_hooks.intercept.guards import GradientGuard
 from ddp_hooks.intercept.module_hooks import NonCopyableHook
@@ -79,7 +80,7 @@ class LocalGradients:
 
             return evaluate
 
-        replaced = torch_compat.with_closure(args, kwargs, checking)
+        replaced = with_closure(args, kwargs, checking)
         if replaced is None:
             self._refuse(optimizer)
         return replaced

@@ -16,9 +16,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.hooks import RemovableHandle
+from torch.utils.hooks import RemovableHandle as HookHandle
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.handles import RemovableHandle
+from ddp_hooks.comm.torch_compat.optimizer import calls_hooks, step_hooks
+from ddp_hooks.comm.torch_compat.overrides import without_overrides
 
 # Optimizers whose update of an element looks at no other element.
 ELEMENTWISE = tuple(
@@ -36,7 +38,7 @@ PARAMETERWISE = ELEMENTWISE + tuple(
 
 def find_problem_of_hooks(optimizer: torch.optim.Optimizer) -> str | None:
     """Return why an optimizer would never call hooks, with a remedy; None if it calls them."""
-    if torch_compat.calls_hooks(optimizer):
+    if calls_hooks(optimizer):
         return None
     kind = type(optimizer).__name__
     return (
@@ -55,7 +57,7 @@ class _Pair(NamedTuple):
 
 
 _around: weakref.WeakKeyDictionary[torch.optim.Optimizer, list[_Pair]] = weakref.WeakKeyDictionary()
-_watching: list[RemovableHandle] = []  # one hook for all optimizers
+_watching: list[HookHandle] = []  # one hook for all optimizers
 
 
 def around_step(
@@ -64,7 +66,7 @@ def around_step(
     after: Callable[..., Any],
     *,
     shows: bool = False,
-) -> list[RemovableHandle]:
+) -> list[HookHandle]:
     """Register hooks next to the step; several pairs run in the order of registration.
 
     Args:
@@ -87,7 +89,7 @@ def _arrange(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     pairs = _around.get(optimizer)
     if pairs is None:
         return
-    before, after = torch_compat.step_hooks(optimizer)
+    before, after = step_hooks(optimizer)
     pairs[:] = [pair for pair in pairs if pair.before in before or pair.after in after]  # others were removed
     first = [pair.before for pair in pairs if pair.shows]
     last = [pair.before for pair in pairs if not pair.shows]
@@ -108,7 +110,7 @@ def _put(hooks: dict[int, Any], order: Sequence[int]) -> None:
             hooks[key] = hooks.pop(key)
 
 
-def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None]) -> torch_compat.RemovableHandle:
+def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None]) -> RemovableHandle:
     """Call ``restore()`` before an exception leaves ``optimizer.step()``, when post-hooks do not run."""
     # torch's own schedulers wrap step() on the instance in the same way, and unwrap a bound method.
     original = optimizer.step
@@ -135,12 +137,12 @@ def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None
         else:
             del optimizer.step
 
-    return torch_compat.RemovableHandle(undo)
+    return RemovableHandle(undo)
 
 
 def extend_zero_grad(
     owner: torch.optim.Optimizer | torch.nn.Module, also: Callable[[bool], None]
-) -> torch_compat.RemovableHandle:
+) -> RemovableHandle:
     """Call ``also(set_to_none)`` before every ``owner.zero_grad(set_to_none)``, for which torch has no hook."""
     # torch's own schedulers wrap step() on the instance in the same way.
     original = owner.zero_grad
@@ -149,7 +151,7 @@ def extend_zero_grad(
     def zero_grad(set_to_none: bool = True) -> None:
         also(set_to_none)
         # Removing gradients touches no value: no parameter in flight, and no guard, has to be asked one by one.
-        with torch_compat.without_overrides() if set_to_none else nullcontext():
+        with without_overrides() if set_to_none else nullcontext():
             original(set_to_none=set_to_none)
 
     zero_grad.__wrapped__ = original  # type: ignore[attr-defined]
@@ -165,4 +167,4 @@ def extend_zero_grad(
         else:
             del owner.zero_grad
 
-    return torch_compat.RemovableHandle(undo)
+    return RemovableHandle(undo)

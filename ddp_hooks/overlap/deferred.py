@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import see
+from ddp_hooks.comm.torch_compat.optimizer import unhooked_step
+from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.overlap.pending_state import let_state_wait
 
 
@@ -93,7 +95,7 @@ class DeferredUpdates:
         parameters with the same memory: gradients and groups that others see stay as they are.
         """
         indices = sorted(indices, key=self._slot_of.__getitem__)  # as the optimizer has them
-        with torch_compat.without_overrides():
+        with without_overrides():
             inside = {index: self._stand_in(index) for index in indices}
         partial: list[tuple[int, dict[str, Any]]] = []
         for position, members in itertools.groupby(indices, lambda index: self._slot_of[index][0]):
@@ -136,8 +138,8 @@ class DeferredUpdates:
                 acting.state[parameter] = entries
         try:
             with _outside_of_any_forward(self._parameters[0].device):
-                torch_compat.unhooked_step(optimizer)(acting)
-                with torch_compat.without_overrides():
+                unhooked_step(optimizer)(acting)
+                with without_overrides():
                     for index, parameter in inside.items():
                         take_back(parameter, self._parameters[index].detach(), acting.state.get(parameter))
         finally:

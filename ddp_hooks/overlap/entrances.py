@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.compiler import before_call, is_compiled, is_scripted
 from ddp_hooks.intercept.module_hooks import do_nothing
 
 
@@ -62,7 +62,7 @@ class Entrances:
         self._entrances: dict[nn.Module, Any] = {}  # modules that wait for all parameters below them
         for module in root.modules():
             own = self._numbers(module, recurse=False)
-            if own and not torch_compat.is_scripted(module):
+            if own and not is_scripted(module):
                 self._handles[module] = module.register_forward_pre_hook(WaitBefore(wait, own), prepend=True)
         self.find()
 
@@ -70,10 +70,10 @@ class Entrances:
         """Find modules that were compiled since the last call; return True if there are some."""
         known = len(self._entrances)
         for module in self._root.modules():
-            if module not in self._entrances and (torch_compat.is_compiled(module) or torch_compat.is_scripted(module)):
+            if module not in self._entrances and (is_compiled(module) or is_scripted(module)):
                 below = self._numbers(module, recurse=True)
                 wait = partial(self._wait, on_host=True)
-                self._entrances[module] = torch_compat.before_call(module, WaitBefore(wait, below))
+                self._entrances[module] = before_call(module, WaitBefore(wait, below))
         return len(self._entrances) > known
 
     def close(self) -> None:

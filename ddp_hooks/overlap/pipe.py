@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import Recorder, Stall, Work, see, torch_compat
+from ddp_hooks.comm import Recorder, Stall, Work, see
+from ddp_hooks.comm.torch_compat.compiler import inside_compiled_region, let_graphs_know_of_hooks
+from ddp_hooks.comm.torch_compat.overrides import is_observed, unobserved, without_overrides
 from ddp_hooks.overlap.entrances import Entrances
 from ddp_hooks.overlap.waiting import Waiting, waiting_class
 
@@ -67,7 +69,7 @@ class FeedPipe:
         self._has_warned = False
         self._read: dict[int, None] = {}  # parameters in the order in which they were awaited since the last launch
         self._order: list[int] = []  # the same, of the latest forward that awaited as many as any before
-        torch_compat.let_graphs_know_of_hooks()
+        let_graphs_know_of_hooks()
         self._entrances = Entrances(root, self._index_of, self.wait_for) if under_forward else None
 
     def close(self) -> None:
@@ -83,9 +85,9 @@ class FeedPipe:
         """Begin a forward through DDP; the first one in training notes the order in which it reads parameters."""
         if self._entrances is None:
             return
-        if (self.in_flight or self._visible) and torch_compat.inside_compiled_region():
+        if (self.in_flight or self._visible) and inside_compiled_region():
             self.finish(on_host=True)
-        elif training and not self._order and not self._num_hidden and not torch_compat.inside_compiled_region():
+        elif training and not self._order and not self._num_hidden and not inside_compiled_region():
             self._entrances.find()
             with self._lock:
                 self._read.clear()
@@ -157,7 +159,7 @@ class FeedPipe:
             made: Any = parameter
             made.__class__ = made.own_class
             return True
-        if self._missing[index] and torch_compat.inside_compiled_region():
+        if self._missing[index] and inside_compiled_region():
             self._met_compiled_code = True
             self.finish(on_host=True)  # its other graphs then see every parameter with its own class
         self.wait_for((index,), on_host)
@@ -179,8 +181,8 @@ class FeedPipe:
 
     def _await(self, groups: Iterable[int]) -> None:
         """Wait for groups; the reader's modes, function transforms and tracers do not see how."""
-        if torch_compat.is_observed():
-            with torch_compat.unobserved():
+        if is_observed():
+            with unobserved():
                 self._await_unobserved(groups)
         else:
             self._await_unobserved(groups)
@@ -214,7 +216,7 @@ class FeedPipe:
         # at classes to choose kernels: there the thread that trains, whose reads follow in its stream, shows it before.
         shown = self._on_streams and threading.get_ident() == self._launcher
         if self._arrived is not None and not shown:
-            with torch_compat.without_overrides():
+            with without_overrides():
                 self._arrived(indices)
         for index in indices:
             self._show(index)

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.overrides import before_transforms, makes_parameter, without_overrides
 
 _PROPERTIES = (
     "shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "grad_fn", "ndim", "nbytes",
@@ -71,19 +71,19 @@ class Waiting:
     def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if func in METADATA and cls.own_class is nn.Parameter:
-            with torch_compat.without_overrides():
+            with without_overrides():
                 return func(*args, **kwargs)
-        makes_parameter = func is Tensor.detach and torch_compat.makes_parameter(sys._getframe(1))
+        is_construction = func is Tensor.detach and makes_parameter(sys._getframe(1))
         has_others = not all(issubclass(kind, Waiting) for kind in types)  # another class has to see the call, too
-        on_host = makes_parameter or has_others or func in _PRINTING  # until the parameter has its own class
+        on_host = is_construction or has_others or func in _PRINTING  # until the parameter has its own class
         arrived = cls.wait_in(args, on_host)
         if kwargs:
             arrived &= cls.wait_in(tuple(kwargs.values()), on_host)
-        if makes_parameter:
+        if is_construction:
             return cls.own_class(args[0], args[0].requires_grad)
         if arrived:
             return func(*args, **kwargs)
-        with torch_compat.without_overrides():
+        with without_overrides():
             return func(*args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -97,7 +97,7 @@ class Waiting:
 
 def waiting_class(own_class: type[nn.Parameter], waiter: Waiter) -> type[nn.Parameter]:
     """Return a subclass of ``own_class`` whose instances wait by asking ``waiter``."""
-    torch_compat.before_transforms(_wait_for)
+    before_transforms(_wait_for)
     # A graph must contain no wait. Not a decorator: that would import the compiler with this module.
     wait_in = staticmethod(torch.compiler.disable(_wait_in, reason="a parameter is still on its way"))
     members = {"waiter": waiter, "own_class": own_class, "wait_in": wait_in}

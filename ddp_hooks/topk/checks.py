@@ -8,7 +8,16 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import agree, see, torch_compat
+from ddp_hooks.comm import agree, see
+from ddp_hooks.comm.torch_compat.ddp import (
+    comm_hook_registered,
+    delays_all_reduce,
+    first_managed_sparse_parameter,
+    managed_parameters,
+    problem_of_reduced_set,
+    uses_mixed_precision,
+)
+from ddp_hooks.comm.torch_compat.distributed import backend_of
 from ddp_hooks.intercept import PARAMETERWISE
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 from ddp_hooks.topk.choosing import candidates
@@ -68,7 +77,7 @@ def _fingerprint(ddp: DistributedDataParallel, config: TopKConfig, scales: bool)
         "find_unused_parameters": ddp.find_unused_parameters,
         "static_graph": ddp.static_graph,
     }
-    for name, p in torch_compat.managed_parameters(ddp).items():
+    for name, p in managed_parameters(ddp).items():
         entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
     return entries
 
@@ -82,18 +91,18 @@ def _problem_of_types(ddp: DistributedDataParallel, config: TopKConfig) -> str |
 
 
 def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
-    if torch_compat.uses_mixed_precision(ddp):
+    if uses_mixed_precision(ddp):
         return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
-    if torch_compat.comm_hook_registered(ddp):
+    if comm_hook_registered(ddp):
         return (
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
     if getattr(ddp, "skip_all_reduce_unused_params", False):
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
-    if torch_compat.delays_all_reduce(ddp):
+    if delays_all_reduce(ddp):
         return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
-    sparse = torch_compat.first_managed_sparse_parameter(ddp)
+    sparse = first_managed_sparse_parameter(ddp)
     if sparse is not None:
         return (
             f"{sparse} has sparse gradients, with only the rows that are used: construct it with sparse=False, split "
@@ -103,10 +112,10 @@ def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
 
 
 def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
-    parameters = torch_compat.managed_parameters(ddp)
+    parameters = managed_parameters(ddp)
     if not parameters:
         return "the model has no parameters to train"
-    changed = torch_compat.problem_of_reduced_set(ddp, "TopKState")
+    changed = problem_of_reduced_set(ddp, "TopKState")
     if changed is not None:
         return changed
     for name, parameter in parameters.items():
@@ -119,7 +128,7 @@ def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
     if len(devices) > 1:
         return f"the parameters must be on one device, found {sorted(map(str, devices))}"
     device = next(iter(devices))
-    backend = torch_compat.backend_of(ddp.process_group, device)
+    backend = backend_of(ddp.process_group, device)
     if device.type != "cpu" and backend != "nccl":
         return f"parameters on {device.type} need the nccl backend, found {backend}"
     return None
@@ -133,7 +142,7 @@ def _problem_of_algorithm(ddp: DistributedDataParallel, config: TopKConfig, worl
             return f"teams must divide the number of ranks, {world_size}: got {teams}, possible are {possible}"
         if config.sag == "r" and teams & (teams - 1):
             return f'sag="r" needs a power of two of teams, got {teams}: use sag="b" or "auto"'
-    device = next(iter(torch_compat.managed_parameters(ddp).values())).device
+    device = next(iter(managed_parameters(ddp).values())).device
     possible_variants = candidates(config, world_size)
     if device.type != "cpu" and len(possible_variants) > 1:
         names = ", ".join(variant.name for variant in possible_variants)
@@ -174,7 +183,7 @@ def _problem_of_pipeline(
         return problem
     if not ddp.gradient_as_bucket_view:
         return 'pipeline="forward" needs DistributedDataParallel(..., gradient_as_bucket_view=True)'
-    parameters = torch_compat.managed_parameters(ddp)
+    parameters = managed_parameters(ddp)
     addresses = [p.data_ptr() for p in parameters.values() if p.numel()]
     if len(set(addresses)) < len(addresses):
         return (

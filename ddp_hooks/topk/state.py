@@ -22,7 +22,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Lanes, LaneSettings, Recorder, agree, at_exit, see, torch_compat
+from ddp_hooks.comm import Lanes, LaneSettings, Recorder, agree, at_exit, see
+from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
+from ddp_hooks.comm.torch_compat.ddp import managed_parameters
 from ddp_hooks.intercept import co_optimizers
 from ddp_hooks.intercept.causes import why_not_ended
 from ddp_hooks.intercept.local_gradients import LocalGradients
@@ -73,7 +75,7 @@ class TopKState:
         self.config = config = config if config is not None else TopKConfig()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         group = checks.agree_on_setup(ddp, config, self._scaler, optimizer)
-        managed = torch_compat.managed_parameters(ddp)
+        managed = managed_parameters(ddp)
         self._names, self._parameters = list(managed), list(managed.values())
         self._numels = [parameter.numel() for parameter in self._parameters]
         self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
@@ -269,12 +271,12 @@ class TopKState:
         if self._pipeline is not None:
             future.set_result(buffer)  # its values come later
             if is_last:  # after DDP's own end of the backward
-                torch_compat.queue_engine_callback(lambda: torch_compat.queue_engine_callback(self._leave_to_forward))
+                queue_engine_callback(lambda: queue_engine_callback(self._leave_to_forward))
         elif is_last:
             if self._ddp.static_graph and self._steps.stats.step == 0:
                 self._end_exchange()  # this is DDP's end-of-backward callback, which is about to wait for the futures
             else:  # it will be queued after ours
-                torch_compat.queue_engine_callback(self._end_exchange)
+                queue_engine_callback(self._end_exchange)
         return future
 
     def _begin_backward(self) -> Backward:
@@ -327,7 +329,7 @@ class TopKState:
         for future, buffer in zip(backward.futures, backward.buffers, strict=True):
             future.set_result(buffer)
         # After DDP's own, also if that is not queued yet.
-        torch_compat.queue_engine_callback(lambda: torch_compat.queue_engine_callback(self._end_backward))
+        queue_engine_callback(lambda: queue_engine_callback(self._end_backward))
 
     # -- 3. DDP has made the buckets the model's gradients ----------------------------------------------------------
 

@@ -18,8 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ddp_hooks.comm import LaneError, Lanes, LaneSettings, Recorder, at_exit, failure, gather_objects, torch_compat
+from ddp_hooks.comm import LaneError, Lanes, LaneSettings, Recorder, at_exit, failure, gather_objects
 from ddp_hooks.comm.executors.lanes import StreamLane
+from ddp_hooks.comm.torch_compat.distributed import serves
 from tests.support.workers import server_context
 
 
@@ -166,8 +167,8 @@ def test_close_on_nccl_waits_for_no_dead_peer(
     expected: tuple[str, bool],
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr(torch_compat, "destroy_group", lambda _: done.append("destroyed"))
-    monkeypatch.setattr(torch_compat, "abort_group", lambda _: done.append("aborted"))
+    monkeypatch.setattr("ddp_hooks.comm.executors.lanes.destroy_group", lambda _: done.append("destroyed"))
+    monkeypatch.setattr("ddp_hooks.comm.executors.lanes.abort_group", lambda _: done.append("aborted"))
     monkeypatch.setattr(dist, "get_rank", lambda _: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
     lane = StreamLane(0, SimpleNamespace(), torch.device("cpu"), Recorder())  # type: ignore[arg-type]
@@ -197,8 +198,8 @@ def test_the_end_waits_only_where_the_store_goes_with_the_process(monkeypatch: p
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
     served = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    assert torch_compat.serves(dist.PrefixStore("default_pg", served)) and not torch_compat.serves(dist.HashStore())
+    assert serves(dist.PrefixStore("default_pg", served)) and not serves(dist.HashStore())
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
-    assert not torch_compat.serves(served)
+    assert not serves(served)
     failure.expect_readers(served, "key", 3)
     assert not failure._expected

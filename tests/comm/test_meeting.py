@@ -21,10 +21,10 @@ from ddp_hooks.comm import (
     gather_objects,
     meeting,
     report_error,
-    torch_compat,
 )
 from ddp_hooks.comm.exit_handler import while_all_live
 from ddp_hooks.comm.failure import describe_waits
+from ddp_hooks.comm.torch_compat.distributed import default_store
 from tests.support.messages import logged, message_of
 from tests.support.workers import WorkerPools
 
@@ -107,7 +107,7 @@ def world() -> dist.ProcessGroup:
 
 
 def keys_left() -> int:
-    store = torch_compat.default_store()
+    store = default_store()
     return sum(store.check([f"ddp_hooks/meeting/{world().group_name}/{n}/{r}"]) for n in range(50) for r in range(3))
 
 
@@ -193,7 +193,7 @@ def test_a_dead_store_is_said_to_be_dead(monkeypatch: pytest.MonkeyPatch) -> Non
             raise RuntimeError("Broken pipe")
 
     group: Any = SimpleNamespace(group_name="0")
-    monkeypatch.setattr(torch_compat, "default_store", Dead)
+    monkeypatch.setattr("ddp_hooks.comm.meeting.default_store", Dead)
     for module, name in ((meeting, "_numbers"), (failure, "_noted")):
         monkeypatch.setattr(module, name, {})
     monkeypatch.setattr(dist, "get_process_group_ranks", lambda _: [0, 3])

@@ -20,8 +20,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, LaneError, LaneTimeout, Recv, Send, torch_compat
+from ddp_hooks.comm import Algorithm, LaneError, LaneTimeout, Recv, Send
 from ddp_hooks.comm.failure import FailureStore
+from ddp_hooks.comm.torch_compat.distributed import default_store
 from ddp_hooks.coordination.control import mesh
 from ddp_hooks.coordination.control.channel import ControlChannel
 from tests.support.workers import WorkerPools
@@ -121,7 +122,7 @@ def channel(timeout_s: float = 20.0) -> ControlChannel:
     group = dist.new_group(list(range(dist.get_world_size())))
     assert isinstance(group, dist.ProcessGroup)
     ranks = dist.get_process_group_ranks(group)
-    failures = FailureStore(torch_compat.default_store(), f"test {group.group_name}", dist.get_rank(), ranks)
+    failures = FailureStore(default_store(), f"test {group.group_name}", dist.get_rank(), ranks)
     return ControlChannel(group, timeout_s, failures)
 
 

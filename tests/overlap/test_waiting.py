@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ddp_hooks.comm import Recorder, torch_compat
+from ddp_hooks.comm import Recorder
+from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.overlap import FeedPipe
 from ddp_hooks.overlap.pending_state import let_state_wait
 from ddp_hooks.overlap.waiting import METADATA, Waiting
@@ -194,7 +195,7 @@ class Scaled(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         cls.seen.append(func)
-        with torch_compat.without_overrides():
+        with without_overrides():
             return func(*args, **(kwargs or {}))
 
 
@@ -281,14 +282,14 @@ def test_who_finishes_waits_for_an_update_of_another_thread() -> None:
     assert waited and not finisher.is_alive() and not flight.pipe.in_flight
 
 
-def without_overrides(model: nn.Module) -> None:
-    with torch_compat.without_overrides():
+def run_without_overrides(model: nn.Module) -> None:
+    with without_overrides():
         model(torch.zeros(1, 3))
 
 
 def test_a_module_waits_for_its_own_parameters_where_overrides_are_off() -> None:
     flight = Flight(layers())
-    without_overrides(flight.model[2])
+    run_without_overrides(flight.model[2])
     assert flight.awaited == [2, 3]
 
 

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import torch_compat
 from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.algorithms.collectives import Partition, ring_all_gather
@@ -28,6 +27,14 @@ from ddp_hooks.comm.executors.work import Work, WorkGroup
 from ddp_hooks.comm.exit_handler import while_all_live
 from ddp_hooks.comm.failure import FailureStore, LaneError, is_lost_connection, shortened
 from ddp_hooks.comm.meeting import broadcast_object, call_named, gather_objects
+from ddp_hooks.comm.torch_compat.distributed import (
+    abort_group,
+    backend_of,
+    default_store,
+    destroy_group,
+    new_group_like,
+)
+from ddp_hooks.comm.torch_compat.handles import add_note
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -59,7 +66,7 @@ class Lanes:
         self.group = group
         self.rank = dist.get_rank(group)
         self.world_size = dist.get_world_size(group)
-        self.backend = backend or torch_compat.backend_of(group, device)
+        self.backend = backend or backend_of(group, device)
         self.native = self.backend == "nccl"
         self._device = device
         self._settings = settings
@@ -85,7 +92,7 @@ class Lanes:
             self._groups.append(group)
             if self._failures is None:
                 ranks = dist.get_process_group_ranks(group)
-                store, messages = torch_compat.default_store(), group if self.backend == "gloo" else None
+                store, messages = default_store(), group if self.backend == "gloo" else None
                 self._failures = FailureStore(store, group.group_name, ranks[self.rank], ranks, messages)
             if self.native:
                 self._lanes.append(StreamLane(index, group, self._device, self._recorder))
@@ -94,7 +101,7 @@ class Lanes:
 
     def _new_group(self, name: str) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
-            return torch_compat.new_group_like(self.group, self.backend, self._settings.timeout_s, name)
+            return new_group_like(self.group, self.backend, self._settings.timeout_s, name)
 
         # A thread has a CUDA device of its own, which NCCL would take.
         return make() if self.native else while_all_live(make, self.group, f"the making of {name}")
@@ -211,9 +218,9 @@ class Lanes:
         self._small.clear()
         while self._groups:
             if self.native and not together:
-                torch_compat.abort_group(self._groups.pop())
+                abort_group(self._groups.pop())
             else:
-                torch_compat.destroy_group(self._groups.pop())
+                destroy_group(self._groups.pop())
 
     def _end_streams(self) -> bool:
         """Wait for work on streams; return True if it ended. Without the ranks that died it does not."""
@@ -266,7 +273,7 @@ class Lanes:
         explanation = self.explain(error)
         if error is not None and explanation is not None:
             logger.error("%s lost a connection: %s", what, explanation)
-            torch_compat.add_note(error, explanation)
+            add_note(error, explanation)
 
     def abandon(self, error: BaseException, farewell_s: float = 2.0) -> None:
         """Report that this rank ends because of ``error``, and wait a little for messages under way.

@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import torch_compat
 from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.algorithms.collectives import Partition
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round
 from ddp_hooks.comm.executors.work import StreamWork, Work
+from ddp_hooks.comm.torch_compat.distributed import all_gather_single, reduce_scatter_single
 
 
 class StreamLane:
@@ -39,7 +39,7 @@ class StreamLane:
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
                 if own.numel() and self._world_size > 1:
-                    torch_compat.reduce_scatter_single(own, body, self._group)
+                    reduce_scatter_single(own, body, self._group)
                     if divisor > 1:
                         own.div_(divisor)
             tails = self._tails(partitions)
@@ -58,7 +58,7 @@ class StreamLane:
             for flat, bounds in partitions:
                 body, own = self._body(flat, bounds)
                 if own.numel() and self._world_size > 1:
-                    torch_compat.all_gather_single(body, own, self._group)
+                    all_gather_single(body, own, self._group)
             tails = self._tails(partitions)
             if tails:
                 joined = torch.cat(tails)

@@ -17,8 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, LaneError, Recv, Round, Send, Traffic, num_rounds, torch_compat
+from ddp_hooks.comm import Algorithm, LaneError, Recv, Round, Send, Traffic, num_rounds
 from ddp_hooks.comm.failure import FailureStore
+from ddp_hooks.comm.torch_compat.distributed import default_store
 from ddp_hooks.coordination.control.mesh import connect_all
 
 _LONGEST_SLEEP_S = 3600.0
@@ -47,7 +48,7 @@ class ControlChannel:
         self._state: tuple[str, int, str, tuple[int, ...]] | None = None  # label, round, direction, peers
         self._views: dict[int, tuple[Tensor, memoryview]] = {}  # by id of the tensor, which is kept alive
         key = f"{failures.prefix}/control"
-        self._peers = connect_all(torch_compat.default_store(), key, self.rank, self.world_size, timeout_s, failures)
+        self._peers = connect_all(default_store(), key, self.rank, self.world_size, timeout_s, failures)
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)

@@ -19,10 +19,10 @@ from ddp_hooks.comm import (
     pairwise_exchange,
     ring_all_gather,
     round_of,
-    torch_compat,
     without_messages,
 )
 from ddp_hooks.comm.executors.lanes import Lane
+from ddp_hooks.comm.torch_compat.overrides import copy_all
 from ddp_hooks.coordination.control.send_queue import Message
 from ddp_hooks.coordination.control.submission import Submission
 from ddp_hooks.coordination.request import Request
@@ -118,7 +118,7 @@ def _note_start(submissions: Sequence[Submission]) -> None:
 
 
 def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    torch_compat.copy_all(targets, sources)
+    copy_all(targets, sources)
 
 
 # -- collectives beside those of ddp_hooks.comm ------------------------------------------------------------------------

@@ -14,7 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, calling, read_metadata, see, shaped_like, torch_compat
+from ddp_hooks.comm import agree, calling, read_metadata, see, shaped_like
+from ddp_hooks.comm.torch_compat.state_dict import StateDictCall
 from ddp_hooks.dear.checkpoint.reshard import State, cut_entry
 from ddp_hooks.dear.checkpoint.sharded_checkpoint import (
     SETTINGS,
@@ -100,7 +101,7 @@ class OptimizerCheckpoint:
 
     def before_state_dict(self, _: torch.optim.Optimizer) -> None:
         """Refuse, unless the full state is here or all ranks ask, through torch.distributed.checkpoint."""
-        spread, call, holder = self._spread, torch_compat.StateDictCall.current(), self._consolidated_on
+        spread, call, holder = self._spread, StateDictCall.current(), self._consolidated_on
         if call is not None and call.loads:  # on all ranks, also where the whole state is
             holder = None
         if spread is None or holder == self._rank:
@@ -124,7 +125,7 @@ class OptimizerCheckpoint:
                 f"{see('optimizer-state-is-sharded')}"
             )
 
-    def _ask_all_ranks(self, spread: ShardedUpdate, call: torch_compat.StateDictCall) -> dict[int, State]:
+    def _ask_all_ranks(self, spread: ShardedUpdate, call: StateDictCall) -> dict[int, State]:
         if not call.gathers:
             return spread.spread_states()
         ranks: Sequence[int] = range(dist.get_world_size(self._group))

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import in_storage_order, is_dense, see, torch_compat
+from ddp_hooks.comm import in_storage_order, is_dense, see
+from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.dear.layout.parameters import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.overlap import take_back
@@ -56,7 +57,7 @@ class ParameterMemory:
             parameter.data = memory
 
     def _replaced(self) -> list[int]:
-        with torch_compat.without_overrides():
+        with without_overrides():
             parameters = self._parameters.tensors
             return [i for i, own in enumerate(self._given) if parameters[i].data_ptr() != own.data_ptr()]
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 from torch import Tensor, nn
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.overrides import without_overrides
 
 
 class ManagedParameters:
@@ -32,5 +32,5 @@ class ManagedParameters:
 
     def gradients(self) -> list[Tensor | None]:
         """Return every ``.grad``, guards included, without waiting for parameters in flight."""
-        with torch_compat.without_overrides():
+        with without_overrides():
             return [parameter.grad for parameter in self.tensors]

@@ -14,7 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import see
+from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
+from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.dear.layout.parameters import ManagedParameters
 from ddp_hooks.dear.layout.shards import Shards, held_in_shards
 from ddp_hooks.intercept import GradientGuard
@@ -154,7 +156,7 @@ class ModelGradients:
                 self._remove_hooks()
                 self._keep_or_discard(kept, synchronised)
                 if not synchronised and self._carried:
-                    torch_compat.queue_engine_callback(self._carry_on)
+                    queue_engine_callback(self._carry_on)
 
         # Any parameter may be the first; a gradient must not be added to a guard.
         self._hooks = [p.register_hook(backward_begins) for p in self._parameters if p.requires_grad]
@@ -168,7 +170,7 @@ class ModelGradients:
 
     def clear(self) -> None:
         """Remove the model's guards."""
-        with torch_compat.without_overrides():
+        with without_overrides():
             for parameter in self._parameters:
                 if isinstance(parameter.grad, GradientGuard):
                     parameter.grad = None
@@ -181,7 +183,7 @@ class ModelGradients:
     def zero_grad(self, set_to_none: bool) -> None:
         """Zero or remove the model's gradients, before ``optimizer.zero_grad()`` does."""
         if set_to_none:
-            with torch_compat.without_overrides():
+            with without_overrides():
                 for parameter in self._parameters:
                     parameter.grad = None
             return

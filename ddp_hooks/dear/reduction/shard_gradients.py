@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Recorder, Stall, Work, torch_compat
+from ddp_hooks.comm import Recorder, Stall, Work
+from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.dear.layout.shards import Shard, Shards
 from ddp_hooks.dear.reduction.model_gradients import ModelGradients
 from ddp_hooks.dear.reduction.reduction import Reduction
@@ -134,7 +135,7 @@ class ShardGradients:
                 with self.stall.measure(self._recorder, group.work.label):
                     group.work.wait()
             if group.sums:
-                with torch.no_grad(), torch_compat.without_overrides():  # the gradients may be those that wait
+                with torch.no_grad(), without_overrides():  # the gradients may be those that wait
                     for each in group.sums:
                         each.complete()
             group.is_complete = True

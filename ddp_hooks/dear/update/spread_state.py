@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import see
+from ddp_hooks.comm.torch_compat.state_dict import unflattens_state
 from ddp_hooks.dear.checkpoint.reshard import State, cut_entry
 from ddp_hooks.dear.layout.parameters import ManagedParameters
 from ddp_hooks.dear.layout.placement import ParameterRange, Placement, is_elementwise
@@ -78,7 +79,7 @@ class SpreadState(MutableMapping[Any, MutableMapping[str, Any]]):
         """
         held = {elements: state for elements, state in self.by_range().items() if state}
         own = {elements: state for elements, state in held.items() if elements.parameter == index}
-        if not own and held and torch_compat.unflattens_state():  # asks for the names of entries only: a neighbour's
+        if not own and held and unflattens_state():  # asks for the names of entries only: a neighbour's
             return {**next(iter(held.values()))}
         if not own:
             raise RuntimeError(

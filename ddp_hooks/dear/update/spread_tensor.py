@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import see, torch_compat
+from ddp_hooks.comm import see
+from ddp_hooks.comm.torch_compat.overrides import NO_TORCH_FUNCTION
 from ddp_hooks.dear.layout.placement import ParameterRange, Placement
 
 _aten = torch.ops.aten
@@ -91,7 +92,7 @@ class SpreadTensor(Tensor):
         parts = {elements: change(part) for elements, part in self.parts.items()}
         return SpreadTensor(self, dtype, device, parts, self.placement, self.label)
 
-    __torch_function__ = torch_compat.NO_TORCH_FUNCTION  # type: ignore[assignment]
+    __torch_function__ = NO_TORCH_FUNCTION  # type: ignore[assignment]
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ddp_hooks.comm import Work, see, torch_compat
+from ddp_hooks.comm import Work, see
+from ddp_hooks.comm.torch_compat.autograd import in_backward
 from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.exchange.expected import ExpectedGradients
 from ddp_hooks.embedding.exchange.ids import CHANGED, NO_ERROR, BatchRows, Ids, Purpose, RankError, exchange_ids
@@ -164,7 +165,7 @@ class Lookups:
             RuntimeError: ranks are desynchronized, or activation checkpointing asks for other ids than before.
             LaneError, LaneTimeout: vectors did not arrive.
         """
-        if torch_compat.in_backward():
+        if in_backward():
             return self._find_again(index, ids)
         if in_forward and self.current is not None and index in (self.current.lookups or {}):
             return self._find_prefetched(index, ids, self.current)

@@ -10,7 +10,9 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
-from ddp_hooks.comm import Work, see, torch_compat
+from ddp_hooks.comm import Work, see
+from ddp_hooks.comm.torch_compat.optimizer import evaluated_once, inside_grad_scaler, is_inner_step, with_closure
+from ddp_hooks.comm.torch_compat.state_dict import inside_making_state, makes_state
 from ddp_hooks.embedding.step.scheduler import StepScheduler
 from ddp_hooks.embedding.step.updates import TableUpdates
 from ddp_hooks.intercept import around_step, extend_zero_grad
@@ -79,10 +81,10 @@ class OptimizerHooks:
     def _before_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if self._updates.running:
             return
-        if torch_compat.makes_state(kwargs):
+        if makes_state(kwargs):
             self._updates.begin_making_state()
             return
-        if torch_compat.with_closure(args, kwargs, lambda closure: closure) is not None:
+        if with_closure(args, kwargs, lambda closure: closure) is not None:
             raise RuntimeError(
                 "tables.optimizer.step() takes no closure: run backward before it, or let the tables follow() the "
                 f"optimizer whose step() has the closure{see('how-step-is-called')}"
@@ -91,13 +93,13 @@ class OptimizerHooks:
         self._scheduler.begin_step()
 
     def _after_own_step(self, *_: Any) -> None:
-        if torch_compat.inside_making_state():
+        if inside_making_state():
             self._updates.end_making_state()
         elif not (self._updates.running or self._steps_with_followed):
             self._scheduler.end_step()
 
     def _drop_gradients(self, _: bool) -> None:
-        if not torch_compat.inside_making_state():  # torch zeroes the gradients that it has made itself
+        if not inside_making_state():  # torch zeroes the gradients that it has made itself
             self._scheduler.drop_gradients()
 
     # -- the followed optimizer
@@ -105,19 +107,19 @@ class OptimizerHooks:
     def _before_followed_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
     ) -> tuple[Any, Any] | None:
-        if torch_compat.is_inner_step(optimizer) or torch_compat.makes_state(kwargs):
+        if is_inner_step(optimizer) or makes_state(kwargs):
             return None
-        replaced = torch_compat.with_closure(args, kwargs, self._step_after)
+        replaced = with_closure(args, kwargs, self._step_after)
         if replaced is None:
             self._step_with_followed()
         return None if isinstance(optimizer, torch.optim.LBFGS) else replaced
 
     def _step_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         """Return the user's closure, which runs backward, followed by the tables' step: no hook zeroes between them."""
-        return torch_compat.evaluated_once(closure, self._step_with_followed, "sharded tables support")
+        return evaluated_once(closure, self._step_with_followed, "sharded tables support")
 
     def _after_followed_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if torch_compat.is_inner_step(optimizer) or torch_compat.makes_state(kwargs):
+        if is_inner_step(optimizer) or makes_state(kwargs):
             return
         if isinstance(optimizer, torch.optim.LBFGS):  # the last evaluation of its closure counts
             self._step_with_followed()
@@ -136,7 +138,7 @@ class OptimizerHooks:
     def refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise ``RuntimeError`` if torch's scaler lets ``optimizer`` step, and the tables' gradients stay scaled."""
         step = self._scheduler.split_step
-        if step.is_unscaled or not (step.has_gradients and torch_compat.inside_grad_scaler()):
+        if step.is_unscaled or not (step.has_gradients and inside_grad_scaler()):
             return
         if optimizer is self.followed or self.would_miss_step(optimizer):
             raise RuntimeError(

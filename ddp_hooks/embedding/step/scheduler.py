@@ -25,7 +25,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see, torch_compat
+from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see
+from ddp_hooks.comm.torch_compat.autograd import (
+    backward_reaches_leaves,
+    in_backward,
+    queue_after_hooks,
+    queue_engine_callback,
+)
+from ddp_hooks.comm.torch_compat.ddp import ddp_in_forward
+from ddp_hooks.comm.torch_compat.overrides import tensors_in
 from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.exchange.expected import ExpectedGradients
 from ddp_hooks.embedding.exchange.gradients import GradientExchange
@@ -92,7 +100,7 @@ class StepScheduler:
             return
         self.refuse_closed()
         self.requires_grad.refuse_ambiguous()
-        ddp = torch_compat.ddp_in_forward()
+        ddp = ddp_in_forward()
         self._note_ddp(ddp)
         self._synchronizes = not self._accumulates and (ddp is None or ddp.require_backward_grad_sync)
         self.drop_zeroed()
@@ -123,7 +131,7 @@ class StepScheduler:
         lookup, positions = found
         is_trained, has_grad = table.weight.requires_grad, torch.is_grad_enabled()
         # A forward that is repeated in backward was counted before.
-        counts = is_trained and (self.phase.in_forward or has_grad) and not torch_compat.in_backward()
+        counts = is_trained and (self.phase.in_forward or has_grad) and not in_backward()
         self.expected.note_call(index, counts)
         self._tally.num_ids += len(values) if counts else 0
         if is_trained and has_grad:
@@ -152,7 +160,7 @@ class StepScheduler:
             self._channels.annotate(error)
             return
         self.lookups.end_forward()
-        results = [leaf for leaf in torch_compat.tensors_in(output) if leaf.grad_fn is not None]
+        results = [leaf for leaf in tensors_in(output) if leaf.grad_fn is not None]
         for result in results:
             result.register_hook(self._notice_output_gradient)
         self._is_opaque = not results
@@ -161,7 +169,7 @@ class StepScheduler:
 
     def _notice_output_gradient(self, *_: Any) -> None:
         """Begin a backward, unless it is ``autograd.grad()`` of inputs alone."""
-        if not self.phase.in_backward and torch_compat.backward_reaches_leaves():
+        if not self.phase.in_backward and backward_reaches_leaves():
             self._begin_backward()
 
     def _begin_backward(self) -> None:
@@ -172,7 +180,7 @@ class StepScheduler:
         self._gradients = after(Event.BACKWARD_BEGINS, self._gradients)
         self.phase = after(Event.BACKWARD_BEGINS, self.phase)
         self.expected.begin_backward(self._synchronizes)
-        torch_compat.queue_engine_callback(self._end_backward)
+        queue_engine_callback(self._end_backward)
 
     def _receive_gradient(self, lookup: Lookup, positions: Tensor, gradient: Tensor, is_first: bool) -> None:
         """Take the gradient of a call: its first, or another one through a graph that was retained."""
@@ -199,7 +207,7 @@ class StepScheduler:
         self.expected.end_backward()
         # After DDP has made its buckets the gradients, and hooks have put their guards there. Before that gradients are
         # not reduced, so ranks would see different ones.
-        torch_compat.queue_after_hooks(self.zeroing.watch)
+        queue_after_hooks(self.zeroing.watch)
         self.lookups.wait_for_next_ids()
         self._refuse_desynchronized()
         if not self._synchronizes:

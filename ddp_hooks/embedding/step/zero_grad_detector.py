@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.overrides import version_of
 from ddp_hooks.intercept import GradientGuard, is_suspended
 
 _MAX_NUMEL = 1 << 16  # elements of a gradient that are read, so that reading costs next to nothing
@@ -45,7 +45,7 @@ class ZeroGradDetector:
             self._guard = gradient if isinstance(gradient, GradientGuard) else None
             self._was_nonzero = not _is_gone(parameter)
             if self._guard is None and _is_local(gradient) and not _is_on_cpu(gradient):
-                self._version = torch_compat.version_of(gradient)
+                self._version = version_of(gradient)
                 self._before = gradient.detach().reshape(-1)[:_MAX_NUMEL].any()
             if self._was_nonzero:
                 return
@@ -70,7 +70,7 @@ class ZeroGradDetector:
         if self._before is None or isinstance(parameter.grad, GradientGuard):
             return _is_gone(parameter)
         # Read from a device only if something has changed.
-        version = torch_compat.version_of(parameter.grad)
+        version = version_of(parameter.grad)
         if version == self._version or not bool(self._before):
             return False
         self._version = version

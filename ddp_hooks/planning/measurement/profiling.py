@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from ddp_hooks.comm import torch_compat
+from ddp_hooks.comm.torch_compat.ddp import comm_hook_registered
 from ddp_hooks.planning.measurement.processor import gather
 from ddp_hooks.planning.step import StepProfile, TensorUse
 
@@ -65,7 +65,7 @@ def refuse(model: nn.Module) -> None:
                 f"DistributedDataParallel is inside of the model, as {inner[0] or 'its root'}: give that module itself"
             )
         return
-    if torch_compat.comm_hook_registered(model):
+    if comm_hook_registered(model):
         raise ValueError(
             "this model has a communication hook, and steps are profiled without communication: plan with plain "
             "DistributedDataParallel, before register_comm_hook()"

@@ -20,7 +20,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Recorder, see, torch_compat
+from ddp_hooks.comm import Recorder, see
+from ddp_hooks.comm.torch_compat.autograd import increment_versions
+from ddp_hooks.comm.torch_compat.compiler import inside_compiled_region
+from ddp_hooks.comm.torch_compat.optimizer import is_inner_step, with_closure
 from ddp_hooks.intercept import (
     GradientGuard,
     NonCopyableHook,
@@ -149,14 +152,14 @@ class ForwardPipeline:
     # -- the optimizer's step ---------------------------------------------------------------------------------------
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        if self._updates.running or torch_compat.is_inner_step(optimizer):
+        if self._updates.running or is_inner_step(optimizer):
             return None
-        if torch_compat.inside_compiled_region():
+        if inside_compiled_region():
             raise RuntimeError(
                 "optimizer.step() was called from compiled code, which cannot leave updates to the next forward: "
                 f"compile the model alone, and call optimizer.step() outside{see('how-step-is-called')}"
             )
-        replaced = torch_compat.with_closure(args, kwargs, self._waiting_closure)
+        replaced = with_closure(args, kwargs, self._waiting_closure)
         if replaced is None:
             self._begin_step()
         return replaced
@@ -184,14 +187,14 @@ class ForwardPipeline:
         self._aside.take(self._wanted)
 
     def _after_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if self._updates.running or torch_compat.is_inner_step(optimizer):
+        if self._updates.running or is_inner_step(optimizer):
             return
         pending = self._pending
         if pending is None or pending.backward.phase is not Phase.APPROVED:
             return
         pending.backward.advance(Phase.UPDATING)
         self._aside.put_back()
-        torch_compat.increment_versions(self._parameters)
+        increment_versions(self._parameters)
         self._pipe.launched(pending.backward.works)
 
     # -- arrival ----------------------------------------------------------------------------------------------------
