@@ -1,7 +1,8 @@
-"""All-gathers of parameters for FSDP2, on lanes; they are waited for when their parameters are needed."""
+"""All-gathers of parameters for FSDP2: on lanes, or encoded in the backend's own collectives."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -11,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm import Algorithm, Partition, Work, see
+from ddp_hooks.comm import Algorithm, LaneError, Partition, Work, see
 from ddp_hooks.comm.torch_compat.autograd import in_backward
 from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.compressed import compressed_all_gather, even_partition, gather_codec, sliced
-from fsdp_ext.context import ExtContext, Transport
+from fsdp_ext.config import ExtConfig
+from fsdp_ext.context import ExtContext
 from fsdp_ext.prefetch import Prefetcher
 
 
@@ -48,17 +50,31 @@ class LaneAllGather(compat.AllGather):
         own = partition.ranges[rank]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 makes it a part of the output
             own.copy_(input_tensor)
-        work = self._submit(self._context.transport_of(group), partition, rank, self._name or ROOT)
+        work = self._submit(group, partition, rank)
         self._context.counts.gathers += 1
         version = compat.shard_version(self._module) if self._prefetcher.in_forward else None
-        return _GatherWork(work, partial(self._wait, work, version))
+        return _GatherWork(partial(self._wait, work, version))
+
+    def _submit(self, group: dist.ProcessGroup, partition: Partition, rank: int) -> Work:
+        transport, label = self._context.transport_of(group), self._name or ROOT
+        codec = gather_codec(self._context.config, self._module, partition.flat.dtype, len(partition.ranges))
+        if codec is None:
+            return transport.gathers.spread_all_gather(partition, label)
+
+        def start(where: slice) -> Algorithm:
+            return compressed_all_gather([each[where] for each in partition.ranges], rank, codec)
+
+        starts = sliced(partition.ranges[0].numel(), transport.slice_numel, start)
+        return transport.gathers.spread_several(starts, label)
 
     def _wait(self, work: Work, version: tuple[object, ...] | None) -> None:
         """Wait until the parameters are whole, whose shards had this ``version`` when the gather began."""
         context, stall = self._context, self._context.gather_stall
         self._prefetcher.on_wait(self._module)
         before_s = stall.seconds
-        with stall.measure(context.recorder, work.label), context.ignored_failures():
+        # When all ends, gathers are waited for only to be dropped.
+        ignored = contextlib.suppress(LaneError) if context.is_closing else contextlib.nullcontext()
+        with stall.measure(context.recorder, work.label), ignored:
             work.wait()
         # A hook of the model's forward may write to parameters when the first gathers are under way.
         checked = self._prefetcher.in_forward and version is not None and compat.runs_forward(self._module)
@@ -71,23 +87,12 @@ class LaneAllGather(compat.AllGather):
         if in_backward():
             context.backward_waits[self._name] += stall.seconds - before_s
 
-    def _submit(self, transport: Transport, partition: Partition, rank: int, label: str) -> Work:
-        codec = gather_codec(self._context.config, self._module, partition.flat.dtype, len(partition.ranges))
-        if codec is None:
-            return transport.gathers.spread_all_gather(partition, label)
-
-        def start(chunks: list[Tensor], where: slice) -> Algorithm:
-            return compressed_all_gather(chunks, rank, codec)
-
-        return transport.gathers.spread_several(sliced(partition.ranges, transport.slice_numel, start), label)
-
 
 class _GatherWork(dist.Work):
     """Gather that FSDP2 waits for."""
 
-    def __init__(self, work: Work, wait: Callable[[], None]) -> None:
+    def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__()
-        self._work = work
         self._wait = wait
 
     def wait(self, timeout: Any = None) -> bool:
@@ -100,5 +105,29 @@ class _GatherWork(dist.Work):
         self._wait()
         return True
 
-    def is_completed(self) -> bool:
-        return self._work.done
+
+class NativeAllGather(compat.DefaultAllGather):
+    """The backend's all-gather of encoded shards, decoded on every rank.
+
+    For accelerators. Everything is issued on the current stream, which FSDP2 has chosen and waits for.
+    """
+
+    def __init__(self, config: ExtConfig, module: FSDPModule) -> None:
+        self._config = config
+        self._module = module
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
+        world_size = dist.get_world_size(group)
+        codec = gather_codec(self._config, self._module, output_tensor.dtype, world_size)
+        if codec is None:
+            return super().__call__(output_tensor, input_tensor, group, async_op)
+        nbytes = codec.nbytes(input_tensor.numel())
+        own, payloads = (input_tensor.new_empty(n * nbytes, dtype=torch.uint8) for n in (1, world_size))
+        codec.encode(input_tensor, own)
+        dist.all_gather_into_tensor(payloads, own, group=group)
+        for payload, shard in zip(payloads.chunk(world_size), output_tensor.chunk(world_size), strict=True):
+            codec.decode(payload, shard)
+        return None

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
@@ -19,8 +18,8 @@ from fsdp_ext.config import ExtConfig
 ROOT = "the root module"
 """Name in messages of the module without a name."""
 
-_OURS = ("Lane", "Native")
-_STOCK = ("DefaultAllGather", "DefaultReduceScatter")
+_OURS = ("Lane", "Native")  # beginnings of names of communication objects
+_STOCK = (compat.DefaultAllGather, compat.DefaultReduceScatter)
 
 
 def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
@@ -28,13 +27,11 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
     Of modules wrapped together, ``fully_shard([first, second])``, the first one stands for all.
     """
-    seen: set[int] = set()
+    seen = set()
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule):
-            state = compat.state_of(module)
-            if state is None or id(state) not in seen:
-                seen.add(id(state))
-                yield name, module
+        if isinstance(module, FSDPModule) and compat.state_of(module) not in seen:
+            seen.add(compat.state_of(module))
+            yield name, module
 
 
 def is_on_cpu(module: FSDPModule) -> bool:
@@ -57,6 +54,12 @@ def find_problem(model: object, config: object, extended: bool = False) -> str |
                 f'torch.distributed.fsdp.fully_shard instead; in Trainer\'s fsdp_config set "fsdp_version": 2, in '
                 f"Accelerate FullyShardedDataParallelPlugin(fsdp_version=2)"
             )
+        missing = compat.find_missing_name(module) if isinstance(module, FSDPModule) else None
+        if missing is not None:
+            return (
+                f"torch {torch.__version__} keeps facts about {name or ROOT} where fsdp_ext does not find them "
+                f"({missing}): install a version of fsdp_ext that knows this torch, or torch 2.11 to 2.14"
+            )
     modules = list(fsdp_modules(model))
     if not modules:
         return (
@@ -68,41 +71,13 @@ def find_problem(model: object, config: object, extended: bool = False) -> str |
         for pattern in config.density:
             if not any(fnmatchcase(name, pattern) for name in names):
                 return f"density names {pattern!r}, which fits none of the modules that FSDP2 wraps: {names}"
-    found = (
-        _problem_of(name or ROOT, module, config, extended) or _problem_of_torch(name, module, config)
-        for name, module in modules
-    )
-    return next(filter(None, found), None)
-
-
-def unused_settings(config: ExtConfig) -> list[str]:
-    """Return the given settings that have an effect on CPUs only."""
-    names = ("pending_mb", "prefetch", "lanes", "slice_mb")
-    return [name for name in names if getattr(config, name) is not None]
-
-
-def _problem_of_torch(name: str, module: FSDPModule, config: ExtConfig) -> str | None:
-    """Facts that settings need, and this version of torch keeps in another place."""
-    if compat.num_param_groups(module) == 0:
-        return None  # it has no parameters of its own
-    needed: dict[str, object] = {"the communication": compat.communication_of(module)}
-    if config.all_gather != "exact":
-        needed["the number of shards"] = compat.num_shards(module)
-    if config.keeps_residuals_of(name):
-        needed["the places of gradients"] = compat.columns_of(module)
-    missing = [fact for fact, found in needed.items() if found is None]
-    if not missing:
-        return None
-    return (
-        f"torch {torch.__version__} keeps {missing[0]} of {name or ROOT} where fsdp_ext does not find it, so these "
-        f"settings would have no effect: install a version of fsdp_ext that knows this torch, or torch 2.11 to 2.14"
-        f"{'' if config.is_exact else ', or take all_gather=exact and reduce_scatter=exact'}"
-    )
+    problems = (_problem_of(name or ROOT, module, config, extended) for name, module in modules)
+    return next(filter(None, problems), None)
 
 
 def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool) -> str | None:
     groups = compat.num_param_groups(module)
-    if groups is not None and groups > 1:
+    if groups > 1:
         return (
             f"{name} has {groups} groups of parameters, on meshes of their own (shard_placement_fn): FSDP2 takes one "
             f"communication object per module. Wrap the parts by themselves with fully_shard(...), so that each "
@@ -135,7 +110,7 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
                 f"{name} is extended already, with another module: call restore(...) with that one first, or extend "
                 f"only the outermost module, which covers all modules inside of it"
             )
-        if not kind.startswith(_OURS) and kind not in _STOCK:
+        if not kind.startswith(_OURS) and type(communication) not in _STOCK:
             return (
                 f"{name} already has a communication object of its own, {kind}: leave its set_custom_... call out, or "
                 f"do not extend this model"
@@ -177,14 +152,10 @@ def _describe(value: object) -> str:
 
 
 def agree_to_extend(model: nn.Module, config: ExtConfig, extended: str) -> None:
-    """Compare the set-up of all ranks with these parameters; raise the same error on all of them.
-
-    Args:
-        model, config: arguments of ``extend``.
-        extended: "no", "with these settings", or "with others": the whole model before.
+    """Compare the set-up of all ranks with these parameters; ``extended`` says how the model was extended before.
 
     Raises:
-        ValueError: the model cannot be extended, or ranks differ.
+        ValueError: on all ranks: the model cannot be extended, or ranks differ.
     """
     problem = find_problem(model, config, extended != "no")
     if not dist.is_initialized():
@@ -197,32 +168,23 @@ def agree_to_extend(model: nn.Module, config: ExtConfig, extended: str) -> None:
             entries[name] = (tuple(parameter.shape), parameter.dtype, parameter.requires_grad)
     entries["extended already"] = extended
     failure = None
-    for group in _groups_of(_meshes_of(model)):
+    for group in _groups_of(model):
         try:
             agree(entries, problem, group, "the set-up of fsdp_ext.extend", config)
         except ValueError as error:  # ranks of the mesh's other dimensions are to hear of it, too
-            if group is dist.group.WORLD:
-                raise  # everybody has
             failure = failure or error
             problem = problem or str(error)
     if failure is not None:
         raise failure
 
 
-def _meshes_of(model: object) -> list[DeviceMesh]:
-    meshes: list[DeviceMesh] = []
-    for parameter in model.parameters() if isinstance(model, nn.Module) else ():
-        if isinstance(parameter, DTensor) and parameter.device_mesh not in meshes:
-            meshes.append(parameter.device_mesh)
-    return meshes
-
-
-def _groups_of(meshes: Sequence[DeviceMesh]) -> Iterator[dist.ProcessGroup]:
+def _groups_of(model: object) -> Iterator[dist.ProcessGroup]:
     """The group of all ranks, if a mesh is part of one that has them all; else all dimensions of the meshes."""
+    parameters = model.parameters() if isinstance(model, nn.Module) else ()
+    meshes = dict.fromkeys(parameter.device_mesh for parameter in parameters if isinstance(parameter, DTensor))
     if not meshes or any(compat.num_ranks_around(mesh) == dist.get_world_size() for mesh in meshes):
         assert dist.group.WORLD is not None
         yield dist.group.WORLD
         return
     for mesh in meshes:
-        for dimension in range(mesh.ndim):
-            yield mesh.get_group(dimension)
+        yield from mesh.get_all_groups()

@@ -1,13 +1,14 @@
 """Codecs of numbers in fewer bits: bfloat16, and int8 with one scale per block.
 
-ZeRO++ gathers parameters in such blocks of int8 (Wang et al., 2023, section 3.1).
+A codec writes floating-point values, (numel,), to a payload, uint8, (nbytes(numel),), and reads them. ZeRO++ gathers
+parameters in such blocks of int8 (Wang et al., 2023, section 3.1).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,28 +21,6 @@ _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a reciprocal may be i
 # Elements worked on at a time: few, so that scratch memory is small, and enough, so that calls cost little.
 _PIECE_NUMEL = 1 << 20
 _PIECE_NUMEL_ON_ACCELERATORS = 1 << 24
-
-
-class Codec(Protocol):
-    """Code of floating-point tensors, (numel,), in uint8 tensors, (nbytes(numel),)."""
-
-    def nbytes(self, numel: int) -> int:
-        """Return the bytes of ``numel`` elements."""
-
-    def encode(self, values: Tensor, payload: Tensor) -> None:
-        """Write ``values`` to ``payload``."""
-
-    def decode(self, payload: Tensor, values: Tensor) -> None:
-        """Write the payload's values to ``values``."""
-
-    def add(self, payload: Tensor, values: Tensor) -> None:
-        """Add the payload's values to ``values``."""
-
-    def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
-        """Write ``values + residual`` to ``payload``, and the loss to ``residual``.
-
-        Infinity and NaN travel, but do not stay: a scaler skips the step, and goes on.
-        """
 
 
 class Bf16:
@@ -60,6 +39,10 @@ class Bf16:
         values.add_(payload.view(torch.bfloat16))
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
+        """Write ``values + residual`` to ``payload``, and the loss to ``residual``.
+
+        Infinity and NaN travel, but do not stay: a scaler skips the step, and goes on.
+        """
         self.encode(residual.add_(values), payload)
         residual.sub_(payload.view(torch.bfloat16)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
@@ -69,12 +52,9 @@ class Int8Blocks:
     """A quarter of float32's bytes, and four for every block. Error at most 1/254 of the block's largest magnitude.
 
     With infinity or NaN in a block, no number of the block is finite. Blocks of numbers below 1.5e-36 become 0.
-
-    Args:
-        block: elements that share a scale; a multiple of 4.
     """
 
-    block: int
+    block: int  # elements that share a scale; a multiple of 4
 
     def nbytes(self, numel: int) -> int:
         return -(-numel // self.block) * (_SCALE_BYTES + self.block)
@@ -92,6 +72,7 @@ class Int8Blocks:
             piece.add_(self._decode(scale, code, piece.numel()))
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
+        """See :meth:`Bf16.encode_with_residual`."""
         pieces = zip(self._pieces(residual, payload), self._pieces(values, payload), strict=True)
         for (piece, scale, code), (added, _, _) in pieces:
             self._encode(piece.add_(added), scale, code)
@@ -115,10 +96,7 @@ class Int8Blocks:
         return code.float().mul_(scale[:, None]).view(-1)[:numel]
 
     def _pieces(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Views of values, (n,), their scales, (blocks,), float32, and their codes, (blocks, block), int8.
-
-        Only the last piece may end inside of a block.
-        """
+        """Yield values, (n,), their scales, (blocks,), float32, and their codes, (blocks, block), int8, all views."""
         num_blocks = payload.numel() // (_SCALE_BYTES + self.block)
         packed_scales, packed_codes = payload.split([num_blocks * _SCALE_BYTES, num_blocks * self.block])
         scales, codes = packed_scales.view(torch.float32), packed_codes.view(torch.int8).view(num_blocks, self.block)
@@ -127,6 +105,9 @@ class Int8Blocks:
         for first in range(0, -(-values.numel() // self.block), step):
             blocks = slice(first, first + step)
             yield values[first * self.block : (first + step) * self.block], scales[blocks], codes[blocks]
+
+
+Codec: TypeAlias = Bf16 | Int8Blocks
 
 
 def codec_of(name: CodecName, block: int, dtype: torch.dtype) -> Codec | None:

@@ -80,9 +80,7 @@ class ExtConfig:
         density = self.density
         densities = list(density.values()) if isinstance(density, Mapping) else [1.0 if density is None else density]
         if not (densities and all(above(each, 0) and each <= 1 for each in densities)):
-            raise ValueError(
-                f"density must be None, in (0, 1], or a mapping from patterns to such, got {self.density!r}"
-            )
+            raise ValueError(f"density must be None, in (0, 1], or a mapping from patterns to such, got {density!r}")
         if self.block is not None and (not whole(self.block, 4) or self.block % 4):
             raise ValueError(f"block must be None, or a multiple of 4, got {self.block!r}")
         if self.error_feedback is not None and not isinstance(self.error_feedback, bool):
@@ -123,11 +121,6 @@ class ExtConfig:
     def scatter_codec(self) -> CodecName:
         """Code of gradients that are not sparse."""
         return "exact" if self.reduce_scatter == "sparse" else self.reduce_scatter
-
-    @property
-    def is_exact(self) -> bool:
-        """True if nothing is rounded or left out."""
-        return self.all_gather == self.reduce_scatter == "exact"
 
     def keeps_residuals_of(self, module: str) -> bool:
         """Return True if error feedback keeps residuals of a module's gradients."""

@@ -8,54 +8,30 @@ subclasses what functions do with them (``__torch_function__``), ``torch.distrib
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.distributed_c10d import all_reduce
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import LaneError, Recorder, Stall, Work, see
 from ddp_hooks.comm.torch_compat.autograd import current_backward, inside_another_backward, queue_engine_callback
-from ddp_hooks.comm.torch_compat.overrides import without_overrides
-from fsdp_ext import compat
+from ddp_hooks.comm.torch_compat.overrides import version_of, without_overrides
 
 # Attributes that do not depend on values. (In Python each access makes another object, which is equal.)
 _METADATA = tuple(getattr(Tensor, name).__get__ for name in ("dtype", "shape", "device", "layout"))
 
 
-class Reduction(Protocol):
-    """Fills the memory of a :class:`DeferredOutput`, and takes over what FSDP2 does to it."""
-
-    def all_reduce(self, output: Tensor, group: dist.ProcessGroup | None, op: Any) -> bool:
-        """Do the all-reduce of ``output``, perhaps later; return False to leave it to the caller."""
-
-    def divide(self, divisor: float) -> bool:
-        """Divide the result when it arrives; return False if it has arrived."""
-
-    def view(self) -> None:
-        """Get ready for gradients made of views of the memory; nothing that follows changes it."""
-
-    def finish(self) -> None:
-        """Fill the memory now, for any other use."""
-
-
 class DeferredOutput(Tensor):
-    """Memory for a rank's part of the gradients, which ``reduction`` fills."""
+    """Memory for a rank's part of the gradients; its reduction fills it, and is asked before functions use it."""
 
-    reduction: Reduction
+    reduction: Any  # fsdp_ext.reduce_scatter.LaneReduceScatter
     memory: Tensor  # the same, a plain tensor
 
     @classmethod
-    def __torch_function__(
-        cls,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run ``func``, unless the reduction takes it over; return plain tensors."""
         kwargs = kwargs or {}
         with without_overrides():
@@ -68,20 +44,21 @@ class DeferredOutput(Tensor):
                     return None if func is all_reduce else output
             return func(*args, **kwargs)
 
-    def _takes_over(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    def _takes_over(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Let the reduction do ``func``, or fill the memory for it."""
         if func in _METADATA:
             return False
+        takes_over = False
         if func is all_reduce and not kwargs["async_op"]:
             takes_over = self.reduction.all_reduce(self.memory, kwargs["group"], kwargs["op"])
-        else:
-            takes_over = func == Tensor.div_ and not kwargs and args[0] is self and self.reduction.divide(args[1])
+        elif func == Tensor.div_ and not kwargs and args[0] is self:
+            takes_over = self.reduction.divide(args[1])
         if not takes_over:
             self.reduction.finish()
         return takes_over
 
 
-def deferred_output(memory: Tensor, reduction: Reduction) -> DeferredOutput:
+def deferred_output(memory: Tensor, reduction: Any) -> DeferredOutput:
     """Return ``memory`` as a tensor whose use asks ``reduction``."""
     output = memory.as_subclass(DeferredOutput)
     output.reduction, output.memory = reduction, memory
@@ -93,21 +70,6 @@ def memory_of(tensor: Tensor) -> Tensor:
     return tensor.memory if isinstance(tensor, DeferredOutput) else tensor
 
 
-class SavedGrad(NamedTuple):
-    """Gradient to accumulate into; hidden from FSDP2 until the new gradient has arrived."""
-
-    parameter: Tensor
-    gradient: Tensor
-
-    def restore(self, output: Tensor, add: bool) -> None:
-        """Make it the parameter's gradient again, plus the new one if ``add``; not if that was replaced meanwhile."""
-        new = self.parameter.grad
-        if new is not None and _shares_memory(new, output):
-            if add:
-                _local(self.gradient).add_(_local(new))
-            self.parameter.grad = self.gradient
-
-
 class Delivery(NamedTuple):
     """Reduced gradients on their way: once ``work`` is complete, ``source / divisor`` belongs into ``output``."""
 
@@ -116,7 +78,7 @@ class Delivery(NamedTuple):
     output: Tensor  # (numel,), which FSDP2 made the sharded gradients of
     nbytes: int  # of the memory that is kept for it
     owner: object = None  # whose gradients these are
-    saved: tuple[SavedGrad, ...] = ()
+    saved: Mapping[Tensor, Tensor] = {}  # parameter -> gradient to accumulate into, hidden from FSDP2 until then
     parameters: tuple[Tensor, ...] = ()  # that may have gradients in the output
     divisor: float | None = None
     version: int = 0  # of the output, when it became NaN
@@ -131,8 +93,8 @@ class Delivery(NamedTuple):
         """Wait, copy, and accumulate."""
         self.wait()
         self.output.copy_(self.source)
-        for each in self.saved:
-            each.restore(self.output, add=True)
+        for parameter in self.saved:
+            self._restore(parameter, add=True)
 
     @property
     def was_changed(self) -> bool:
@@ -140,18 +102,17 @@ class Delivery(NamedTuple):
 
         A write to a DTensor does not count for the tensor that it holds; FSDP2 has just made these DTensors.
         """
-        if compat.version_of(self.output) != self.version:
+        if version_of(self.output) != self.version:
             return True
         gradients = [parameter.grad for parameter in self.parameters if isinstance(parameter.grad, DTensor)]
-        return any(compat.version_of(grad) and _shares_memory(grad, self.output) for grad in gradients)
+        return any(version_of(grad) and _shares_memory(grad, self.output) for grad in gradients)
 
     def finalize(self, failed: bool) -> None:
         """Deliver after a backward that has failed, to gradients that are still NaN: nobody has written to them since.
 
         If the reduce-scatter has ``failed``, too, saved gradients come back, and others become None.
         """
-        saved = {id(each.parameter): each for each in self.saved}
-        for parameter in (*self.parameters, *(each.parameter for each in self.saved)):
+        for parameter in (*self.parameters, *self.saved):
             grad = parameter.grad
             if grad is None or not _shares_memory(grad, self.output) or not _local(grad).isnan().all():
                 continue
@@ -159,10 +120,18 @@ class Delivery(NamedTuple):
                 new = _local(grad)
                 place = self.source.storage_offset() + new.storage_offset() - self.output.storage_offset()
                 new.copy_(self.source.as_strided(new.shape, new.stride(), place))
-            if id(parameter) in saved:
-                saved[id(parameter)].restore(self.output, add=not failed)
+            if parameter in self.saved:
+                self._restore(parameter, add=not failed)
             elif failed:
                 parameter.grad = None
+
+    def _restore(self, parameter: Tensor, add: bool) -> None:
+        """Make the saved gradient the parameter's again, plus the new one if ``add``; not if that was replaced."""
+        new = parameter.grad
+        if new is not None and _shares_memory(new, self.output):
+            if add:
+                _local(self.saved[parameter]).add_(_local(new))
+            parameter.grad = self.saved[parameter]
 
 
 class PendingReductions:
@@ -171,16 +140,11 @@ class PendingReductions:
     FSDP2 makes the sharded gradients of memory that is not filled yet. Until it is, it holds NaN: a hook inside of the
     backward that reads a gradient sees NaN, and one that changes it gets an error. Existing gradients are taken away,
     so that FSDP2 does not add NaN to them, and are accumulated into in the order of deliveries.
-
-    Args:
-        limit_bytes: most memory that deliveries may keep; None: no limit.
-        stall, recorder: where waits are counted.
     """
 
     def __init__(self, limit_bytes: int | None, stall: Stall, recorder: Recorder) -> None:
-        self._limit_bytes = limit_bytes
-        self._stall = stall
-        self._recorder = recorder
+        self._limit_bytes = limit_bytes  # most memory that deliveries may keep; None: no limit
+        self._stall, self._recorder = stall, recorder
         self._deferred: deque[Delivery] = deque()
         self._nbytes = 0
         self._backward: int | None = None  # at its end they are delivered
@@ -190,11 +154,7 @@ class PendingReductions:
 
     @torch.no_grad()
     def flush_owner(self, owner: object) -> None:
-        """Deliver everything up to the last gradients of ``owner``, and drop the rest of a backward that has failed.
-
-        Raises:
-            LaneError: a reduce-scatter has failed.
-        """
+        """Deliver everything up to the last gradients of ``owner``, and drop the rest of a backward that has failed."""
         if self._backward != current_backward() and not inside_another_backward():
             self.drop()
         while any(delivery.owner is owner for delivery in self._deferred):
@@ -202,11 +162,7 @@ class PendingReductions:
 
     @torch.no_grad()
     def make_room(self, nbytes: int) -> None:
-        """Deliver everything complete, then wait for the oldest until ``nbytes`` more fit the limit.
-
-        Raises:
-            LaneError: a reduce-scatter has failed.
-        """
+        """Deliver everything complete, then wait for the oldest until ``nbytes`` more fit the limit."""
         while self._deferred and self._deferred[0].work.done:
             self._deliver_oldest()
         while self._limit_bytes is not None and self._deferred and self._nbytes + nbytes > self._limit_bytes:
@@ -218,15 +174,10 @@ class PendingReductions:
         if self._backward != backward:
             self._backward = backward
             queue_engine_callback(self.deliver_all)
-        self._deferred.append(delivery._replace(version=compat.version_of(delivery.output)))
+        self._deferred.append(delivery._replace(version=version_of(delivery.output)))
         self._nbytes += delivery.nbytes
 
     def deliver_all(self) -> None:
-        """Wait for all deliveries.
-
-        Raises:
-            LaneError: a reduce-scatter has failed.
-        """
         self._backward = None
         while self._deferred:
             self._deliver_oldest()
@@ -240,12 +191,12 @@ class PendingReductions:
         self._backward = None
         while self._deferred:
             delivery = self._deferred.popleft()
+            failed = False
             try:
                 delivery.wait()
             except LaneError:
-                delivery.finalize(failed=True)
-            else:
-                delivery.finalize(failed=False)
+                failed = True
+            delivery.finalize(failed)
         self._nbytes = 0
 
     @torch.no_grad()

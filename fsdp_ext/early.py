@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,16 +46,7 @@ class Phase(Enum):
     OFF = auto()  # all go as a whole
 
 
-_NEXT = {
-    Phase.LEARNING: (Phase.TRIAL, Phase.OFF),
-    Phase.TRIAL: (Phase.ACTIVE, Phase.LEARNING, Phase.OFF),
-    Phase.ACTIVE: (Phase.LEARNING, Phase.OFF),
-    Phase.OFF: (Phase.OFF,),
-}
-
-
-@dataclass(frozen=True)
-class _Part:
+class _Part(NamedTuple):
     """Parameters that follow each other in FSDP2's memory; every rank's range has the same columns."""
 
     start: int
@@ -67,8 +58,7 @@ class _Part:
         return self.stop - self.start
 
 
-@dataclass(frozen=True)
-class _Sent:
+class _Sent(NamedTuple):
     """Part that is under way."""
 
     memory: Tensor  # (world_size, columns), reduced in place
@@ -86,11 +76,6 @@ class _Plan:
     dtype: torch.dtype  # of sums
     op: Any  # the sum or the mean
     handles: list[Any] = field(default_factory=list)
-
-    @property
-    def numel(self) -> int:
-        """Elements of one rank's range."""
-        return self.parts[0].stop  # the last parameters come first
 
     def fits(self, module: FSDPModule) -> bool:
         """Return True if the module still trains these parameters."""
@@ -119,12 +104,6 @@ class EarlyReduceScatter:
        changed a gradient after it was sent, gradients are missing, gradients of other modules come in between (modules
        wrapped together could begin in another order on every rank), or other parameters are trained now.
     4. With any flag, all ranks reduce the whole.
-
-    Args:
-        context: shared by the model's communication objects.
-        transport: lanes of the ranks of the shards.
-        module: without other FSDP modules inside of it.
-        name: for messages.
     """
 
     def __init__(self, context: ExtContext, transport: Transport, module: FSDPModule, name: str) -> None:
@@ -142,11 +121,7 @@ class EarlyReduceScatter:
     def reduce(self, packed: Tensor, output: Tensor, rank: int, op: Any) -> bool:
         """Reduce ``packed``, (P * numel,), which stays as it is; this rank's range goes to ``output``, (numel,).
 
-        Returns:
-            True if that is done; False if the whole is to be reduced. The same on all ranks of the shards.
-
-        Raises:
-            LaneError: a part did not arrive.
+        Return False, on all ranks of the shards, if the whole is to be reduced.
         """
         plan = self._plan
         if plan is None:
@@ -166,16 +141,12 @@ class EarlyReduceScatter:
             self._backward = _Backward(backward.number, is_reduced=True)
             self.num_reduced += 1
         if flags[_CHANGED]:
-            logger.info(
-                "%s: its reduce-scatters do not begin early any more: gradients are missing, gradients of other "
-                "modules come in between, or a hook has changed gradients after they were ready",
-                self._name,
-            )
+            logger.info("%s: its reduce-scatters begin early no more: gradients are not ready as planned", self._name)
         if flags.any():
-            self._discard_plan(Phase.OFF if flags[_CHANGED] or self._num_plans == _MOST_PLANS else Phase.LEARNING)
+            self.discard_plan(Phase.OFF if flags[_CHANGED] or self._num_plans == _MOST_PLANS else Phase.LEARNING)
             return False
         if self._phase is Phase.TRIAL and backward.first_turn is not None:
-            self._enter_phase(Phase.ACTIVE)
+            self._phase = Phase.ACTIVE
         self._context.counts.early += has_begun
         return True
 
@@ -192,17 +163,13 @@ class EarlyReduceScatter:
         parts = _parts_of(columns, self._least_bytes // packed.element_size())
         if len(parts) == 1:
             return  # all gradients are ready at once
-        self._enter_phase(Phase.TRIAL)
+        self._phase = Phase.TRIAL
         self._plan = _Plan(parts, parameters, world_size, packed.dtype, op)
         self._num_plans += 1
         this = weakref.ref(self)  # the collector does not see a strong one from a tensor's hook
         for index, parameter in enumerate(parameters):
             handle = parameter.register_post_accumulate_grad_hook(partial(_on_grad_ready, this, index))
             self._plan.handles.append(handle)
-
-    def stop(self) -> None:
-        """Remove all hooks; later reduce-scatters go as a whole."""
-        self._discard_plan(Phase.OFF)
 
     @torch.no_grad()
     def on_grad_ready(self, index: int) -> None:
@@ -213,7 +180,7 @@ class EarlyReduceScatter:
             return  # a checkpoint's backward; the whole may be asked for in the one around it
         plan, backward = self._plan, self._backward
         backward.ready.add(index)
-        turn = self._context.grad_order.turn_of(self)
+        turn = self._context.turn_of(self)
         backward.first_turn = turn if backward.first_turn is None else backward.first_turn
         if plan is None or self._phase is not Phase.ACTIVE or backward.is_reduced:
             return
@@ -237,10 +204,11 @@ class EarlyReduceScatter:
         sent, first_turn = self._backward.sent, self._backward.first_turn
         flags = torch.zeros(_NUM_FLAGS, dtype=plan.dtype)
         rows = None
-        as_planned = (op, packed.dtype, output.numel()) == (plan.op, plan.dtype, plan.numel)
+        numel = plan.parts[0].stop  # the last parameters come first
+        as_planned = (op, packed.dtype, output.numel()) == (plan.op, plan.dtype, numel)
         if not plan.fits(self._module):
             flags[_OTHERS_TRAINED] = 1
-        elif not as_planned or first_turn not in (None, self._context.grad_order.turn_of(self)):
+        elif not as_planned or first_turn not in (None, self._context.turn_of(self)):
             flags[_CHANGED] = 1
         else:
             rows = packed.view(plan.world_size, -1)
@@ -270,16 +238,13 @@ class EarlyReduceScatter:
         partition = even_partition(memory.view(-1), plan.world_size)
         sent.append(_Sent(memory, self._lanes.spread_reduce_scatter(partition, label, divisor), gradients))
 
-    def _discard_plan(self, phase: Phase) -> None:
-        self._enter_phase(phase)
+    def discard_plan(self, phase: Phase) -> None:
+        """Remove all hooks, and enter ``phase``."""
+        self._phase = phase
         self._backward.sent.clear()
         for handle in self._plan.handles if self._plan is not None else ():
             handle.remove()
         self._plan = None
-
-    def _enter_phase(self, phase: Phase) -> None:
-        assert phase in _NEXT[self._phase], (self._phase, phase)
-        self._phase = phase
 
 
 def _on_grad_ready(this: weakref.ref[EarlyReduceScatter], index: int, parameter: Tensor) -> None:

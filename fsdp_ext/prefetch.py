@@ -8,12 +8,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm.torch_compat.autograd import (
-    current_backward,
-    in_backward,
-    inside_another_backward,
-    queue_engine_callback,
-)
+from ddp_hooks.comm.torch_compat.autograd import current_backward, inside_another_backward, queue_engine_callback
 from fsdp_ext import compat
 
 _DEFAULT_DEPTH = 2
@@ -24,14 +19,10 @@ class Prefetcher:
 
     Forwards gather ahead only while the root's runs. When it ends, and when a backward ends, unused gathers are
     dropped: before parameters can change, and at a moment that all ranks share.
-
-    Args:
-        root: its forward begins a step.
-        depth: modules to gather ahead; 0: none; None: 2, or all if they stay whole anyway.
     """
 
     def __init__(self, root: nn.Module, depth: int | None) -> None:
-        self._depth = depth
+        self._depth = depth  # modules to gather ahead; 0: none; None: 2, or all if they stay whole anyway
         self._root = root
         self._order: list[FSDPModule] = []  # in which parameters were gathered first
         self._num_forwards = 0
@@ -49,7 +40,6 @@ class Prefetcher:
         ]
 
     def on_gather(self, module: FSDPModule) -> None:
-        """Note that parameters of ``module`` are being gathered."""
         backward = current_backward()
         if backward not in (-1, self._backward) and not inside_another_backward():
             self._backward = backward
@@ -61,7 +51,6 @@ class Prefetcher:
             self._order.append(module)
 
     def on_wait(self, module: FSDPModule) -> None:
-        """Note that parameters of ``module`` are waited for."""
         self._unused.pop(module, None)
 
     def remove(self) -> None:
@@ -71,13 +60,14 @@ class Prefetcher:
             handle.remove()
         self._clear_forward_lists()
         for module, listed in self._listed_backward.items():
-            if compat.backward_list(module) == list(map(compat.state_of, listed)):  # the user may have set another one
+            _, present = compat.prefetch_lists(module)
+            if present == list(map(compat.state_of, listed)):  # the user may have set another one
                 module.set_modules_to_backward_prefetch([])
         self._unused |= dict.fromkeys(module for module in self._root.modules() if isinstance(module, FSDPModule))
         self._drop_unused()
 
     def _begin_forward(self, *ignored: Any) -> None:
-        if in_backward():  # a checkpoint's
+        if current_backward() != -1:  # a checkpoint's
             return
         self.in_forward = False  # also if an interrupt has ended the last one
         self._drop_unused()  # a backward that failed may have left something
@@ -90,7 +80,7 @@ class Prefetcher:
             self._plan_lists()
         if self._depth:
             for module, following in self._following.items():
-                if not compat.forward_list(module):
+                if not compat.prefetch_lists(module)[0]:
                     self._listed_forward.append(module)
                     module.set_modules_to_forward_prefetch(following)
             # FSDP2 waits for the first module's parameters before it asks for the next ones.
@@ -100,7 +90,7 @@ class Prefetcher:
     def _end_forward(self, *ignored: Any) -> None:
         self.in_forward = False
         self._clear_forward_lists()
-        if not in_backward():
+        if current_backward() == -1:
             self._drop_unused()  # a backward that uses it nevertheless gathers it again
 
     def _drop_unused(self) -> None:
@@ -124,18 +114,14 @@ class Prefetcher:
         if not depth:
             return
         for index, module in enumerate(order):
-            if _has_lists(module):
+            if any(compat.prefetch_lists(module)):
                 continue
             if depth + 1 < len(order):  # else the beginning of a forward asks for all
                 self._following[module] = order[index + 1 : index + 1 + depth]
             self._listed_backward[module] = order[max(0, index - depth) : index][::-1]
         # The root runs first in backward, too, as its output is the last one.
         root = self._root
-        if isinstance(root, FSDPModule) and (root in self._listed_backward or not _has_lists(root)):
+        if isinstance(root, FSDPModule) and (root in self._listed_backward or not any(compat.prefetch_lists(root))):
             self._listed_backward[root] = [module for module in order[::-1] if module is not root][:depth]
         for module, listed in self._listed_backward.items():
             module.set_modules_to_backward_prefetch(listed)
-
-
-def _has_lists(module: FSDPModule) -> bool:
-    return bool(compat.forward_list(module) or compat.backward_list(module))

@@ -1,4 +1,4 @@
-"""Reduce-scatters of gradients for FSDP2, on lanes, under the rest of the backward where nothing reads them earlier."""
+"""Reduce-scatters of gradients for FSDP2: on lanes, or encoded in the backend's own collectives."""
 
 from __future__ import annotations
 
@@ -15,37 +15,33 @@ from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import Algorithm, Partition, Work, aligned_bounds, without_messages
 from ddp_hooks.comm.torch_compat.autograd import in_backward
-from fsdp_ext import compat
+from fsdp_ext import compat, compressed
 from fsdp_ext.checks import ROOT
 from fsdp_ext.codecs import codec_of
-from fsdp_ext.compressed import compressed_reduce_scatter, even_partition, sliced, sparse_reduce_scatter
+from fsdp_ext.config import ExtConfig
 from fsdp_ext.context import ExtContext, Transport
-from fsdp_ext.deferred import DeferredOutput, Delivery, SavedGrad, deferred_output, memory_of
-from fsdp_ext.early import EarlyReduceScatter
+from fsdp_ext.deferred import DeferredOutput, Delivery, deferred_output, memory_of
+from fsdp_ext.early import EarlyReduceScatter, Phase
 from fsdp_ext.residuals import Residuals
 
 logger = logging.getLogger("fsdp_ext")
 
 
 class LaneReduceScatter(compat.ReduceScatter):
-    """Reduce-scatter of one module's gradients, in the memory that FSDP2 has copied them to.
+    """Reduce-scatter of one module's gradients, in the memory that FSDP2 has copied them to, beside the backward.
 
     Every range goes straight to its owner, who adds in the order of ranks. (gloo's own reduce-scatter moves an
     all-reduce.) FSDP2 drops the work that a reduce-scatter returns, as on accelerators its result is read in stream
     order; see :func:`_reason_before_views` for when the result can be ready later on CPUs, too.
-
-    Args:
-        context: shared by the model's communication objects.
-        module: whose gradients.
-        name: of the module.
-        residuals: error feedback; None: nothing is kept.
     """
 
     def __init__(self, context: ExtContext, module: FSDPModule, name: str, residuals: Residuals | None) -> None:
         self._context = context
         self._module = module
         self._name = name or ROOT
-        self._sender = _Sender(context, self._name, context.config.density_of(name), residuals)
+        self._density = context.config.density_of(name)
+        self._residuals = residuals
+        self._last_sparse: Work | None = None  # it selects, and so changes residuals
         self._logged: set[str] = set()
         self._is_first = True
         self._early: EarlyReduceScatter | None = None
@@ -60,32 +56,24 @@ class LaneReduceScatter(compat.ReduceScatter):
         has that type from the start: then there is nothing to convert.
         """
         (numel,) = map(int, size)
-        num_shards = compat.num_shards(self._module) or 1
+        num_shards = compat.num_shards(self._module)
         is_output = num_shards > 1 and 0 < numel * num_shards == self._input_numel
         self._input_numel = 0 if is_output else numel
         if not is_output:
             return self._context.pool.empty(numel, dtype)
         facts = compat.facts_of(self._module)
-        if facts is None or (facts.hooked and not facts.replicated):
+        if facts.hooked and not facts.replicated:
             return torch.empty(numel, dtype=dtype, device=device)
         if self._context.config.defer and not facts.offloads and self._reason_at_return(facts) is None:
             dtype = facts.original_dtype or dtype
         return deferred_output(torch.empty(numel, dtype=dtype, device=device), self)
 
     def __call__(
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: dist.ProcessGroup,
-        op: dist.ReduceOp | dist.ReduceOp.RedOpType,
-        async_op: bool = False,
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
         """Reduce ``input_tensor``, (P * numel,), over all ranks; this rank's part goes to ``output_tensor``, (numel,).
 
         That may be later, and the input may be overwritten.
-
-        Raises:
-            LaneError: this reduce-scatter, or an earlier one of the module, has failed.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         context = self._context
@@ -99,9 +87,8 @@ class LaneReduceScatter(compat.ReduceScatter):
                 if early.reduce(input_tensor, output, rank, op):
                     return None
             early.prepare(input_tensor, world_size, op)
-        divisor = compat.divisor_of(op, input_tensor, world_size)
-        partition = even_partition(input_tensor, world_size)
-        work = self._sender.submit(transport, partition, rank, op, divisor)
+        partition = compressed.even_partition(input_tensor, world_size)
+        work = self._submit(transport, partition, rank, op)
         delivery = Delivery(work, partition.ranges[rank], output, partition.nbytes, self)
         reason = self._reason_at_return(compat.facts_of(self._module))
         if reason is None and isinstance(output_tensor, DeferredOutput):
@@ -112,19 +99,44 @@ class LaneReduceScatter(compat.ReduceScatter):
             self._complete(delivery)
         return None
 
-    # What FSDP2 does next, in this order (foreach_reduce); see fsdp_ext.deferred.Reduction.
+    def _submit(self, transport: Transport, partition: Partition, rank: int, op: Any) -> Work:
+        """Start to reduce the partition, and return the work that ends with this rank's mean in its range."""
+        config, scatters, density = self._context.config, transport.scatters, self._density
+        divisor = compat.divisor_of(op, partition.flat, len(partition.ranges))
+        codec = codec_of(config.scatter_codec, config.block_numel, partition.flat.dtype)
+        if density < 1 and partition.flat.dtype == torch.float16:
+            raise ValueError(
+                f"{self._name}: reduce_scatter='sparse' adds what was left out of earlier gradients, whose scale in "
+                f"float16 was another: take MixedPrecisionPolicy(reduce_dtype=torch.float32), or bfloat16"
+            )
+        residual = None
+        if self._residuals is not None and (density < 1 or codec is not None):
+            residual = self._residuals.prepare(partition.flat, scatters.group, op)
+        if density < 1 and residual is not None:
+            algorithm = compressed.sparse_reduce_scatter(partition, residual, rank, density, config.entries, divisor)
+            # A module that ran twice is reduced twice in one backward, perhaps by two lanes.
+            after = () if self._last_sparse is None else (self._last_sparse,)
+            self._last_sparse = scatters.run(algorithm, self._name, after)
+            return self._last_sparse
+        if codec is None:
+            return scatters.spread_reduce_scatter(partition, self._name, divisor)
+        kept = None if residual is None else Partition(residual, partition.bounds).ranges
+
+        def start(where: slice) -> Algorithm:
+            chunks = [each[where] for each in partition.ranges]
+            residuals = None if kept is None else [each[where] for each in kept]
+            return compressed.compressed_reduce_scatter(chunks, rank, codec, divisor, residuals)
+
+        starts = compressed.sliced(partition.ranges[0].numel(), transport.slice_numel, start)
+        return scatters.spread_several(starts, self._name)
+
+    # Calls of DeferredOutput, for what FSDP2 does next, in this order (foreach_reduce)
 
     def all_reduce(self, output: Tensor, group: dist.ProcessGroup | None, op: Any) -> bool:
-        """Reduce the result, ``output``, (numel,), over replicas in the place of FSDP2 (HSDP).
+        """Reduce the result, ``output``, (numel,), over replicas (HSDP); return False if another than FSDP2 asks.
 
         A reduce-scatter and an all-gather, on a lane that waits for the reduce-scatter over the shards. All replicas
         submit the same: the path by which the result came, on which they may differ, does not matter.
-
-        Returns:
-            False if another caller than FSDP2 asks.
-
-        Raises:
-            LaneError: the all-reduce is waited for, and has failed.
         """
         if group is None or group is not compat.replicas_of(self._module) or not self._is_all_reduce_due:
             return False
@@ -144,23 +156,18 @@ class LaneReduceScatter(compat.ReduceScatter):
         return True
 
     def divide(self, divisor: float) -> bool:
-        """Divide the sum when it arrives."""
+        """Divide the sum when it arrives; return False if it has arrived."""
         if self._open is None or self._open.divisor is not None:
             return False
         self._open = self._open._replace(divisor=divisor)
         return True
 
     def view(self) -> None:
-        """Deliver when the backward ends, or now if something reads gradients before.
-
-        Raises:
-            LaneError: a reduce-scatter that is waited for has failed.
-        """
+        """Deliver when the backward ends, or now if something reads gradients before."""
         delivery, self._open = self._open, None
         if delivery is None:
             return
         facts = compat.facts_of(self._module)
-        assert facts is not None, "nothing is open without"
         accumulates = any(parameter.grad is not None for parameter in facts.parameters)
         columns = compat.columns_in(self._module, delivery.output.numel()) if accumulates else ()
         defer = self._context.config.defer
@@ -168,18 +175,17 @@ class LaneReduceScatter(compat.ReduceScatter):
         if reason is None:
             self._context.pending.make_room(delivery.nbytes)  # this may fail, when no gradient is taken away yet
             self._context.counts.deferred += 1
-            saved = _take_grads(columns or ())
+            present = {column.parameter: column.parameter.grad for column in columns or ()}
+            saved = {parameter: grad for parameter, grad in present.items() if isinstance(grad, DTensor)}
+            for parameter in saved:
+                parameter.grad = None  # so that FSDP2 makes a new one
             self._context.pending.defer(delivery._replace(saved=saved, parameters=facts.parameters))
         else:
             self._log(reason)
             self._complete(delivery)
 
     def finish(self) -> None:
-        """Fill the memory for another use than FSDP2's.
-
-        Raises:
-            LaneError: the reduce-scatter has failed.
-        """
+        """Fill the memory for another use than FSDP2's."""
         if self._open is not None:
             delivery, self._open = self._open, None
             self._complete(delivery)
@@ -187,7 +193,7 @@ class LaneReduceScatter(compat.ReduceScatter):
     def remove(self) -> None:
         """Remove all hooks from the module's parameters."""
         if self._early is not None:
-            self._early.stop()
+            self._early.discard_plan(Phase.OFF)
 
     def _complete(self, delivery: Delivery) -> None:
         with self._measure(delivery.work.label):
@@ -197,20 +203,19 @@ class LaneReduceScatter(compat.ReduceScatter):
         """Made for a module whose every result must be ready at once, by facts that all ranks of the shards share."""
         if self._is_first:  # only now FSDP2 knows what it does
             self._is_first = False
-            config, facts = self._context.config, compat.facts_of(self._module)
-            waits = facts is not None and (facts.offloads or not config.defer)
-            exact = self._sender.is_exact and not compat.holds_other_modules(self._module)
-            if config.early and waits and exact and transport.world_size > 1:
+            config = self._context.config
+            waits = not config.defer or compat.facts_of(self._module).offloads
+            exact = self._density == 1 and config.scatter_codec == "exact"
+            several = transport.scatters.world_size > 1 and not compat.holds_other_modules(self._module)
+            if config.early and waits and exact and several:
                 self._early = EarlyReduceScatter(self._context, transport, self._module, self._name)
         return self._early
 
     def _measure(self, label: str) -> contextlib.AbstractContextManager[None]:
         return self._context.scatter_stall.measure(self._context.recorder, label)
 
-    def _reason_at_return(self, facts: compat.GroupFacts | None) -> str | None:
+    def _reason_at_return(self, facts: compat.GroupFacts) -> str | None:
         """Why the result must be ready when the call returns; None: FSDP2's next operations come here."""
-        if facts is None:
-            return f"torch {torch.__version__} does not tell what follows"
         if facts.hooked:
             return "a hook of set_all_reduce_hook follows"
         if not compat.overrides_are_enabled():
@@ -227,56 +232,7 @@ class LaneReduceScatter(compat.ReduceScatter):
             logger.debug("%s waits for each reduce-scatter: %s", self._name, reason)
 
 
-class _Sender:
-    """Submits a module's gradients: exact, encoded or sparse, as its settings say."""
-
-    def __init__(self, context: ExtContext, name: str, density: float, residuals: Residuals | None) -> None:
-        self._config = context.config
-        self._name = name
-        self._density = density
-        self._residuals = residuals
-        self._last: Work | None = None  # it selects, and so changes residuals
-
-    @property
-    def is_exact(self) -> bool:
-        """True if nothing is rounded or left out."""
-        return self._density == 1 and self._config.scatter_codec == "exact"
-
-    def submit(self, transport: Transport, partition: Partition, rank: int, op: Any, divisor: int) -> Work:
-        """Start to reduce the partition, and return the work that ends with this rank's mean in its range.
-
-        Raises:
-            ValueError: sparse gradients in float16.
-        """
-        config, scatters, ranges = self._config, transport.scatters, partition.ranges
-        codec = codec_of(config.scatter_codec, config.block_numel, partition.flat.dtype)
-        if self._density < 1 and partition.flat.dtype == torch.float16:
-            raise ValueError(
-                f"{self._name}: reduce_scatter='sparse' adds what was left out of earlier gradients, whose scale in "
-                f"float16 was another: take MixedPrecisionPolicy(reduce_dtype=torch.float32), or bfloat16"
-            )
-        residual = None
-        if self._residuals is not None and (self._density < 1 or codec is not None):
-            residual = self._residuals.prepare(partition.flat, transport.group, op)
-        if self._density < 1 and residual is not None:
-            algorithm = sparse_reduce_scatter(partition, residual, rank, self._density, config.entries, divisor)
-            # A module that ran twice is reduced twice in one backward, perhaps by two lanes.
-            self._last = scatters.run(algorithm, self._name, () if self._last is None else (self._last,))
-            return self._last
-        if codec is None:
-            return scatters.spread_reduce_scatter(partition, self._name, divisor)
-        kept = None if residual is None else Partition(residual, partition.bounds).ranges
-
-        def start(chunks: list[Tensor], where: slice) -> Algorithm:
-            residuals = None if kept is None else [each[where] for each in kept]
-            return compressed_reduce_scatter(chunks, rank, codec, divisor, residuals)
-
-        return scatters.spread_several(sliced(ranges, transport.slice_numel, start), self._name)
-
-
-def _reason_before_views(
-    facts: compat.GroupFacts, dtype: torch.dtype, defer: bool, is_complete: bool
-) -> str | None:
+def _reason_before_views(facts: compat.GroupFacts, dtype: torch.dtype, defer: bool, is_complete: bool) -> str | None:
     """Why the result must be ready before gradients are made of it; None: it is read after the backward only.
 
     FSDP2 may copy it inside of the backward (foreach_reduce). It also adds it to an existing gradient, unless we do so
@@ -289,7 +245,7 @@ def _reason_before_views(
     if facts.offloads:
         return "gradients are offloaded"
     if dtype != facts.original_dtype:
-        return f"gradients are {dtype}, parameters {facts.original_dtype or 'of a type that torch does not tell'}"
+        return f"gradients are {dtype}, parameters {facts.original_dtype}"
     gradients = [parameter.grad for parameter in facts.parameters if parameter.grad is not None]
     if gradients and not is_complete:
         return "some parameters have no gradient, and others accumulate"
@@ -300,11 +256,32 @@ def _reason_before_views(
     return None
 
 
-def _take_grads(columns: Sequence[compat.Column]) -> tuple[SavedGrad, ...]:
-    """Take existing gradients away: FSDP2 then makes new ones."""
-    saved = []
-    for column in columns:
-        if isinstance(column.parameter.grad, DTensor):
-            saved.append(SavedGrad(column.parameter, column.parameter.grad))
-            column.parameter.grad = None
-    return tuple(saved)
+class NativeReduceScatter(compat.DefaultReduceScatter):
+    """The backend's all-to-all of encoded gradients: each travels straight to the rank that needs it.
+
+    For accelerators. Everything is issued on the current stream, which FSDP2 has chosen and waits for.
+    """
+
+    def __init__(self, config: ExtConfig, residuals: Residuals | None) -> None:
+        self._config = config
+        self._residuals = residuals
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Reduce ``input_tensor``, (P * numel,), over all ranks into ``output_tensor``, (numel,), this rank's part."""
+        codec = codec_of(self._config.scatter_codec, self._config.block_numel, input_tensor.dtype)
+        if codec is None:
+            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+        rank, world_size = dist.get_rank(group), dist.get_world_size(group)
+        divisor = compat.divisor_of(op, input_tensor, world_size)
+        chunks = input_tensor.chunk(world_size)
+        flat = self._residuals.prepare(input_tensor, group, op) if self._residuals is not None else None
+        residuals = None if flat is None else flat.chunk(world_size)
+        outgoing = torch.cat(compressed.encode_for_peers(chunks, rank, codec, residuals))
+        incoming = torch.empty_like(outgoing)
+        dist.all_to_all_single(incoming, outgoing, group=group)
+        residual = None if residuals is None else residuals[rank]
+        compressed.add_payloads(chunks[rank], rank, incoming.chunk(world_size), codec, divisor, residual)
+        output_tensor.copy_(chunks[rank])
+        return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,20 +25,12 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")  # of torch.compile an
 
 
 class Residuals:
-    """Residuals of one module, as long as the memory that FSDP2 reduces its gradients in.
+    """Residuals of one module, as long as the memory that FSDP2 reduces its gradients in."""
 
-    Args:
-        module: whose gradients.
-        names: of all modules of the model.
-        replicas: ranks with the same shards as this one.
-    """
-
-    def __init__(
-        self, module: FSDPModule, names: Mapping[nn.Module, str], replicas: dist.ProcessGroup | None = None
-    ) -> None:
+    def __init__(self, module: FSDPModule, names: Mapping[nn.Module, str]) -> None:
         self._module = module
-        self._names = names
-        self._replicas = replicas
+        self._names = names  # of all modules of the model
+        self._replicas = compat.replicas_of(module)
         self._columns: tuple[compat.Column, ...] = ()
         self._flat: Tensor | None = None  # (P * n,), in the unit of sums
         self._group: dist.ProcessGroup | None = None  # of the ranks that sum
@@ -45,15 +38,11 @@ class Residuals:
         self._has_warned = False
         self._loaded: dict[str, Tensor] = {}  # this rank's shards, in the unit of gradients
 
-    def prepare(
-        self, gradients: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp | dist.ReduceOp.RedOpType
-    ) -> Tensor | None:
-        """Return the residual to add to ``gradients``, (P * n,), and to overwrite with their loss.
+    def prepare(self, gradients: Tensor, group: dist.ProcessGroup, op: Any) -> Tensor | None:
+        """Return the residual to add to ``gradients``, (P * n,), multiplied by ``op``'s factor already.
 
-        ``op`` is FSDP2's, which has multiplied gradients by its factor already.
-
-        None in a step without gradients of some parameters: the others have other places then, and the residual waits
-        for the next step that has all of them.
+        It is to be overwritten with their loss. None in a step without gradients of some parameters: the others have
+        other places then, and the residual waits for the next step that has all of them.
         """
         world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         columns = compat.columns_in(self._module, gradients.numel() // world_size)
@@ -62,7 +51,13 @@ class Residuals:
             return None
         if self._flat is None or columns != self._columns:
             flat = torch.zeros(gradients.numel(), dtype=_dtype_for(gradients), device=gradients.device)
-            self._flat = self._moved_to(flat, columns, world_size)
+            former = {self._name(column): column for column in self._columns}
+            for column in columns:
+                before = former.get(self._name(column))
+                if self._flat is not None and before is not None:
+                    shares = self._flat.view(world_size, -1)
+                    flat.view(world_size, -1)[:, column.start : column.stop] = shares[:, before.start : before.stop]
+            self._flat = flat
         unit = self._unit_of(op, world_size, gradients.dtype)
         if unit != self._unit:
             self._flat.mul_(unit / self._unit)
@@ -76,16 +71,13 @@ class Residuals:
         return self._flat
 
     def scale(self, factor: float) -> None:
-        """Multiply all residuals."""
         for residual in (*self._loaded.values(), *([self._flat] if self._flat is not None else [])):
             residual.mul_(factor)
 
     @property
     def groups(self) -> list[dist.ProcessGroup]:
         """Groups over which :meth:`move_to_owners` is collective."""
-        if self._flat is None or self._group is None:
-            return []
-        return [self._group] if self._replicas is None else [self._group, self._replicas]
+        return [] if self._flat is None else [group for group in (self._group, self._replicas) if group is not None]
 
     def move_to_owners(self) -> None:
         """Move all residuals to the ranks that own the shards; collective, between steps.
@@ -107,7 +99,7 @@ class Residuals:
     def state_dict(self) -> dict[str, DTensor]:
         """Return the residuals of every trained parameter, by name, after :meth:`move_to_owners`."""
         state = {}
-        for column in compat.columns_of(self._module) or ():
+        for column in compat.columns_of(self._module):
             name, parameter = self._name(column), column.parameter
             assert isinstance(parameter, DTensor)
             state[name] = DTensor.from_local(
@@ -121,24 +113,21 @@ class Residuals:
         return state
 
     def load_state_dict(self, state: Mapping[str, DTensor]) -> None:
-        """Replace all residuals."""
         self._flat, self._columns = None, ()
         shards = {name: shard.to_local().detach() for name, shard in state.items()}
         self._loaded = {name: shard.clone() for name, shard in shards.items() if not shard.is_meta}
 
-    def _unit_of(self, op: dist.ReduceOp | dist.ReduceOp.RedOpType, world_size: int, dtype: torch.dtype) -> float:
-        """Sum over shards and replicas / (unit * replicas) = gradient, as FSDP2 divides.
-
-        See _get_gradient_divide_factors.
-        """
+    def _unit_of(self, op: Any, world_size: int, dtype: torch.dtype) -> float:
+        """Sum over shards and replicas / (unit * replicas) = gradient, as in FSDP2's _get_gradient_divide_factors."""
         num_replicas = 1 if self._replicas is None else dist.get_world_size(self._replicas)
-        facts = compat.facts_of(self._module)
-        factor = None if facts is None else facts.factor
         if op != dist.ReduceOp.AVG and op != dist.ReduceOp.SUM:  # PREMUL_SUM: it divides before
             return 1 / num_replicas
-        total = factor or world_size * num_replicas
+        total = compat.facts_of(self._module).factor or world_size * num_replicas
         if op == dist.ReduceOp.SUM and dtype not in (torch.float32, torch.bfloat16):
-            total /= compat.predivision(total)
+            predivisor = 1  # FSDP2 divides by it before it adds, as sums overflow soon
+            while total % predivisor == 0 and total / predivisor > predivisor:
+                predivisor *= 2
+            total /= predivisor
         return total / num_replicas
 
     def _shard(self, name: str, like: Tensor) -> Tensor:
@@ -150,17 +139,6 @@ class Residuals:
             return torch.zeros(like.shape, dtype=_dtype_for(like), device=like.device)
         own = self._flat.view(dist.get_world_size(self._group), -1)[dist.get_rank(self._group)]
         return own[places[name] : places[name] + like.numel()].view(like.shape) / self._unit
-
-    def _moved_to(self, flat: Tensor, columns: tuple[compat.Column, ...], world_size: int) -> Tensor:
-        """Copy the residuals of parameters that are still trained to their columns of ``flat``."""
-        if self._flat is not None:
-            before, after = self._flat.view(world_size, -1), flat.view(world_size, -1)
-            places = {self._name(column): column for column in self._columns}
-            for column in columns:
-                former = places.get(self._name(column))
-                if former is not None:
-                    after[:, column.start : column.stop] = before[:, former.start : former.stop]
-        return flat
 
     def _warn_of_missing_gradients(self) -> None:
         if not self._has_warned:

@@ -105,7 +105,8 @@ class Entry:
 class Profile:
     """File of entries. A file that cannot be read or written is logged and otherwise ignored."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], entry_type: type[Entry] = Entry) -> None:
+        self._entry_type = entry_type
         self.path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no home
 
     def find(self, job: Job) -> Entry | None:
@@ -153,7 +154,7 @@ class Profile:
             packed = json.loads(self.path.read_text())
             if packed["version"] != _VERSION:
                 raise ValueError(f"version {packed['version']}, not {_VERSION}")
-            return [Entry.unpacked(entry) for entry in packed["entries"]]
+            return [self._entry_type.unpacked(entry) for entry in packed["entries"]]
         except FileNotFoundError:
             return []
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:

@@ -16,32 +16,33 @@ import itertools
 import logging
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import Patience, gather_objects, report_error
+from ddp_hooks.comm import Patience, broadcast_object, gather_objects, report_error
 from ddp_hooks.tuning.clock import StepClock
-from ddp_hooks.tuning.profile import Job
+from ddp_hooks.tuning.profile import Job, Profile
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
-from fsdp_ext.extension import Extension, abandon, extend, restore
+from fsdp_ext.extension import Extension, extend, extension_of, restore
 from fsdp_ext.tuning.config import TuneConfig
-from fsdp_ext.tuning.profile_cache import Tuned, TunedEntry, TunedProfile, keep, wrapped
-from fsdp_ext.tuning.reshard_knapsack import ReshardedModule, choose_kept
+from fsdp_ext.tuning.tuned import Tuned, TunedEntry, keep, wrapped
 
 logger = logging.getLogger("fsdp_ext")
 
-T = TypeVar("T")
 _FIXED_TRIALS = 2  # before a process knows anything
 _FEWEST_TRIALS = 8  # before its expectations of two or three dimensions are reason enough to end
 _REPORT_S = 10.0  # how long a rank that failed waits for others to hear of it
 _NUM_CHECKS = 2  # of each of two settings that are compared in turns
+_UNITS = 4096  # of a budget for modules that are kept whole
+_CALL = "fsdp_ext.tune()"
 
 
 def tune(
@@ -49,8 +50,6 @@ def tune(
     step: Callable[[nn.Module], object],
     config: ExtConfig | None = None,
     tuner: TuneConfig | None = None,
-    *,
-    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> Tuned:
     """Find a granularity of wrapping and settings of the extension for a model, before training.
 
@@ -67,13 +66,22 @@ def tune(
         step: one step of training of this model, forward and backward at least, on a batch as in training.
         config: settings of the extension that are not searched for.
         tuner: range and length of the search.
-        progress: wraps the numbers of the trials, as ``tqdm`` does.
 
     Raises:
         ValueError: on every rank, if the model cannot be extended.
         LaneError: ``build`` or ``step`` failed on another rank, where its own error is raised.
     """
-    return _Search(build, step, config or ExtConfig(), tuner or TuneConfig()).run(progress)
+    is_leader, group = dist.get_rank() == 0, dist.group.WORLD
+    assert group is not None
+    return _Search(build, step, config or ExtConfig(), tuner or TuneConfig(), group, is_leader).run()
+
+
+class ReshardedModule(NamedTuple):
+    """Module that is resharded after forward."""
+
+    name: str
+    nbytes: int  # of its whole parameters
+    wait_s: float  # that a backward waits for them
 
 
 class _Setting(NamedTuple):
@@ -81,119 +89,109 @@ class _Setting(NamedTuple):
     config: ExtConfig | None  # None: stock
     kept: tuple[str, ...] = ()
 
+    def __str__(self) -> str:
+        if self.config is None:
+            return f"blocks of {self.block_mb:g} MB, stock FSDP2"
+        extended = f"prefetch={self.config.prefetch}, lanes={self.config.lanes}"
+        return f"blocks of {self.block_mb:g} MB, {extended}, {len(self.kept)} modules kept"
 
-class _Trial(NamedTuple):
-    """Measurements of one rank."""
 
-    seconds: float  # per step
-    resharded: list[ReshardedModule]
-
-
+@dataclass
 class _Search:
-    def __init__(
-        self,
-        build: Callable[[float], nn.Module],
-        step: Callable[[nn.Module], object],
-        config: ExtConfig,
-        tuner: TuneConfig,
-    ) -> None:
-        self._build = build
-        self._step = step
-        self._config = config
-        self._tuner = tuner
-        self._num_trials = 0
-        self._is_leader = dist.get_rank() == 0
-        self._job: Job | None = None
-        self._resharded: list[ReshardedModule] = []  # of the last trial
+    build: Callable[[float], nn.Module]
+    step: Callable[[nn.Module], object]
+    config: ExtConfig
+    tuner: TuneConfig
+    group: dist.ProcessGroup
+    is_leader: bool
+    num_trials: int = 0
+    job: Job | None = None  # from the first trial on
+    resharded: list[ReshardedModule] = field(default_factory=list)  # in the last trial
 
-    def run(self, progress: Callable[[Iterable[int]], Iterable[int]]) -> Tuned:
+    def run(self) -> Tuned:
         """See :func:`tune`."""
-        space = _space_of(self._tuner, self._config)
-        times_s = {0: self._measure(space[0])}  # (1)
-        profile = TunedProfile(self._tuner.profile) if self._tuner.profile is not None else None
-        assert self._job is not None, "the first trial is extended"
-        job = self._job
+        space = _space_of(self.tuner, self.config)
+        times_s = {0: self.measure(space[0])}  # (1)
+        profile = Profile(self.tuner.profile, TunedEntry) if self.tuner.profile is not None else None
+        job = self.job
+        assert job is not None, "the first trial is extended"
         entry = self._leaders(lambda: profile.find(job) if profile is not None else None)
-        if isinstance(entry, TunedEntry):
+        if entry is not None:
             logger.info("settings of an earlier run: %s", entry.tuned)
-            return entry.tuned
-        for _ in progress(range(1, self._tuner.max_trials)):  # (2)
-            proposed = self._leaders(lambda: _propose(space, times_s, self._tuner))
+            found: Tuned = entry.tuned
+            return found
+        for _ in range(1, self.tuner.max_trials):  # (2)
+            proposed = self._leaders(lambda: _propose(space, times_s, self.tuner))
             if proposed is None:
                 break
-            times_s[proposed] = self._measure(space[proposed])
+            times_s[proposed] = self.measure(space[proposed])
         best = self._with_kept(space[min(times_s, key=lambda index: times_s[index])])  # (3)
         tuned = self._against_stock(best)  # (4)
-        if profile is not None and self._is_leader:
+        if profile is not None and self.is_leader:
             profile.store(TunedEntry(job, (), None, tuned))
         return tuned
 
-    # -- trials -------------------------------------------------------------------------------------------------------
-
-    def _measure(self, setting: _Setting) -> float:
+    def measure(self, setting: _Setting) -> float:
         """Return the seconds per step of the slowest rank; an error on one rank raises on all."""
         model = None
         try:
-            model = self._build(setting.block_mb)
-            mine = self._time(model, setting)
+            model = self.build(setting.block_mb)
+            seconds, resharded = self._time(model, setting)
         except Exception as error:
             logger.error("a trial failed on this rank, which tells the others: %s: %s", type(error).__name__, error)
-            if model is not None:
-                abandon(model, error)  # others may wait for its parts
-            assert dist.group.WORLD is not None
+            extension = extension_of(model)
+            if extension is not None:
+                extension.abandon(error)  # others may wait for its parts
             # Ranks that are in one of FSDP2's own collectives hear of it when this process has ended.
-            patience = Patience(min(_REPORT_S, self._config.timeout_s), self._config.stall_warning_s)
-            report_error(error, dist.group.WORLD, patience)
+            patience = Patience(min(_REPORT_S, self.config.timeout_s), self.config.stall_warning_s)
+            report_error(error, self.group, patience)
             raise
         else:
-            trials = self._everyones(mine)
+            trials = gather_objects((seconds, resharded), self.group, _CALL, self.config)
         finally:
             if model is not None:
                 restore(model)
             del model
             gc.collect()  # FSDP2's states refer to each other
-        by_module = zip(*(trial.resharded for trial in trials), strict=True)
-        self._resharded = [max(modules, key=lambda each: each.wait_s) for modules in by_module]
-        slowest_s = max(trial.seconds for trial in trials)
-        self._num_trials += 1
-        if self._is_leader:
-            logger.info("trial %d: %s: %.4g s per step", self._num_trials, _described(setting), slowest_s)
+        by_module = zip(*(resharded for _, resharded in trials), strict=True)
+        self.resharded = [max(modules, key=lambda each: each.wait_s) for modules in by_module]
+        slowest_s: float = max(seconds for seconds, _ in trials)
+        self.num_trials += 1
+        if self.is_leader:
+            logger.info("trial %d: %s: %.4g s per step", self.num_trials, setting, slowest_s)
         return slowest_s
 
-    def _time(self, model: nn.Module, setting: _Setting) -> _Trial:
-        """Run the steps of one trial on this rank."""
+    def _time(self, model: nn.Module, setting: _Setting) -> tuple[float, list[ReshardedModule]]:
+        """Run the steps of one trial on this rank; return its seconds per step, and modules that could be kept."""
         keep(wrapped(model, setting.kept))
         extension = extend(model, setting.config) if setting.config is not None else None
         clock = StepClock(_device_of(model))
-        for _ in range(self._tuner.dropped_steps):
-            self._step(model)
+        for _ in range(self.tuner.dropped_steps):
+            self.step(model)
         before_s = dict(extension.context.backward_waits) if extension is not None else {}
         clock.restart()
-        for _ in range(self._tuner.steps_per_trial):
-            self._step(model)
+        for _ in range(self.tuner.steps_per_trial):
+            self.step(model)
             clock.tick()
         seconds = statistics.median(clock.seconds())
         if extension is None:
-            return _Trial(seconds, [])
-        self._job = self._job or self._job_of(model, extension.link_bytes_s)
-        return _Trial(seconds, _resharded_modules(model, extension, before_s))
-
-    def _in_turns(self, first: _Setting, second: _Setting) -> tuple[float, float]:
-        """Return the medians of both."""
-        times_s: tuple[list[float], list[float]] = ([], [])
-        for _ in range(_NUM_CHECKS):
-            for setting, found in zip((first, second), times_s, strict=True):
-                found.append(self._measure(setting))
-        return statistics.median(times_s[0]), statistics.median(times_s[1])
-
-    # -- decisions ----------------------------------------------------------------------------------------------------
+            return seconds, []
+        self.job = self.job or self._job_of(model, extension)
+        resharded = []
+        for name, module in checks.fsdp_modules(model):
+            columns = compat.columns_of(module)
+            if columns and not compat.keeps_parameters(module):
+                nbytes = sum((column.stop - column.start) * column.parameter.element_size() for column in columns)
+                wait_s = extension.context.backward_waits.get(name, 0.0) - before_s.get(name, 0.0)
+                resharded.append(ReshardedModule(name, nbytes, wait_s))
+        return seconds, resharded
 
     def _with_kept(self, best: _Setting) -> _Setting:
         """Return ``best`` with modules kept whole, if that is faster."""
-        if not self._tuner.keep_bytes:
+        if not self.tuner.keep_bytes:
             return best
-        self._measure(best)
-        kept = choose_kept(self._resharded, self._tuner.keep_bytes)  # of the same numbers on every rank
+        self.measure(best)
+        kept = choose_kept(self.resharded, self.tuner.keep_bytes)  # of the same numbers on every rank
         if not kept:
             return best
         other = best._replace(kept=kept)
@@ -201,36 +199,42 @@ class _Search:
         return other if other_s < best_s else best
 
     def _against_stock(self, best: _Setting) -> Tuned:
-        stock = _Setting(self._tuner.default_block_mb, None)
+        stock = _Setting(self.tuner.default_block_mb, None)
         best_s, stock_s = self._in_turns(best, stock)
         if best_s < stock_s:
-            return Tuned(best.block_mb, best.config, best.kept, best_s, stock_s, self._num_trials)
-        if self._is_leader:
+            return Tuned(*best, best_s, stock_s, self.num_trials)
+        if self.is_leader:
             logger.info("stock FSDP2 is as fast, so nothing is extended")
-        return Tuned(stock.block_mb, None, (), stock_s, stock_s, self._num_trials)
+        return Tuned(*stock, stock_s, stock_s, self.num_trials)
 
-    def _leaders(self, decide: Callable[[], T]) -> T:
+    def _in_turns(self, first: _Setting, second: _Setting) -> tuple[float, float]:
+        """Return the medians of both."""
+        pairs = [(self.measure(first), self.measure(second)) for _ in range(_NUM_CHECKS)]
+        first_s, second_s = (statistics.median(times_s) for times_s in zip(*pairs, strict=True))
+        return first_s, second_s
+
+    def _leaders(self, decide: Callable[[], Any]) -> Any:
         """Return the first rank's decision, on all ranks."""
-        decided: Any = self._everyones(decide() if self._is_leader else None)[0]
-        return cast("T", decided)
+        return broadcast_object(decide() if self.is_leader else None, self.group, _CALL, self.config)
 
-    def _everyones(self, item: T) -> list[T]:
-        assert dist.group.WORLD is not None
-        return gather_objects(item, dist.group.WORLD, "fsdp_ext.tune()", self._config)
-
-    def _job_of(self, model: nn.Module, link_bytes_s: float | None) -> Job:
+    def _job_of(self, model: nn.Module, extension: Extension) -> Job:
         """The job that the result is good for."""
         shapes = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
         meshes = sorted({tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, DTensor)})
         # ``build`` decides which modules share a group, and kept modules have names of groups.
         groups = [
-            (name, [column.stop for column in compat.columns_of(module) or ()])
-            for name, module in checks.fsdp_modules(model)
+            (name, [column.stop for column in compat.columns_of(module)]) for name, module in checks.fsdp_modules(model)
         ]
         digest = hashlib.sha256(repr((shapes, groups)).encode()).hexdigest()[:24]
-        settings = repr((torch.__version__, meshes, self._config, replace(self._tuner, profile=None)))
-        link_mb_s = None if link_bytes_s is None else link_bytes_s / 1e6
+        settings = repr((torch.__version__, meshes, self.config, replace(self.tuner, profile=None)))
+        goodputs = [transport.goodput_bytes_s for transport in extension.context.transports.values()]
+        link_mb_s = min((goodput / 1e6 for goodput in goodputs if goodput is not None), default=None)
         return Job("fsdp_ext", digest, dist.get_world_size(), _device_of(model).type, settings, link_mb_s)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    sharded = (parameter for parameter in model.parameters() if isinstance(parameter, DTensor))
+    return next((parameter.to_local().device for parameter in sharded), torch.device("cpu"))
 
 
 # -- the space of settings --------------------------------------------------------------------------------------------
@@ -239,18 +243,14 @@ class _Search:
 def _space_of(tuner: TuneConfig, config: ExtConfig) -> list[_Setting]:
     """All settings that may be tried, the default first."""
     default = _Setting(tuner.default_block_mb, config)
-    settings = [
-        _Setting(
-            block_mb,
-            replace(
-                config,
-                prefetch=config.prefetch if prefetch is None else prefetch,
-                lanes=config.lanes if lanes is None else lanes,
-            ),
-        )
-        for block_mb, prefetch, lanes in itertools.product(tuner.block_mb, tuner.prefetch, tuner.lanes)
-    ]
-    return [default, *(setting for setting in settings if _coordinates(setting) != _coordinates(default))]
+    settings = [default]
+    for block_mb, prefetch, lanes in itertools.product(tuner.block_mb, tuner.prefetch, tuner.lanes):
+        searched: dict[str, Any] = {"prefetch": prefetch, "lanes": lanes}
+        given = {name: value for name, value in searched.items() if value is not None}
+        setting = _Setting(block_mb, replace(config, **given))
+        if _coordinates(setting) != _coordinates(default):
+            settings.append(setting)
+    return settings
 
 
 def _propose(space: Sequence[_Setting], times_s: dict[int, float], tuner: TuneConfig) -> int | None:
@@ -272,45 +272,43 @@ def _propose(space: Sequence[_Setting], times_s: dict[int, float], tuner: TuneCo
 
 
 def _positions(space: Sequence[_Setting]) -> list[list[float]]:
-    """Positions in the unit cube: logarithms of sizes, depths and lanes, as far as they differ."""
-    axes = list(zip(*(_coordinates(setting) for setting in space), strict=True))
-    spans = [(min(axis), max(axis)) for axis in axes]
-    varying = [(axis, low, high) for axis, (low, high) in zip(axes, spans, strict=True) if high > low]
+    """Positions in the unit cube: coordinates as far as they differ."""
+    axes = list(zip(*map(_coordinates, space), strict=True))
+    varying = [(axis, min(axis), max(axis)) for axis in axes if max(axis) > min(axis)]
     return [[(axis[index] - low) / (high - low) for axis, low, high in varying] or [0.0] for index in range(len(space))]
 
 
 def _coordinates(setting: _Setting) -> tuple[float, float, float, float]:
+    """Logarithms of sizes, depths and lanes."""
     assert setting.config is not None
     prefetch = setting.config.prefetch
     is_given, depth = (0.0, 2) if prefetch is None else (1.0, prefetch)
     return math.log(setting.block_mb), is_given, math.log1p(depth), math.log(setting.config.lanes or 2)
 
 
-def _described(setting: _Setting) -> str:
-    config = setting.config
-    if config is None:
-        return f"blocks of {setting.block_mb:g} MB, stock FSDP2"
-    kept = f", {len(setting.kept)} modules kept" if setting.kept else ""
-    return f"blocks of {setting.block_mb:g} MB, prefetch={config.prefetch}, lanes={config.lanes}{kept}"
+# -- modules to keep whole after forward -------------------------------------------------------------------------------
 
 
-# -- facts about a model ----------------------------------------------------------------------------------------------
+def choose_kept(modules: Sequence[ReshardedModule], budget_bytes: int) -> tuple[str, ...]:
+    """Return the modules that save most time within a budget: the optimum of the 0/1 knapsack, but for rounding.
 
-
-def _resharded_modules(model: nn.Module, extension: Extension, before_s: dict[str, float]) -> list[ReshardedModule]:
-    """Modules that are resharded after forward, with the seconds that backwards waited for each since ``before_s``."""
-    found = []
-    for name, module in checks.fsdp_modules(model):
-        columns = compat.columns_of(module)
-        if columns and not compat.keeps_parameters(module):
-            nbytes = sum((column.stop - column.start) * column.parameter.element_size() for column in columns)
-            wait_s = extension.context.backward_waits.get(name, 0.0) - before_s.get(name, 0.0)
-            found.append(ReshardedModule(name, nbytes, wait_s))
-    return found
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    for parameter in model.parameters():
-        if isinstance(parameter, DTensor):
-            return parameter.to_local().device
-    return torch.device("cpu")
+    Sizes are rounded up to 1/4096 of the budget, so that it is never exceeded. Modules without waits are not kept. Of
+    equal modules the first ones are.
+    """
+    candidates = [module for module in modules if module.wait_s > 0 and module.nbytes <= budget_bytes]
+    if not candidates:
+        return ()
+    units = [-(-module.nbytes * _UNITS // budget_bytes) for module in candidates]
+    saved_s = np.zeros(_UNITS + 1)  # by capacity
+    takes = np.zeros((len(candidates), _UNITS + 1), dtype=bool)
+    for index in reversed(range(len(candidates))):
+        size, with_it = units[index], np.full(_UNITS + 1, -np.inf)
+        with_it[size:] = saved_s[: _UNITS + 1 - size] + candidates[index].wait_s
+        takes[index] = with_it >= saved_s
+        saved_s = np.maximum(saved_s, with_it)
+    chosen, capacity = [], _UNITS
+    for index, module in enumerate(candidates):
+        if takes[index, capacity]:
+            chosen.append(module.name)
+            capacity -= units[index]
+    return tuple(chosen)

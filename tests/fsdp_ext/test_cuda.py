@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from fsdp_ext import ExtConfig, extend, restore
-from fsdp_ext.native import NativeAllGather, NativeReduceScatter
+from fsdp_ext.all_gather import NativeAllGather
+from fsdp_ext.reduce_scatter import NativeReduceScatter
 from tests.support.devices import rank_device
 from tests.support.fsdp_ext import native, tables, tuning, twins
 from tests.support.fsdp_ext.native import CASES, HOWS

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ddp_hooks.comm import LaneError, Recorder, Stall
-from fsdp_ext.deferred import PendingReductions, SavedGrad
+from fsdp_ext.deferred import PendingReductions
 from tests.support.fsdp_ext.deferred import Reduction, backward, pending
 
 
@@ -106,7 +106,7 @@ def test_a_reduction_that_fails_when_the_backward_ends() -> None:
     parameter, earlier = torch.nn.Parameter(torch.zeros(4)), torch.full((4,), 3.0)
 
     def defer() -> None:
-        waiting.defer(lost.delivery._replace(saved=(SavedGrad(parameter, earlier),)))
+        waiting.defer(lost.delivery._replace(saved={parameter: earlier}))
         parameter.grad = lost.output.view(4)
 
     with pytest.raises(LaneError, match="on purpose"):
@@ -129,7 +129,7 @@ def test_gradients_of_before_a_backward_that_fails(kind: type[Reduction], zeroed
     parameter, earlier = torch.nn.Parameter(torch.zeros(4)), torch.arange(4.0)
 
     def defer() -> None:
-        waiting.defer(reduction.delivery._replace(saved=(SavedGrad(parameter, earlier),)))
+        waiting.defer(reduction.delivery._replace(saved={parameter: earlier}))
         parameter.grad = reduction.output.view(4)
 
     with pytest.raises(ZeroDivisionError):
@@ -150,8 +150,7 @@ def test_two_reductions_of_one_module_add_up() -> None:
     def defer(reduction: Reduction) -> None:
         waiting.flush_owner("module")
         assert parameter.grad is not None
-        taken = SavedGrad(parameter, parameter.grad)
-        waiting.defer(reduction.delivery._replace(owner="module", saved=(taken,)))
+        waiting.defer(reduction.delivery._replace(owner="module", saved={parameter: parameter.grad}))
         parameter.grad = reduction.output.view(4)
 
     backward(lambda: defer(first), lambda: defer(second))
@@ -187,7 +186,7 @@ def test_gradients_that_were_there_are_added_to(end: str) -> None:
     parameter, earlier, replacement = torch.nn.Parameter(torch.zeros(4)), torch.arange(4.0), torch.full((4,), 9.0)
 
     def defer() -> None:
-        waiting.defer(reduction.delivery._replace(saved=(SavedGrad(parameter, earlier),)))
+        waiting.defer(reduction.delivery._replace(saved={parameter: earlier}))
         parameter.grad = {"as FSDP2": reduction.output.view(4), "zeroed": None, "replaced": replacement}[end]
 
     backward(defer)

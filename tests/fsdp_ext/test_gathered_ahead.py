@@ -291,8 +291,8 @@ def own_lists(rank: int, world_size: int) -> tuple[int, int, int]:
     for step in range(3):
         model(step).backward()
     restore(model)
-    lists = compat.backward_list(blocks[3]), compat.forward_list(blocks[1]), compat.backward_list(blocks[4])
-    return len(lists[0]), len(lists[1]), len(lists[2])
+    (forward, _), (_, backward), (_, last) = (compat.prefetch_lists(blocks[index]) for index in (1, 3, 4))
+    return len(backward), len(forward), len(last)
 
 
 def test_own_lists_stay(workers: WorkerPools) -> None:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError
 from ddp_hooks.comm import Lanes
-from fsdp_ext import ExtConfig, checks, compat, extend, restore
+from fsdp_ext import ExtConfig, compat, extend, restore
 from fsdp_ext.all_gather import LaneAllGather
 from tests.support.fsdp_ext.life import communication, train, train_until_somebody_dies, trained
 from tests.support.fsdp_ext.twins import CONFIG, WholeNumbers, mesh_of, momentum_sgd, shard
@@ -55,7 +54,7 @@ def extend_and_restore(rank: int, world_size: int) -> dict[str, Any]:
     train(model, optimizer, rank, range(5, 7))
     found |= {"restored": communication(model) == stock, "after": other.stats().gathers}
     modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    return found | {"lists": any(compat.forward_list(each) or compat.backward_list(each) for each in modules)}
+    return found | {"lists": any(any(compat.prefetch_lists(each)) for each in modules)}
 
 
 def test_extend_is_idempotent_and_reversible(workers: WorkerPools) -> None:
@@ -89,33 +88,23 @@ def test_what_is_refused_leaves_an_extended_model_as_it_is(workers: WorkerPools)
         assert set(kinds) == {"LaneAllGather", "LaneReduceScatter"} and same
 
 
-SEAMS: list[tuple[str, ExtConfig, str]] = [
-    ("communication_of", CONFIG, "keeps the communication of the root module where fsdp_ext does not find it"),
-    ("num_param_groups", CONFIG, ""),  # others tell as much as exact lanes need
-    ("num_shards", CONFIG, ""),
-    ("num_shards", replace(CONFIG, all_gather="int8"), "keeps the number of shards of the root module"),
-    ("num_shards", replace(CONFIG, all_gather="bf16"), "or take all_gather=exact"),
-    ("columns_of", replace(CONFIG, reduce_scatter="bf16"), ""),
-    ("columns_of", replace(CONFIG, reduce_scatter="int8", error_feedback=False), ""),
-    ("columns_of", replace(CONFIG, reduce_scatter="int8"), "keeps the places of gradients of the root module"),
-    ("columns_of", replace(CONFIG, reduce_scatter="sparse"), "keeps the places of gradients of the root module"),
-]
-
-
-def on_another_torch(rank: int, world_size: int) -> list[str]:
-    """The problem of a model where torch has moved what one of our functions reads."""
+def on_another_torch(rank: int, world_size: int) -> str:
+    """The problem of a model where torch has moved a name that one of our functions reads."""
     model = shard(WholeNumbers(world_size))
+    state: Any = compat.state_of(model.get_submodule("blocks.1"))  # type: ignore[arg-type]
+    group = compat._groups(model.get_submodule("blocks.1"))[0]  # type: ignore[arg-type]
     problems = []
-    for name, config, _ in SEAMS:
-        with mock.patch.object(compat, name, return_value=None):
-            problems.append(checks.find_problem(model, config) or "")
-    return problems
+    for owner, name in ((group, "_all_gather_comm"), (group, "reduce_grads"), (state, "_states_to_forward_prefetch")):
+        found = vars(owner).pop(name)
+        problems.append(message_of(lambda: extend(model, CONFIG)))
+        setattr(owner, name, found)
+        assert f"has no attribute '{name}'" in problems[-1], problems[-1]
+    return problems[0]
 
 
-def test_what_another_torch_does_not_tell_is_refused(workers: WorkerPools) -> None:
-    for problems in workers(2).run(on_another_torch):
-        for problem, (name, config, expected) in zip(problems, SEAMS, strict=True):
-            assert expected in problem and bool(problem) == bool(expected), (name, config, problem)
+def test_another_torch_is_refused(workers: WorkerPools) -> None:
+    for problem in workers(2).run(on_another_torch):
+        assert "keeps facts about blocks.1 where fsdp_ext does not find them" in problem
 
 
 def test_modules_without_parameters_are_known_in_torch_2_11() -> None:
@@ -401,7 +390,7 @@ def restore_after_a_death(rank: int, world_size: int) -> tuple[list[str], int, b
         loss.backward()
     except LaneError:
         failed = True
-    (transport,) = extension.context.transports
+    (transport,) = extension.context.transports.values()
     with pytest.MonkeyPatch.context() as patch, contextlib.suppress(LaneError):  # of what was gathered ahead
         patch.setattr(Lanes.close, "__defaults__", (1.0,))  # seconds to wait for a dead rank's farewell
         restore(model)

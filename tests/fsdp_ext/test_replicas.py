@@ -21,7 +21,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully
 
 import fsdp_ext.deferred
 from fsdp_ext import ExtConfig, extend
-from fsdp_ext.early import EarlyReduceScatter
+from fsdp_ext.early import EarlyReduceScatter, Phase
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.exact import BF16, FP16_SUMS, SMALL, all_reduce_hook, check, divide_by_eight, each
 from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
@@ -163,7 +163,7 @@ def compare_where_some_give_up(rank: int, world_size: int, config: ExtConfig, op
 
     def reduce_or_not(self: EarlyReduceScatter, *given: Any) -> bool:
         if rank < 2 and self.num_reduced == 3:  # as if a hook had changed something
-            self.stop()
+            self.discard_plan(Phase.OFF)
         return reduce(self, *given)
 
     with pytest.MonkeyPatch.context() as patch:

@@ -21,10 +21,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.tuning import Job
+from ddp_hooks.tuning.profile import Profile
 from fsdp_ext import ExtConfig, TuneConfig, Tuned, compat, extend, restore, shard_by_size, tune
 from fsdp_ext.tuning import trials
-from fsdp_ext.tuning.profile_cache import TunedEntry, TunedProfile
-from fsdp_ext.tuning.reshard_knapsack import ReshardedModule, choose_kept
+from fsdp_ext.tuning.trials import ReshardedModule, choose_kept
+from fsdp_ext.tuning.tuned import TunedEntry
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.tuning import grouped, tuned_for_real
 from tests.support.fsdp_ext.twins import CONFIG, WholeNumbers
@@ -125,10 +126,10 @@ class Simulated:
 
     def __call__(self, search: Any, setting: Any) -> float:
         self.asked.append(setting)
-        search._num_trials += 1
-        search._job = self.job
+        search.num_trials += 1
+        search.job = self.job
         waits_s = {"blocks.0": 0.1, "blocks.1": 0.3, "": 0.0}
-        search._resharded = [ReshardedModule(name, 100, wait_s) for name, wait_s in waits_s.items()]
+        search.resharded = [ReshardedModule(name, 100, wait_s) for name, wait_s in waits_s.items()]
         return float(self.seconds(setting))
 
 
@@ -136,7 +137,7 @@ def searched(rank: int, world_size: int, case: str, profile: str | None) -> tupl
     tuner = TuneConfig(profile=profile, max_trials=12, keep_bytes=150 if "keep" in case or "kept" in case else 0)
     made = Simulated(CASES[case], 100.0 if case != "another link" else 500.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials._Search, "_measure", lambda self, setting: made(self, setting))
+        patch.setattr(trials._Search, "measure", lambda self, setting: made(self, setting))
         return tune(_never, _never, ExtConfig(), tuner), made.asked
 
 
@@ -198,15 +199,15 @@ def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixtu
     found = Tuned(5.0, CONFIG, ("blocks.1",), 1.0, 2.0, 7)
     for text in ("", "[]", '{"version": 0, "entries": []}', '{"version": 1, "entries": [7]}'):
         path.write_text(text)
-        assert TunedProfile(path).find(job()) is None
+        assert Profile(path, TunedEntry).find(job()) is None
         assert "is of no use" in caplog.text
         caplog.clear()
-    TunedProfile(path).store(TunedEntry(job("another model"), (), None, replace(found, kept=())))
-    TunedProfile(path).store(TunedEntry(job(), (), None, found))
-    known = TunedProfile(path).find(job(link_mb_s=150.0))
+    Profile(path, TunedEntry).store(TunedEntry(job("another model"), (), None, replace(found, kept=())))
+    Profile(path, TunedEntry).store(TunedEntry(job(), (), None, found))
+    known = Profile(path, TunedEntry).find(job(link_mb_s=150.0))
     assert isinstance(known, TunedEntry) and known.tuned == replace(found, num_trials=0)
     for other in (job("other"), job(link_mb_s=300.0), job(link_mb_s=None)):
-        assert TunedProfile(path).find(other) is None
+        assert Profile(path, TunedEntry).find(other) is None
 
 
 # -- with real models -------------------------------------------------------------------------------------------------

@@ -862,8 +862,8 @@ _FSDP = (
     Fault(
         "fsdp_ext: sums are divided as means are",
         "fsdp_ext/reduce_scatter.py",
-        "divisor = compat.divisor_of(op, input_tensor, world_size)",
-        "divisor = world_size",
+        "divisor = compat.divisor_of(op, partition.flat, len(partition.ranges))",
+        "divisor = len(partition.ranges)",
         ("tests/fsdp_ext/test_exact.py",),
         "divide",
     ),
@@ -926,8 +926,8 @@ _FSDP = (
     Fault(
         "fsdp_ext: gradients of before take the place of sums",
         "fsdp_ext/deferred.py",
-        "each.restore(self.output, add=True)",
-        "each.restore(self.output, add=False)",
+        "self._restore(parameter, add=True)",
+        "self._restore(parameter, add=False)",
         ("tests/fsdp_ext/test_deferred.py",),
     ),
     Fault(

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import logging
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,13 +9,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.tuning.profile import Entry, Profile
+from ddp_hooks.tuning.profile import Entry
+from fsdp_ext.checks import ROOT
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.extension import Extension, extend
-
-logger = logging.getLogger("fsdp_ext")
-
-_VERSION = 1
 
 
 @dataclass(frozen=True)
@@ -41,10 +36,7 @@ class Tuned:
     num_trials: int
 
     def apply(self, model: nn.Module) -> Extension | None:
-        """Extend a model that was built with :attr:`block_mb`, unless stock FSDP2 was faster. Collective.
-
-        Args:
-            model: changed in place.
+        """Extend, in place, a model that was built with :attr:`block_mb`, unless stock FSDP2 was faster. Collective.
 
         Raises:
             ValueError: too few modules are wrapped, or the model cannot be extended.
@@ -58,12 +50,12 @@ class Tuned:
 def wrapped(model: nn.Module, names: tuple[str, ...]) -> list[FSDPModule]:
     """Return the modules of these names; raise a ValueError if one is not wrapped by FSDP2."""
     modules: list[FSDPModule] = []
-    everything = dict(model.named_modules())
+    by_name = dict(model.named_modules())
     for name in names:
-        module = everything.get(name)
+        module = by_name.get(name)
         if not isinstance(module, FSDPModule):
             raise ValueError(
-                f"{name or 'the root module'} is not wrapped by FSDP2 here: build the model with the block_mb that was "
+                f"{name or ROOT} is not wrapped by FSDP2 here: build the model with the block_mb that was "
                 f"found, as the search did"
             )
         modules.append(module)
@@ -83,30 +75,11 @@ class TunedEntry(Entry):
     tuned: Tuned
 
     def packed(self) -> dict[str, Any]:
-        """Return plain data."""
         return super().packed() | {"tuned": asdict(self.tuned)}
 
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> TunedEntry:
-        """Reverse :meth:`packed`; raise a ValueError, KeyError or TypeError for other data."""
         entry, tuned = Entry.unpacked(packed), packed["tuned"]
         config = None if tuned["config"] is None else ExtConfig(**tuned["config"])
         known = Tuned(**{**tuned, "config": config, "kept": tuple(tuned["kept"]), "num_trials": 0})
         return TunedEntry(entry.job, entry.trials, entry.chosen, known)
-
-
-class TunedProfile(Profile):
-    """Profile of :class:`TunedEntry`."""
-
-    def _read(self, quietly: bool = False) -> Sequence[TunedEntry]:
-        try:
-            packed = json.loads(self.path.read_text())
-            if packed["version"] != _VERSION:
-                raise ValueError(f"version {packed['version']}, not {_VERSION}")
-            return [TunedEntry.unpacked(entry) for entry in packed["entries"]]
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            if not quietly:
-                logger.warning("%s is of no use, so it is ignored, and replaced: %s", self.path, error)
-            return []
