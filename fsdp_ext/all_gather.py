@@ -18,7 +18,7 @@ from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.compressed import compressed_all_gather, even_partition, gather_codec, sliced
 from fsdp_ext.config import ExtConfig
-from fsdp_ext.context import ExtContext
+from fsdp_ext.context import ExtContext, Transport
 from fsdp_ext.prefetch import Prefetcher
 
 
@@ -45,27 +45,26 @@ class LaneAllGather(compat.AllGather):
     ) -> dist.Work | None:
         """Start to gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
         self._prefetcher.on_gather(self._module)
-        rank = dist.get_rank(group)
-        partition = even_partition(output_tensor, dist.get_world_size(group))
-        own = partition.ranges[rank]
+        transport = self._context.transport_of(group)
+        partition = even_partition(output_tensor, transport.gathers.world_size)
+        own = partition.ranges[transport.gathers.rank]
         if own.data_ptr() != input_tensor.data_ptr():  # FSDP2 makes it a part of the output
             own.copy_(input_tensor)
-        work = self._submit(group, partition, rank)
+        work = self._submit(transport, partition)
         self._context.counts.gathers += 1
         version = compat.shard_version(self._module) if self._prefetcher.in_forward else None
         return _GatherWork(partial(self._wait, work, version))
 
-    def _submit(self, group: dist.ProcessGroup, partition: Partition, rank: int) -> Work:
-        transport, label = self._context.transport_of(group), self._name or ROOT
+    def _submit(self, transport: Transport, partition: Partition) -> Work:
+        gathers, label = transport.gathers, self._name or ROOT
         codec = gather_codec(self._context.config, self._module, partition.flat.dtype, len(partition.ranges))
         if codec is None:
-            return transport.gathers.spread_all_gather(partition, label)
+            return gathers.spread_all_gather(partition, label)
 
         def start(where: slice) -> Algorithm:
-            return compressed_all_gather([each[where] for each in partition.ranges], rank, codec)
+            return compressed_all_gather([each[where] for each in partition.ranges], gathers.rank, codec)
 
-        starts = sliced(partition.ranges[0].numel(), transport.slice_numel, start)
-        return transport.gathers.spread_several(starts, label)
+        return gathers.spread_several(sliced(partition.ranges[0].numel(), transport.slice_numel, start), label)
 
     def _wait(self, work: Work, version: tuple[object, ...] | None) -> None:
         """Wait until the parameters are whole, whose shards had this ``version`` when the gather began."""

@@ -66,7 +66,7 @@ def find_problem(model: object, config: object, extended: bool = False) -> str |
             f"no module of {type(model).__name__} is wrapped by FSDP2: call fully_shard(module) on its blocks and on "
             f"itself first, then extend(model, ...)"
         )
-    if isinstance(config.density, Mapping) and config.reduce_scatter == "sparse":
+    if isinstance(config.density, Mapping):
         names = [name for name, _ in modules]
         for pattern in config.density:
             if not any(fnmatchcase(name, pattern) for name in names):

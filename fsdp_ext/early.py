@@ -72,7 +72,6 @@ class _Plan:
 
     parts: tuple[_Part, ...]  # in the order in which they are sent
     parameters: tuple[Tensor, ...]  # trained, whole
-    world_size: int
     dtype: torch.dtype  # of sums
     op: Any  # the sum or the mean
     handles: list[Any] = field(default_factory=list)
@@ -118,7 +117,7 @@ class EarlyReduceScatter:
         self._backward = _Backward()
 
     @torch.no_grad()
-    def reduce(self, packed: Tensor, output: Tensor, rank: int, op: Any) -> bool:
+    def reduce(self, packed: Tensor, output: Tensor, op: Any) -> bool:
         """Reduce ``packed``, (P * numel,), which stays as it is; this rank's range goes to ``output``, (numel,).
 
         Return False, on all ranks of the shards, if the whole is to be reduced.
@@ -130,7 +129,7 @@ class EarlyReduceScatter:
         backward = self._backward
         has_begun = bool(backward.sent)
         try:
-            flags = self._finish(packed, output, rank, op, plan)
+            flags = self._finish(packed, output, op, plan)
         except LaneError as error:
             raise type(error)(
                 f"{error} (of {self._name}, a reduce-scatter that began when gradients were ready: if no rank has "
@@ -150,13 +149,13 @@ class EarlyReduceScatter:
         self._context.counts.early += has_begun
         return True
 
-    def prepare(self, packed: Tensor, world_size: int, op: Any) -> None:
+    def prepare(self, packed: Tensor, op: Any) -> None:
         """Make the plan from a reduce-scatter that goes as a whole, if the next one can begin early."""
         if self._phase is not Phase.LEARNING or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             return
         if packed.dtype not in (torch.float32, torch.bfloat16):
             return  # FSDP2 divides other types before it sums them
-        columns = compat.columns_in(self._module, packed.numel() // world_size)
+        columns = compat.columns_in(self._module, packed.numel() // self._lanes.world_size)
         parameters = compat.whole_parameters_of(self._module)
         if columns is None or parameters is None:
             return
@@ -164,7 +163,7 @@ class EarlyReduceScatter:
         if len(parts) == 1:
             return  # all gradients are ready at once
         self._phase = Phase.TRIAL
-        self._plan = _Plan(parts, parameters, world_size, packed.dtype, op)
+        self._plan = _Plan(parts, parameters, packed.dtype, op)
         self._num_plans += 1
         this = weakref.ref(self)  # the collector does not see a strong one from a tensor's hook
         for index, parameter in enumerate(parameters):
@@ -199,7 +198,7 @@ class EarlyReduceScatter:
         if number != self._backward.number and not inside_another_backward():
             self._backward = _Backward(number)
 
-    def _finish(self, packed: Tensor, output: Tensor, rank: int, op: Any, plan: _Plan) -> Tensor:
+    def _finish(self, packed: Tensor, output: Tensor, op: Any, plan: _Plan) -> Tensor:
         """Send the remaining parts, wait, and return the flags of all ranks."""
         sent, first_turn = self._backward.sent, self._backward.first_turn
         flags = torch.zeros(_NUM_FLAGS, dtype=plan.dtype)
@@ -211,7 +210,7 @@ class EarlyReduceScatter:
         elif not as_planned or first_turn not in (None, self._context.turn_of(self)):
             flags[_CHANGED] = 1
         else:
-            rows = packed.view(plan.world_size, -1)
+            rows = packed.view(self._lanes.world_size, -1)
             for part, each in zip(plan.parts, sent, strict=False):
                 if each.gradients is not None and not _have_same_bits(each.gradients, rows[:, part.start : part.stop]):
                     flags[_CHANGED] = 1
@@ -225,17 +224,18 @@ class EarlyReduceScatter:
         for part, each in zip(plan.parts, sent, strict=True):
             each.work.wait()
             if rows is not None:
-                output[part.start : part.stop] = each.memory[rank, : part.width]
-        return sent[-1].memory[rank, -_NUM_FLAGS:]
+                output[part.start : part.stop] = each.memory[self._lanes.rank, : part.width]
+        return sent[-1].memory[self._lanes.rank, -_NUM_FLAGS:]
 
     def _memory(self, plan: _Plan, width: int) -> Tensor:
-        return self._context.pool.empty(plan.world_size * width, plan.dtype).view(plan.world_size, width)
+        world_size = self._lanes.world_size
+        return self._context.pool.empty(world_size * width, plan.dtype).view(world_size, width)
 
     def _send(self, plan: _Plan, memory: Tensor, gradients: Tensor | None = None) -> None:
         sent = self._backward.sent
         label = f"{self._name}, part {len(sent)} of reduce-scatter {self.num_reduced}"
-        divisor = plan.world_size if plan.op == dist.ReduceOp.AVG else 1
-        partition = even_partition(memory.view(-1), plan.world_size)
+        divisor = len(memory) if plan.op == dist.ReduceOp.AVG else 1
+        partition = even_partition(memory.view(-1), len(memory))
         sent.append(_Sent(memory, self._lanes.spread_reduce_scatter(partition, label, divisor), gradients))
 
     def discard_plan(self, phase: Phase) -> None:

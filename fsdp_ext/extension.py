@@ -153,10 +153,9 @@ class Extension:
 
     def carry_over(self, state: Mapping[str, DTensor]) -> None:
         """Load residuals of a model that was extended with other settings; drop the useless ones, with a warning."""
-        wanted = [(residuals, residuals.state_dict().keys()) for residuals in self._residuals]
-        for residuals, names in wanted:
-            residuals.load_state_dict({name: state[name] for name in names if name in state})
-        dropped = state.keys() - {name for _, names in wanted for name in names}
+        dropped = set(state)
+        for residuals in self._residuals:
+            dropped -= residuals.load_state_dict(state)
         if dropped:
             logger.warning(
                 "residuals of %s are dropped: these settings keep none of them",

@@ -75,7 +75,6 @@ class LaneReduceScatter(compat.ReduceScatter):
 
         That may be later, and the input may be overwritten.
         """
-        world_size, rank = dist.get_world_size(group), dist.get_rank(group)
         context = self._context
         context.counts.reduce_scatters += 1
         context.pending.flush_owner(self)
@@ -84,12 +83,12 @@ class LaneReduceScatter(compat.ReduceScatter):
         early = self._early_on(transport)
         if early is not None:
             with self._measure(f"reduce-scatter of {self._name}"):
-                if early.reduce(input_tensor, output, rank, op):
+                if early.reduce(input_tensor, output, op):
                     return None
-            early.prepare(input_tensor, world_size, op)
-        partition = compressed.even_partition(input_tensor, world_size)
-        work = self._submit(transport, partition, rank, op)
-        delivery = Delivery(work, partition.ranges[rank], output, partition.nbytes, self)
+            early.prepare(input_tensor, op)
+        partition = compressed.even_partition(input_tensor, transport.scatters.world_size)
+        work = self._submit(transport, partition, op)
+        delivery = Delivery(work, partition.ranges[transport.scatters.rank], output, partition.nbytes, self)
         reason = self._reason_at_return(compat.facts_of(self._module))
         if reason is None and isinstance(output_tensor, DeferredOutput):
             self._open = delivery
@@ -99,9 +98,10 @@ class LaneReduceScatter(compat.ReduceScatter):
             self._complete(delivery)
         return None
 
-    def _submit(self, transport: Transport, partition: Partition, rank: int, op: Any) -> Work:
+    def _submit(self, transport: Transport, partition: Partition, op: Any) -> Work:
         """Start to reduce the partition, and return the work that ends with this rank's mean in its range."""
-        config, scatters, density = self._context.config, transport.scatters, self._density
+        config, density = self._context.config, self._density
+        scatters, rank = transport.scatters, transport.scatters.rank
         divisor = compat.divisor_of(op, partition.flat, len(partition.ranges))
         codec = codec_of(config.scatter_codec, config.block_numel, partition.flat.dtype)
         if density < 1 and partition.flat.dtype == torch.float16:

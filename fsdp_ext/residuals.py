@@ -108,14 +108,17 @@ class Residuals:
                 parameter.placements,
                 run_check=False,
                 shape=parameter.shape,
-                stride=torch.empty(parameter.shape, device="meta").stride(),
+                stride=parameter.stride(),
             )
         return state
 
-    def load_state_dict(self, state: Mapping[str, DTensor]) -> None:
+    def load_state_dict(self, state: Mapping[str, DTensor]) -> set[str]:
+        """Replace all residuals by those in ``state``; return the names that were found."""
         self._flat, self._columns = None, ()
-        shards = {name: shard.to_local().detach() for name, shard in state.items()}
+        found = state.keys() & set(map(self._name, compat.columns_of(self._module)))
+        shards = {name: state[name].to_local().detach() for name in found}
         self._loaded = {name: shard.clone() for name, shard in shards.items() if not shard.is_meta}
+        return found
 
     def _unit_of(self, op: Any, world_size: int, dtype: torch.dtype) -> float:
         """Sum over shards and replicas / (unit * replicas) = gradient, as in FSDP2's _get_gradient_divide_factors."""

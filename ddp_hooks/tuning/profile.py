@@ -159,10 +159,7 @@ class Profile:
             return []
         except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
             if not quietly:
-                logger.warning(
-                    f"the tuner's profile {self.path} is of no use, so it is ignored, and replaced after the first "
-                    f"trial: {type(error).__name__}: {error}"
-                )
+                logger.warning("%s is of no use, so it is ignored, and replaced: %r", self.path, error)
             return []
 
 

@@ -168,7 +168,8 @@ class _Search:
         clock = StepClock(_device_of(model))
         for _ in range(self.tuner.dropped_steps):
             self.step(model)
-        before_s = dict(extension.context.backward_waits) if extension is not None else {}
+        if extension is not None:
+            extension.context.backward_waits.clear()
         clock.restart()
         for _ in range(self.tuner.steps_per_trial):
             self.step(model)
@@ -182,8 +183,7 @@ class _Search:
             columns = compat.columns_of(module)
             if columns and not compat.keeps_parameters(module):
                 nbytes = sum((column.stop - column.start) * column.parameter.element_size() for column in columns)
-                wait_s = extension.context.backward_waits.get(name, 0.0) - before_s.get(name, 0.0)
-                resharded.append(ReshardedModule(name, nbytes, wait_s))
+                resharded.append(ReshardedModule(name, nbytes, extension.context.backward_waits[name]))
         return seconds, resharded
 
     def _with_kept(self, best: _Setting) -> _Setting:
