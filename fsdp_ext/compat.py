@@ -46,7 +46,7 @@ def find_missing_name(module: FSDPModule) -> str | None:
     try:
         if num_param_groups(module) == 1 and not is_replicated(module):
             reads += [communication_of, num_shards, replicas_of, holds_other_modules, runs_forward]
-            reads += [facts_of, columns_of, reduces_in_this_backward]
+            reads += [facts_of, columns_of, whole_parameters_of, reduces_in_this_backward]
         for read in reads:
             read(module)
     except AttributeError as error:
@@ -214,7 +214,7 @@ def whole_parameters_of(module: FSDPModule) -> tuple[Tensor, ...] | None:
     """
     trained = [param for param in _group(module).fsdp_params if param.sharded_param.requires_grad]
     for param in trained:
-        if not hasattr(param, "_unsharded_param") or param.is_dtensor or param.fsdp_placement.dim != 0:
+        if param.is_dtensor or param.fsdp_placement.dim != 0 or not hasattr(param, "_unsharded_param"):
             return None
     return tuple(param._unsharded_param for param in trained)
 

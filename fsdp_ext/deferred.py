@@ -46,9 +46,9 @@ class DeferredOutput(Tensor):
 
     def _takes_over(self, func: Any, args: Any, kwargs: Any) -> bool:
         """Let the reduction do ``func``, or fill the memory for it."""
+        takes_over = False
         if func in _METADATA:
             return False
-        takes_over = False
         if func is all_reduce and not kwargs["async_op"]:
             takes_over = self.reduction.all_reduce(self.memory, kwargs["group"], kwargs["op"])
         elif func == Tensor.div_ and not kwargs and args[0] is self:
