@@ -12,14 +12,12 @@ from collections import deque
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Generic, TypeAlias, TypeVar
+from typing import TypeAlias
 
 from ddp_hooks.comm import AlphaBeta, Span
 from ddp_hooks.comm.executors.slices import WINDOW
 from ddp_hooks.planning.network import Costs, Network
 from ddp_hooks.planning.rounds import Round, Rounds
-
-T = TypeVar("T")
 
 _TIMESLICE_S = 3e-3  # of a thread, while others wait for its core
 _MAX_TIMESLICES = 256  # per piece of work; timeslices of longer work are longer
@@ -91,31 +89,6 @@ class Engine:
             self._at(self.now_s + wanted, process)  # also 0 s: processes that were woken before go first
             return
         self.fire(self._ended.pop(process))
-
-
-class Queue(Generic[T]):
-    """Items that some processes put and others take."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.items: list[T] = []
-        self._engine = engine
-        self._changed = Signal()
-
-    def put(self, item: T) -> None:
-        """Add an item."""
-        self.items.append(item)
-        changed, self._changed = self._changed, Signal()
-        self._engine.fire(changed)
-
-    def wait(self) -> Process:
-        """Wait until there is an item."""
-        while not self.items:
-            yield self._changed
-
-    def take_all(self) -> list[T]:
-        """Remove and return all items."""
-        items, self.items = self.items, []
-        return items
 
 
 class Link:
@@ -199,63 +172,46 @@ class Host:
         return max(worked_s, between_s, self.inside.send(now_s, each.inside_bytes, times, part.slowdown))
 
 
-@dataclass
-class Submission:
-    """A collective that waits for its lane."""
-
-    slices: list[Slice]
-    label: str
-    priority: float
-    after: Sequence[Signal]
-    done: Signal = field(default_factory=Signal)
-
-
 class SimulatedLane:
-    """A stream of communication: one submission after the other, with up to ``window`` slices of it under way.
+    """A stream of communication: one submission after the other, with up to ``window`` slices of it under way."""
 
-    From a queue that lanes share, a free lane takes the submission with the lowest priority value; without one, a lane
-    takes its own submissions in their order.
-    """
-
-    def __init__(
-        self, engine: Engine, host: Host, name: str, window: int = WINDOW, shared: Queue[Submission] | None = None
-    ) -> None:
+    def __init__(self, engine: Engine, host: Host, name: str, window: int = WINDOW) -> None:
         self._engine = engine
         self._host = host
         self._name = name
         self._window = window
-        self._by_priority = shared is not None
-        self._queue = Queue[Submission](engine) if shared is None else shared
-        engine.start(self._serve())
+        self._waiting: deque[tuple[list[Slice], str, Sequence[Signal], Signal]] = deque()
+        self._is_idle = True
 
-    def submit(
-        self, slices: list[Slice], label: str, priority: float = 0.0, after: Sequence[Signal] = ()
-    ) -> Signal:
+    def submit(self, slices: list[Slice], label: str, after: Sequence[Signal] = ()) -> Signal:
         """Send slices after the signals ``after``; return the signal of their arrival."""
-        submission = Submission(slices, label, priority, after)
-        self._queue.put(submission)
-        return submission.done
+        arrived = Signal()
+        self._waiting.append((slices, label, after, arrived))
+        if self._is_idle:
+            self._is_idle = False
+            self._engine.start(self._serve())
+        return arrived
 
     def _serve(self) -> Process:
-        while True:
-            yield from self._queue.wait()
-            waiting = self._queue.items
-            first = min(range(len(waiting)), key=lambda i: (waiting[i].priority, i)) if self._by_priority else 0
-            submission = waiting.pop(first)
-            yield from submission.after
-            with self._engine.span(self._name, submission.label):
-                yield from self._send(submission.slices)
-            self._engine.fire(submission.done)
+        yield 0.0  # the submitter goes on first
+        while self._waiting:
+            slices, label, after, arrived = self._waiting.popleft()
+            yield from after
+            yield from self.send(slices, label)
+            self._engine.fire(arrived)
+        self._is_idle = True
 
-    def _send(self, slices: list[Slice]) -> Process:
+    def send(self, slices: list[Slice], label: str) -> Process:
+        """Send slices as a part of the process that calls it."""
         under_way: deque[Signal] = deque()
-        for part in slices:
-            if len(under_way) == self._window:
-                yield under_way.popleft()
-            for seconds in timeslices(part.work_s):
-                yield self._host.processor.work(self._engine.now_s, seconds) - self._engine.now_s
-            under_way.append(self._engine.start(self._run_rounds(part)))
-        yield from under_way
+        with self._engine.span(self._name, label):
+            for part in slices:
+                if len(under_way) == self._window:
+                    yield under_way.popleft()
+                for seconds in timeslices(part.work_s):
+                    yield self._host.processor.work(self._engine.now_s, seconds) - self._engine.now_s
+                under_way.append(self._engine.start(self._run_rounds(part)))
+            yield from under_way
 
     def _run_rounds(self, part: Slice) -> Process:
         at_once = max(1, -(-sum(each.times for each in part.rounds) // _MAX_EVENTS))

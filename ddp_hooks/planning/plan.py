@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -20,13 +20,11 @@ from ddp_hooks.planning.measurement.profiling import profile_step, slowest_of
 from ddp_hooks.planning.network import Costs, Network
 from ddp_hooks.planning.simulation import Prediction, Strategy, simulate
 from ddp_hooks.planning.step import StepProfile
-from ddp_hooks.planning.strategies.all_reduce import Ddp
-from ddp_hooks.planning.strategies.dear import Dear, predicted_start
-from ddp_hooks.planning.strategies.sparse import SparDL
+from ddp_hooks.planning.strategies.dear import Dear, Update, predicted_start
+from ddp_hooks.planning.strategies.in_backward import Ddp, SparDL
 from ddp_hooks.tuning import BucketTuner
 
 T = TypeVar("T")
-Update: TypeAlias = Literal["sharded", "replicated"]
 Progress = Callable[[Iterable[T]], Iterable[T]]
 
 DENSITY = 0.01
@@ -133,7 +131,7 @@ class Plan:
         """Write everything but the spans as JSON."""
         predictions = [{k: v for k, v in asdict(each).items() if k != "spans"} for each in self.predictions]
         data: dict[str, Any] = {
-            "profile": self.profile.to_json(),
+            "profile": asdict(self.profile),
             "network": asdict(self.network),
             "costs": asdict(self.costs),
             "fit": None if self.fit is None else asdict(self.fit),

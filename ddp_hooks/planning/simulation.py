@@ -13,9 +13,9 @@ from typing import Protocol
 from ddp_hooks.comm import Span, see
 from ddp_hooks.comm.executors.slices import WINDOW, scatter_message_bytes
 from ddp_hooks.planning import bounds
-from ddp_hooks.planning.events import Engine, Host, Process, Queue, Signal, SimulatedLane, Slice, Submission, timeslices
+from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, timeslices
 from ddp_hooks.planning.network import Costs, Network
-from ddp_hooks.planning.rounds import Phase, Schedule, all_reduce, all_to_all, ring
+from ddp_hooks.planning.rounds import Phase, all_to_all, ring
 from ddp_hooks.planning.step import StepProfile
 
 _STEPS = 4  # simulated; communication under way at the end of the first ones shapes the later ones
@@ -110,10 +110,9 @@ class Run:
         """Return the size of some tensors."""
         return sum(self.step.tensors[index].num_bytes for index in tensors)
 
-    def lanes(self, count: int, window: int = WINDOW, by_priority: bool = False) -> list[SimulatedLane]:
-        """Open streams of communication; by priority all of them take from one queue."""
-        shared = Queue[Submission](self.engine) if by_priority else None
-        return [SimulatedLane(self.engine, self._host, f"lane {i}", window, shared) for i in range(count)]
+    def lanes(self, count: int, window: int = WINDOW) -> list[SimulatedLane]:
+        """Open streams of communication."""
+        return [SimulatedLane(self.engine, self._host, f"lane {i}", window) for i in range(count)]
 
     def forward(self, arrived: Mapping[int, Signal], before: Callable[[int], float] = lambda tensor: 0.0) -> Process:
         """Run the forward; it waits for each tensor of ``arrived`` and computes ``before(tensor)`` seconds for it."""
@@ -179,10 +178,9 @@ class Run:
         for signal in signals:
             yield from self.wait(signal, name)
 
-    def all_reduce(self, num_bytes: float, schedule: Schedule = "ring") -> list[Slice]:
-        """Return the backend's all-reduce, as one slice."""
-        network = self.network
-        rounds = all_reduce(schedule, network.workers, network.node_size, num_bytes)
+    def all_reduce(self, num_bytes: float) -> list[Slice]:
+        """Return the backend's all-reduce, two rings in one slice."""
+        rounds = 2 * ring(self.network.workers, self.network.node_size, num_bytes)
         return [Slice(rounds, slowdown=self.costs.all_reduce, byte_s=self.costs.all_reduce_byte_s)]
 
     def collective(self, phase: Phase, num_bytes: float, slice_bytes: float) -> list[Slice]:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -70,51 +69,7 @@ class StepProfile:
         """Indices of the tensors in the order in which the forward reads them."""
         return tuple(sorted(range(len(self.tensors)), key=lambda i: (self.tensors[i].needed_s, i)))
 
-    def scaled(self, factor: float) -> StepProfile:
-        """Return the step with a forward and backward that take ``factor`` times as long."""
-        tensors = (
-            TensorUse(tensor.name, tensor.num_bytes, tensor.needed_s * factor, tensor.ready_s * factor)
-            for tensor in self.tensors
-        )
-        return replace(
-            self, tensors=tuple(tensors), forward_s=self.forward_s * factor, backward_s=self.backward_s * factor
-        )
-
-    def to_json(self) -> dict[str, Any]:
-        """Return plain data for :meth:`from_json`."""
-        return asdict(self)
-
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> StepProfile:
-        """Return the profile of :meth:`to_json`."""
+        """Return the profile of its ``dataclasses.asdict``."""
         return cls(**{**data, "tensors": tuple(TensorUse(**tensor) for tensor in data["tensors"])})
-
-
-def profile_of_layers(
-    layers: Sequence[tuple[float, float, Sequence[int]]],
-    names: Sequence[str],
-    tensor_bytes: Sequence[int],
-    optimizer_s: float = 0.0,
-) -> StepProfile:
-    """Return the step of layers that run one after the other, and in reverse in the backward.
-
-    Args:
-        layers: forward seconds, backward seconds and tensors of each layer, in the order of the forward. A tied tensor
-            appears in several layers; its gradient is ready after the backward of the first one.
-        names, tensor_bytes: of the tensors.
-
-    Raises:
-        ValueError: a tensor is read by no layer.
-    """
-    forward_s, backward_s = sum(layer[0] for layer in layers), sum(layer[1] for layer in layers)
-    uses: dict[int, TensorUse] = {}
-    before_s, after_s = 0.0, backward_s
-    for layer_forward_s, layer_backward_s, tensors in layers:
-        for tensor in tensors:
-            uses.setdefault(tensor, TensorUse(names[tensor], tensor_bytes[tensor], before_s, max(0.0, after_s)))
-        before_s = min(forward_s, before_s + layer_forward_s)
-        after_s -= layer_backward_s
-    if len(uses) < len(names):
-        unread = min(set(range(len(names))) - set(uses))
-        raise ValueError(f"{names[unread]} is read by no layer; drop it or name its reader")
-    return StepProfile(tuple(uses[i] for i in range(len(names))), forward_s, backward_s, optimizer_s)

@@ -17,7 +17,7 @@ from ddp_hooks.coordination.negotiation.cache import ResponseCache
 from ddp_hooks.coordination.negotiation.messages import children_of
 from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec
-from ddp_hooks.planning.strategies.horovod import Agreement, Horovod
+from recipes.paper.strategies.horovod import Agreement, Horovod
 
 NEGOTIATED = ("coordinator", "hierarchical", "bitvector")
 FAN_OUT = 2
@@ -114,7 +114,7 @@ def formula_s(variant: str, ranks: int, costs: Costs) -> float:
 
 
 def planner_s(variant: str, ranks: int, costs: Costs) -> float:
-    """What ``python -m ddp_hooks plan`` expects, of Horovod as the paper describes it."""
+    """What the simulator expects, of Horovod as the paper describes it."""
     horovod = Horovod(agreement=_OF_PLANNER[variant], message_s=costs.handling_s, fan_out=FAN_OUT)
     return horovod.agreement_on(ranks, costs.alpha_s)
 

@@ -45,9 +45,9 @@ LEGEND = """\
 * `µs on the fabric`: one agreement of all ranks on the in-process fabric, by the generators that run between processes;
   a message takes {alpha_us:g} µs, and its receiver {handling_us:g} µs for each one after the other. Bytes cost nothing
   there. `by formula`: a closed form of the same, which a test compares with the fabric; where the fabric was too large
-  there is nothing else. `planner`: what `python -m ddp_hooks plan` expects of the paper's Horovod. For a bitvector that
-  has an all-reduce in and out, two messages a round and no handling; here a round is one message and its handling. Its
-  tree has no bitvector in front, and no tree for the answer.
+  there is nothing else. `planner`: what the simulator expects of `recipes.paper.strategies.Horovod`. For a bitvector
+  that has an all-reduce in and out, two messages a round and no handling; here a round is one message and its handling.
+  Its tree has no bitvector in front, and no tree for the answer.
 * `groups`: gradients of {model} ({num_tensors} tensors) are reduced in as many groups of neighbours as are named, while
   a backward is slept; *none*: one by one. Whatever is ready in one cycle travels together, up to 64 MiB."""
 

@@ -35,7 +35,7 @@ def measure_and_compare(job: PlannerJob) -> dict[str, Any]:
         select_s = partial(selection_cost, density=DENSITY, workers=dist.get_world_size())
         found = measure(group, torch.device("cpu"), select_s)
         profile = _profile(job, factory)
-        measured.append(asdict(found) | {"profile": profile.to_json()})
+        measured.append(asdict(found) | {"profile": asdict(profile)})
         report(f"{job.name}: {found.fit}; {found.costs}")
         for name in job.variants:
             trainee = build(parse_variant(name), job.workload, job.slow, factory)

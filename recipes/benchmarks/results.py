@@ -8,9 +8,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ddp_hooks.planning import bounds
+from ddp_hooks.planning.bounds import collective_s, dependency_bound_s
 from recipes.benchmarks.variants import parse_variant
 from recipes.benchmarks.workloads import Workload
+from recipes.paper.bounds import baseline_bound_s, dear_bound_s
 
 
 @dataclass(frozen=True)
@@ -75,20 +76,20 @@ def bounds_of(workload: Workload, slow: float, workers: int, link: float, goodpu
     step = workload.step_profile(slow)
 
     def equations(rate: float) -> tuple[float, float]:
-        half_s = bounds.collective_s(step.num_bytes, workers, rate)
+        half_s = collective_s(step.num_bytes, workers, rate)
         return (
-            bounds.dear_bound_s(step.forward_s, step.backward_s, half_s, half_s),
-            bounds.baseline_bound_s(step.forward_s, step.backward_s, 2 * half_s),
+            dear_bound_s(step.forward_s, step.backward_s, half_s, half_s),
+            baseline_bound_s(step.forward_s, step.backward_s, 2 * half_s),
         )
 
     eq7, eq8 = equations(link)
     eq7_goodput, eq8_goodput = equations(goodput)
     return Bounds(
-        dependency=bounds.dependency_bound_s(step, workers, link),
-        dependency_one_step=bounds.dependency_bound_s(step, workers, link, gathers_wait_for_step=True),
+        dependency=dependency_bound_s(step, workers, link),
+        dependency_one_step=dependency_bound_s(step, workers, link, gathers_wait_for_step=True),
         eq7=eq7,
         eq8=eq8,
-        dependency_goodput=bounds.dependency_bound_s(step, workers, goodput),
+        dependency_goodput=dependency_bound_s(step, workers, goodput),
         eq7_goodput=eq7_goodput,
         eq8_goodput=eq8_goodput,
     )

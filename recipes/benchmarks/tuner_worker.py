@@ -72,7 +72,7 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
         "predicted_mb": predicted_mb,
         "search_steps": steps,
         "search_s": search_s,
-        "measured": asdict(measured) | {"profile": profile.to_json()},
+        "measured": asdict(measured) | {"profile": asdict(profile)},
         "grid": measure_sizes(job, state, trainee, sorted({*job.sizes_mb, chosen_mb, default_mb, predicted_mb})),
     }
     state.close()

@@ -7,7 +7,7 @@ Compute per layer is in proportion to its forward FLOPs; the total per step come
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from ddp_hooks.planning import StepProfile, profile_of_layers
+from ddp_hooks.planning import StepProfile, TensorUse
 
 BACKWARD_PER_FORWARD = 2.0  # t_bp = 2 t_ff, the paper's assumption in Section VI-I
 FLOAT32_BYTES = 4
@@ -95,6 +95,36 @@ class Workload:
             for layer in data["layers"]
         )
         return cls(data["name"], layers, data["compute_s"])
+
+
+def profile_of_layers(
+    layers: Sequence[tuple[float, float, Sequence[int]]],
+    names: Sequence[str],
+    tensor_bytes: Sequence[int],
+    optimizer_s: float = 0.0,
+) -> StepProfile:
+    """The step of layers that run one after the other, and in reverse in the backward.
+
+    Args:
+        layers: forward seconds, backward seconds and tensors of each layer, in the order of the forward. A tied tensor
+            appears in several layers; its gradient is ready after the backward of the first one.
+        names, tensor_bytes: of the tensors.
+
+    Raises:
+        ValueError: a tensor is read by no layer.
+    """
+    forward_s, backward_s = sum(layer[0] for layer in layers), sum(layer[1] for layer in layers)
+    uses: dict[int, TensorUse] = {}
+    before_s, after_s = 0.0, backward_s
+    for layer_forward_s, layer_backward_s, tensors in layers:
+        for tensor in tensors:
+            uses.setdefault(tensor, TensorUse(names[tensor], tensor_bytes[tensor], before_s, max(0.0, after_s)))
+        before_s = min(forward_s, before_s + layer_forward_s)
+        after_s -= layer_backward_s
+    if len(uses) < len(names):
+        unread = min(set(range(len(names))) - set(uses))
+        raise ValueError(f"{names[unread]} is read by no layer; drop it or name its reader")
+    return StepProfile(tuple(uses[i] for i in range(len(names))), forward_s, backward_s, optimizer_s)
 
 
 def _read_names(layer: LayerSpec) -> tuple[str, ...]:
@@ -192,7 +222,7 @@ class _Source:
 
 
 # Compute seconds: the paper's Eq. 6 inverted on its Table II, 10GbE, P = 64, t_bp = 2 t_ff
-# (`bounds.compute_from_max_speedup`). DenseNet-201's S_max = 64 gives only a lower bound.
+# (`recipes.paper.bounds.compute_from_max_speedup`). DenseNet-201's S_max = 64 gives only a lower bound.
 _SOURCES = {
     "resnet50": _Source(lambda: _image_model("resnet50"), 0.220, 4),
     "densenet201": _Source(lambda: _image_model("densenet201"), 0.192, 4),

@@ -17,13 +17,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, get_args
 
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import ByteScheduler, Ddp, Horovod, MgWfbp, Network, Strategy, simulate
-from ddp_hooks.planning.bounds import baseline_bound_s, collective_s, dear_bound_s
+from ddp_hooks.planning import Ddp, Network, Strategy, simulate
+from ddp_hooks.planning.bounds import collective_s
 from ddp_hooks.tuning.config import SearchName
 from recipes.benchmarks.tuner_replay import Curve, trials_needed
+from recipes.paper.bounds import baseline_bound_s, dear_bound_s
 from recipes.paper.dear_table2 import ALPHA_S, NETWORKS, SIZES_MB, TENSOR_WISE, the_papers_dear
 from recipes.paper.models import NAMES, WORKERS, step_of
 from recipes.paper.page import Claim, Page, Section, prose, run
+from recipes.paper.strategies import ByteScheduler, Horovod, MgWfbp
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -235,8 +237,8 @@ def breakdown(settings: Settings) -> Section:
     compared: dict[str, Strategy] = {
         "Horovod": horovod(BUFFER_MB),
         "DeAR": the_papers_dear(BUFFER_MB),
-        "RS-only": the_papers_dear(BUFFER_MB, gathers=False),
-        "AG-only": the_papers_dear(BUFFER_MB, scatters=False),
+        "RS-only": the_papers_dear(BUFFER_MB, halves=("reduce-scatter",)),
+        "AG-only": the_papers_dear(BUFFER_MB, halves=("all-gather",)),
     }
     times = _times(compared, settings.models, [place])
     exposed = {

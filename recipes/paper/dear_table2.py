@@ -19,9 +19,11 @@ from rich.console import Console
 from rich.table import Table
 
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import Dear, Network, simulate
-from ddp_hooks.planning.bounds import dependency_bound_s, max_speedup
+from ddp_hooks.planning import Network, simulate
+from ddp_hooks.planning.bounds import dependency_bound_s
+from recipes.paper.bounds import max_speedup
 from recipes.paper.models import ETHERNET_BYTES_S, INFINIBAND_BYTES_S, NAMES, WORKERS, step_of
+from recipes.paper.strategies import DearOfPaper
 
 ALPHA_S = 26e-6  # section II-D: an all-reduce of 1 MB takes 4.5 ms, of 500 KB 3.9 ms, in 2 (P - 1) rounds
 SIZES_MB = tuple(100 ** (i / 11) for i in range(12))  # for what Bayesian optimisation finds, 1 to 100 MB
@@ -106,9 +108,9 @@ class Row:
         ]
 
 
-def the_papers_dear(fusion_mb: float, **settings: Any) -> Dear:
-    """Every worker updates everything; groups are of tensors, not of buckets, and travel in one piece."""
-    return Dear("replicated", TENSOR_WISE, fusion_mb, in_buffers=True, **settings)
+def the_papers_dear(fusion_mb: float, **settings: Any) -> DearOfPaper:
+    """Groups are of tensors, not of buckets."""
+    return DearOfPaper(bucket_mb=TENSOR_WISE, fusion_mb=fusion_mb, **settings)
 
 
 def simulate_row(network: str, model: str, alpha_s: float, factor: float = 1.0) -> Row:

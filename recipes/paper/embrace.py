@@ -14,13 +14,14 @@ from typing import TYPE_CHECKING
 
 from ddp_hooks.planning import Network
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.rounds import Round, Rounds, all_reduce, all_to_all, gathered
+from ddp_hooks.planning.rounds import Round, Rounds, all_to_all
 from recipes.benchmarks import embrace_workloads as workloads
 from recipes.paper import embrace_model as model
 from recipes.paper.embrace_counts import APPROACHES, DENSITY, DIM, Count, count, table_2
 from recipes.paper.embrace_model import MAIN, Scope, Setting, scope_of, served
 from recipes.paper.embrace_training import ablation, end_to_end, scalability, stalls
 from recipes.paper.page import Claim, Page, Section, run
+from recipes.paper.strategies.rounds import all_reduce, gathered
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,22 +12,16 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import (
-    ByteScheduler,
-    EmbRace,
-    Network,
-    Prediction,
-    StepProfile,
-    Strategy,
-    TableTraffic,
-    profile_of_layers,
-    simulate,
-)
+from ddp_hooks.planning import Network, Prediction, StepProfile, Strategy, simulate
 from ddp_hooks.planning.events import Process, Signal, Slice
-from ddp_hooks.planning.rounds import Round, Rounds, all_reduce, all_to_all, gathered
+from ddp_hooks.planning.rounds import Round, Rounds, all_to_all
 from ddp_hooks.planning.simulation import Run
 from recipes.benchmarks import embrace_workloads as workloads
 from recipes.benchmarks.embrace_workloads import BACKWARD_PER_FORWARD, FLOAT32_BYTES, EmbraceWorkload
+from recipes.benchmarks.workloads import profile_of_layers
+from recipes.paper.strategies import ByteScheduler, EmbRace, TableTraffic
+from recipes.paper.strategies.queues import PriorityLanes
+from recipes.paper.strategies.rounds import all_reduce, gathered
 
 MODELS = workloads.PAPER_MODELS
 TITLES = {"lm": "LM", "gnmt": "GNMT-8", "transformer": "Transformer", "bert": "BERT-base"}
@@ -240,7 +234,7 @@ class ByPriority:
 
     def train(self, run: Run) -> Process:
         """See :class:`~ddp_hooks.planning.simulation.Strategy`."""
-        (lane,) = run.lanes(1, window=1, by_priority=True)
+        lane = PriorityLanes(run)
         names = [tensor.name for tensor in run.step.tensors]
         last = len(names) + 2
         arrived: dict[int, Signal] = {}

@@ -17,8 +17,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from ddp_hooks.planning import Ddp
-from ddp_hooks.planning.strategies.horovod import Agreement
 from recipes.paper.horovod_summit import (
     BACKENDS,
     BASELINE,
@@ -38,6 +36,8 @@ from recipes.paper.horovod_summit import (
     utilisation,
 )
 from recipes.paper.page import Claim, Page, Section, prose, run
+from recipes.paper.strategies import DdpOn
+from recipes.paper.strategies.horovod import Agreement
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -46,7 +46,7 @@ if TYPE_CHECKING:
 AGREEMENTS: tuple[Agreement, ...] = ("coordinator", "tree", "bitvector")
 NUM_GROUPS = (None, 1, 2, 5, 10, 20)  # None: as the cycles have it, the paper's 0
 GROUPS = 5  # Fig. 9 has as many, and Fig. 10 "4 or 5 buffers"
-DDP = Ddp(25.0, "two-level-log")  # section 4.3.2
+DDP = DdpOn(25.0, "two-level-log")  # section 4.3.2
 BOTH = Way(groups=GROUPS)
 MB = 1e6
 PROSE = prose(Path(__file__).with_name("horovod.md"))
@@ -284,7 +284,7 @@ def figure_10(extent: Extent) -> Section:
     """Three models, with Horovod and with DistributedDataParallel."""
     counts = extent.workers(1536)
     last = counts[-1]
-    ways: dict[str, Way | Ddp] = {"Horovod": BOTH, "DDP": DDP}
+    ways: dict[str, Way | DdpOn] = {"Horovod": BOTH, "DDP": DDP}
     resnet = {name: outcome(RESNET, way, last) for name, way in ways.items()}
     claims = [
         Claim("Horovod, efficiency", 100 * resnet["Horovod"].efficiency, 93, 96, "%"),
@@ -305,7 +305,7 @@ def figure_10(extent: Extent) -> Section:
     return _section("Figure 10: scaling of three models", claims, columns, rows, draw)
 
 
-def _scaling(figure: Figure, ways: dict[str, Way | Ddp], extent: Extent) -> None:
+def _scaling(figure: Figure, ways: dict[str, Way | DdpOn], extent: Extent) -> None:
     counts = extent.workers(1536)
     left, right = figure.subplots(1, 2, sharey=True)
     for (name, way), marker in zip(ways.items(), "os", strict=True):
@@ -318,7 +318,7 @@ def _scaling(figure: Figure, ways: dict[str, Way | Ddp], extent: Extent) -> None
     figure.set_size_inches(11, 4.5)
 
 
-def _percent(assumed: Assumed, way: Way | Ddp, workers: int) -> float:
+def _percent(assumed: Assumed, way: Way | DdpOn, workers: int) -> float:
     return 100 * outcome(assumed, way, workers).efficiency
 
 

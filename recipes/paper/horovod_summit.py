@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import Ddp, Horovod, Network, Prediction, StepProfile, simulate
-from ddp_hooks.planning.rounds import Schedule
-from ddp_hooks.planning.strategies.horovod import AGREEMENT_TRACK, Agreement, buffer_bytes
+from ddp_hooks.planning import Ddp, Network, Prediction, StepProfile, simulate
 from ddp_hooks.planning.timeline import COMPUTE_TRACKS, subtract
 from recipes.benchmarks.workloads import BACKWARD_PER_FORWARD, LayerSpec, Workload, trace
+from recipes.paper.strategies.horovod import AGREEMENT_TRACK, Agreement, Horovod, buffer_bytes
+from recipes.paper.strategies.rounds import Schedule
 
 NODE_SIZE = 6  # section 4.1
 INSIDE_BYTES_S = 50e9  # NVLink 2.0

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 
 from ddp_hooks.planning import StepProfile
-from ddp_hooks.planning.bounds import compute_from_max_speedup
 from recipes.benchmarks import workloads
 from recipes.benchmarks.workloads import ELEMENTWISE_FLOPS, LayerSpec, ParameterSpec, Workload
+from recipes.paper.bounds import compute_from_max_speedup
 
 WORKERS = 64
 ETHERNET_BYTES_S = 10e9 / 8  # 10GbE, line rate, as in the paper's Eq. 6

@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hooks.planning import StepProfile, bounds, profile_of_layers
+from ddp_hooks.planning import StepProfile, bounds
 from recipes.benchmarks import workloads
-from recipes.benchmarks.results import bounds_of
+from recipes.benchmarks.workloads import profile_of_layers
+from recipes.paper.bounds import dear_bound_s
 
 GBIT = 1e9 / 8  # bytes per second
 
@@ -22,45 +23,6 @@ def step_of(*layers: tuple[float, float, tuple[int, ...]], num_bytes: tuple[int,
 def test_collective_moves_all_but_its_own_part() -> None:
     assert bounds.collective_s(400, workers=4, bytes_per_s=100) == 3.0
     assert bounds.collective_s(400, workers=1, bytes_per_s=100) == 0.0
-
-
-@given(forward_s=st.floats(0.01, 10), gather_s=st.floats(0.01, 100))
-def test_gain_over_all_reduce_is_equation_9(forward_s: float, gather_s: float) -> None:
-    baseline = bounds.baseline_bound_s(forward_s, 2 * forward_s, 2 * gather_s)
-    dear = bounds.dear_bound_s(forward_s, 2 * forward_s, gather_s, gather_s)
-    if gather_s <= forward_s:
-        gain = 0.0
-    elif gather_s <= 2 * forward_s:
-        gain = gather_s - forward_s
-    else:
-        gain = forward_s
-    assert baseline - dear == pytest.approx(gain, abs=1e-9)
-
-
-@pytest.mark.quick("resnet50-*", "bert-*")
-@pytest.mark.parametrize(
-    ("model", "speedup", "million_parameters"),
-    [("resnet50", 61.6, 25.6), ("densenet201", 64, 20.0), ("bert", 25.5, 110.1)],
-)
-def test_compute_times_follow_from_table_2(model: str, speedup: float, million_parameters: float) -> None:
-    half_s = million_parameters * 4e6 / (10 * GBIT)
-    compute_s = bounds.compute_from_max_speedup(speedup, 64, half_s)
-    assert workloads.load(model).compute_s == pytest.approx(compute_s, abs=0.0005)
-
-
-@given(compute_s=st.floats(0.01, 10), half_s=st.floats(0.01, 10), workers=st.integers(2, 64))
-def test_equation_6_inverts(compute_s: float, half_s: float, workers: int) -> None:
-    speedup = bounds.max_speedup(compute_s, workers, half_s)
-    found_s = bounds.compute_from_max_speedup(min(speedup, workers), workers, half_s)
-    if speedup < workers * (1 - 1e-9):
-        assert found_s == pytest.approx(compute_s, rel=1e-6)
-    else:  # everything hidden: only a lower bound is known
-        assert found_s <= compute_s * (1 + 1e-6)
-
-
-def test_impossible_speedup_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"\(0, 4\], got 5"):
-        bounds.compute_from_max_speedup(5, 4, 1.0)
 
 
 # Two workers at 1 byte/s: a tensor of 2 n bytes takes n seconds per reduce-scatter or gather.
@@ -138,7 +100,7 @@ def test_bounds_are_ordered(model: str, bytes_per_s: float) -> None:
     link_s = 2 * bounds.collective_s(step.num_bytes, 4, bytes_per_s)
     any_schedule = bounds.dependency_bound_s(step, 4, bytes_per_s)
     one_step = bounds.dependency_bound_s(step, 4, bytes_per_s, gathers_wait_for_step=True)
-    eq7 = bounds.dear_bound_s(step.forward_s, step.backward_s, link_s / 2, link_s / 2)
+    eq7 = dear_bound_s(step.forward_s, step.backward_s, link_s / 2, link_s / 2)
     assert max(link_s, step.compute_s) <= any_schedule + 1e-9
     assert any_schedule <= one_step + 1e-9
     assert eq7 <= one_step + 1e-9
@@ -151,13 +113,6 @@ def test_infinite_network_leaves_compute(model: str) -> None:
     workload = workloads.load(model)
     found = bounds.dependency_bound_s(workload.step_profile(slow=3), 4, float("inf"))
     assert found == pytest.approx(3 * workload.compute_s)
-
-
-def test_resnet50_at_1_gbit_is_bound_by_its_link() -> None:
-    found = bounds_of(workloads.load("resnet50"), slow=4, workers=4, link=GBIT, goodput=0.95 * GBIT)
-    assert found.dependency == pytest.approx(1.23, abs=0.005)
-    assert found.eq7 == pytest.approx(1.23, abs=0.005)
-    assert found.dependency_goodput > found.dependency
 
 
 def test_unread_tensor_is_refused() -> None:

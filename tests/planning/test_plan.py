@@ -25,10 +25,10 @@ from ddp_hooks.planning import (
     Prediction,
     SparDL,
     link_of,
-    profile_of_layers,
 )
 from ddp_hooks.planning import command as command_line
 from ddp_hooks.planning.measurement.scripts import ScriptError, profile_script
+from recipes.benchmarks.workloads import profile_of_layers
 from tests.support.workers import WorkerPools
 
 STEP = profile_of_layers(

@@ -8,8 +8,9 @@ import pytest
 
 from ddp_hooks import BucketTuner
 from ddp_hooks.comm import AlphaBeta, mebibytes
-from ddp_hooks.planning import Dear, Network, StepProfile, predicted_start, profile_of_layers, simulate
+from ddp_hooks.planning import Dear, Network, StepProfile, predicted_start, simulate
 from ddp_hooks.planning.atoms import tuned_atom_bytes
+from recipes.benchmarks.workloads import profile_of_layers
 
 NUM_LAYERS, LAYER_BYTES = 64, 1 << 20
 

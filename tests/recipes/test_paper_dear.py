@@ -7,13 +7,15 @@ from pathlib import Path
 import pytest
 
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import ByteScheduler, Ddp, Network, profile_of_layers, simulate
-from ddp_hooks.planning.bounds import baseline_bound_s, dear_bound_s
+from ddp_hooks.planning import Ddp, Network, simulate
+from recipes.benchmarks.workloads import profile_of_layers
 from recipes.paper import dear_fig5, dear_figures, page
+from recipes.paper.bounds import baseline_bound_s, dear_bound_s
 from recipes.paper.dear_figures import PLACES, perfect_gain, step_s
 from recipes.paper.dear_table2 import TENSOR_WISE, the_papers_dear
 from recipes.paper.models import ETHERNET_BYTES_S, NAMES, WORKERS, step_of
 from recipes.paper.page import Claim
+from recipes.paper.strategies import ByteScheduler
 
 
 @pytest.mark.parametrize(

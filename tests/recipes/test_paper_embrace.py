@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Network, simulate
-from ddp_hooks.planning.rounds import Round, all_to_all, gathered, sent_bytes
+from ddp_hooks.planning.rounds import Round, all_to_all
 from recipes.paper import embrace, embrace_training
 from recipes.paper import embrace_model as model
 from recipes.paper.embrace_counts import APPROACHES, DENSITY, count, table_2
@@ -31,6 +31,7 @@ from recipes.paper.embrace_model import (
     served,
     strategy_of,
 )
+from recipes.paper.strategies.rounds import gathered, sent_bytes
 
 RTX3090, RTX2080 = GPUS
 HALF_PCIE = Setting(0.4, model.PCIE_BYTES_S / 2)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from ddp_hooks.comm import num_rounds
-from ddp_hooks.planning.rounds import all_reduce, sent_bytes
 from recipes.paper import horovod, horovod_summit
 from recipes.paper.horovod_summit import (
     BACKENDS,
@@ -25,6 +24,7 @@ from recipes.paper.horovod_summit import (
     outcome,
     speedup,
 )
+from recipes.paper.strategies.rounds import all_reduce, sent_bytes
 
 COUNTS = (6, 96, 384, 768)
 

@@ -803,10 +803,10 @@ _PLANNING = (
     ),
     Fault(
         "planning: gathers hide behind the backward",
-        "ddp_hooks/planning/bounds.py",
+        "recipes/paper/bounds.py",
         "max(forward_s, all_gather_s) + max(backward_s, reduce_scatter_s)",
         "forward_s + max(backward_s, reduce_scatter_s + all_gather_s)",
-        ("tests/planning/test_bounds.py",),
+        ("tests/recipes/test_paper_bounds.py",),
     ),
     Fault(
         "planning: a rank sends its own part, too",
@@ -817,10 +817,10 @@ _PLANNING = (
     ),
     Fault(
         "planning: every part is as large as the tensor",
-        "ddp_hooks/planning/strategies/all_reduce.py",
-        "run.all_reduce(num_bytes / count, self.schedule)",
-        "run.all_reduce(num_bytes, self.schedule)",
-        ("tests/planning/test_simulation.py",),
+        "recipes/paper/strategies/all_reduce.py",
+        "backends_all_reduce(run, num_bytes / count, self.schedule)",
+        "backends_all_reduce(run, num_bytes, self.schedule)",
+        ("tests/recipes/test_strategies.py",),
     ),
 )
 

@@ -20,7 +20,7 @@ from ddp_hooks.comm.executors.slices import scatter_message_bytes
 from ddp_hooks.planning.events import Slice, clock_of
 from ddp_hooks.planning.measurement.processor import cpu_seconds, gather, oversubscription
 from ddp_hooks.planning.network import Costs, Network
-from ddp_hooks.planning.rounds import all_reduce
+from ddp_hooks.planning.rounds import ring
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages that are timed."""
@@ -198,7 +198,7 @@ def _all_reduces(lanes: Lanes, device: torch.device) -> Callable[[], None]:
 
 def _all_reduce_factor(lanes: Lanes, fit: LinkFit, device: torch.device) -> float:
     """Return the time of two all-reduces of the backend, relative to two rings on this link; at least 1."""
-    rounds = all_reduce("ring", lanes.world_size, 1, _REDUCED_BYTES)
+    rounds = 2 * ring(lanes.world_size, 1, _REDUCED_BYTES)
     streams = 1 if lanes.native else 2
     expected_s = clock_of([Slice(rounds)] * (2 // streams), fit.network(lanes.world_size), streams)
     found_s = _median_s(lanes.group, _all_reduces(lanes, device))

@@ -229,7 +229,7 @@ class StepWatch:
         if self._sparse:
             raise ValueError(
                 f"gradients of {', '.join(sorted(self._sparse))} are sparse, which no prediction here knows: see "
-                f"docs/tables.md, or ddp_hooks.planning.EmbRace and SparseDdp"
+                f"docs/tables.md"
             )
         forward_s = median(_between(each.forward, each.backward) for each in steps)
         backward_s = median(_between(each.backward, each.last_ready) for each in steps)

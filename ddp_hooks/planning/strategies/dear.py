@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from ddp_hooks.comm import mebibytes, suited_to
 from ddp_hooks.planning.atoms import (
@@ -21,11 +21,13 @@ from ddp_hooks.planning.network import Costs, Network
 from ddp_hooks.planning.rounds import Phase
 from ddp_hooks.planning.simulation import Run, Strategy, simulate
 from ddp_hooks.planning.step import StepProfile
-from ddp_hooks.planning.strategies.grouping import ddp_buckets, launcher
+from ddp_hooks.planning.strategies.in_backward import ddp_buckets, launcher
 from ddp_hooks.tuning.candidates import Range
 from ddp_hooks.tuning.config import BucketTuner
 
-_HOOK_S = {"sharded": 23e-6, "replicated": 29e-6}  # as in ddp_hooks.planning.strategies.all_reduce
+Update: TypeAlias = Literal["sharded", "replicated"]
+
+_HOOK_S = {"sharded": 23e-6, "replicated": 29e-6}  # measured as DDP's in ddp_hooks.planning.strategies.in_backward
 _ALIKE = 0.005  # part of a step; closer sizes are equally fast
 _NUM_SIZES = 24  # that are simulated; the tuner goes on from the best
 
@@ -40,23 +42,16 @@ class Dear(Strategy):
 
     #: With ``"sharded"`` parameters are gathered, and a worker updates its share. With ``"replicated"`` gradients are
     #: gathered, and every worker updates each parameter before it is read.
-    update: Literal["sharded", "replicated"] = "sharded"
+    update: Update = "sharded"
     bucket_mb: float = 5.0  #: of DDP; a gradient counts as ready with its bucket, except in the last bucket
     fusion_mb: float | None = None  #: largest group, in MiB (section IV-B)
-    #: Largest group, in layers instead (section VI-G); tensors that are read at once are one layer.
-    fusion_layers: int | None = None
     tuner: BucketTuner | None = None  #: may choose another fusion size, and asks for smaller atoms
-    #: A group travels in one piece of whole tensors, as in the paper; the hook moves atom after atom.
-    in_buffers: bool = False
     lanes: int | None = None  #: streams of communication
     slice_mb: float | None = None  #: largest message, in MiB
-    scatters: bool = True  #: take their time, or none (Fig. 8)
-    gathers: bool = True  #: the same
 
     @property
     def name(self) -> str:
-        halves = "" if self.scatters and self.gathers else ", RS only" if self.scatters else ", AG only"
-        return f"DeAR, {self.update}{halves}"
+        return f"DeAR, {self.update}"
 
     @property
     def line(self) -> str:
@@ -73,7 +68,7 @@ class Dear(Strategy):
         return "\n".join(lines)
 
     def train(self, run: Run) -> Process:
-        sizes = self._sizes(run)
+        sizes = self.sizes(run)
         groups = _form_groups(run, self.bucket_mb, sizes)
         lanes = run.lanes(sizes.lanes)
         replicates = self.update == "replicated"
@@ -83,19 +78,14 @@ class Dear(Strategy):
             return own_s + _HOOK_S[self.update] * run.costs.python
 
         def submit(phase: Phase, number: int, group: Sequence[int], after: Sequence[Signal] = ()) -> Signal:
-            atom_bytes = [groups.atoms[atom].nbytes for atom in group]
-            pieces = [sum(atom_bytes)] if self.in_buffers else atom_bytes
-            slices: list[Slice] = []
-            for num_bytes in pieces:
-                slices += run.collective(phase, num_bytes, sizes.message_bytes)
+            slices = self.collective(run, phase, [groups.atoms[atom].nbytes for atom in group], sizes.message_bytes)
             return lanes[number % sizes.lanes].submit(slices, f"{phase} of group {number}", after=after)
 
         scattered: dict[int, Signal] = {}  # by atom
 
         def launch(number: int) -> None:
-            if self.scatters:
-                group = groups.scatters[number]
-                scattered.update(dict.fromkeys(group, submit("reduce-scatter", number, group)))
+            group = groups.scatters[number]
+            scattered.update(dict.fromkeys(group, submit("reduce-scatter", number, group)))
 
         arrived: dict[int, Signal] = {}  # by tensor
         while not run.is_over:
@@ -105,32 +95,34 @@ class Dear(Strategy):
             if not replicates:
                 yield from run.wait_all(list(scattered.values()), "reduce-scatters")
                 yield from run.optimizer(1 / run.network.workers)
-            complete = dict(scattered)  # by atom
-            for number, group in enumerate(groups.gathers if self.gathers else []):
+            gathered: dict[int, Signal] = {}  # by atom
+            for number, group in enumerate(groups.gathers):
                 after = [scattered[atom] for atom in group if atom in scattered]
-                complete.update(dict.fromkeys(group, submit("all-gather", number, group, after)))
+                gathered.update(dict.fromkeys(group, submit("all-gather", number, group, after)))
             for tensor, atoms in groups.atoms_of.items():
-                arrived[tensor] = run.engine.all_of([complete[atom] for atom in atoms if atom in complete])
+                arrived[tensor] = run.engine.all_of([gathered[atom] for atom in atoms])
             run.end_step()
 
-    def _sizes(self, run: Run) -> _Sizes:
-        network = run.network
+    def collective(self, run: Run, phase: Phase, atom_bytes: list[int], message_bytes: int) -> list[Slice]:
+        """Return the slices of a group: atom after atom."""
+        return [part for num_bytes in atom_bytes for part in run.collective(phase, num_bytes, message_bytes)]
+
+    def sizes(self, run: Run) -> Sizes:
+        """Return the sizes that the hook would choose where settings do not give them."""
+        network, model_bytes = run.network, run.step.num_bytes
         link = suited_to(None if network.native else network.bytes_per_s)
         message_bytes = link.message_bytes if self.slice_mb is None else mebibytes(self.slice_mb)
         busy = self.update == "replicated" and link.outruns_processor
-        atom_bytes, fusion_bytes = atom_and_fusion_bytes(message_bytes, run.step.num_bytes, busy, network.native)
+        atom_bytes, fusion_bytes = atom_and_fusion_bytes(message_bytes, model_bytes, busy, network.native)
         if self.tuner is not None:
-            low_bytes = mebibytes(self.tuner.low_mb)
-            atom_bytes = tuned_atom_bytes(atom_bytes, run.step.num_bytes, network.workers, low_bytes)
-        if self.in_buffers:
-            atom_bytes = max([atom_bytes, *(tensor.num_bytes for tensor in run.step.tensors)])
-        rule = FusionRule("size", fusion_bytes / (1 << 20) if self.fusion_mb is None else self.fusion_mb, 0)
-        if self.fusion_layers is not None:
-            rule = FusionRule("layers", 0.0, self.fusion_layers)
-        return _Sizes(self.lanes or link.num_lanes, message_bytes, atom_bytes, rule)
+            atom_bytes = tuned_atom_bytes(atom_bytes, model_bytes, network.workers, mebibytes(self.tuner.low_mb))
+        fusion_mb = fusion_bytes / (1 << 20) if self.fusion_mb is None else self.fusion_mb
+        return Sizes(self.lanes or link.num_lanes, message_bytes, atom_bytes, FusionRule("size", fusion_mb, 0))
 
 
-class _Sizes(NamedTuple):
+class Sizes(NamedTuple):
+    """Number of lanes, and largest messages, atoms and groups."""
+
     lanes: int
     message_bytes: int
     atom_bytes: int
@@ -147,7 +139,7 @@ class _Groups(NamedTuple):
     gathers: list[tuple[int, ...]]
 
 
-def _form_groups(run: Run, bucket_mb: float, sizes: _Sizes) -> _Groups:
+def _form_groups(run: Run, bucket_mb: float, sizes: Sizes) -> _Groups:
     """Cut DDP's buckets into atoms, and fuse them in the order of the backward and of the forward.
 
     The last bucket, after which nothing comes, is cut finer on CPUs; its atoms are scattered one by one.

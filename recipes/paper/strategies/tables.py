@@ -6,11 +6,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ddp_hooks.planning import Strategy
 from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
-from ddp_hooks.planning.rounds import all_to_all, gathered
-from ddp_hooks.planning.simulation import Run, Strategy
-from ddp_hooks.planning.strategies.all_reduce import all_reduced_in_backward
-from ddp_hooks.planning.strategies.grouping import ddp_buckets, launcher
+from ddp_hooks.planning.rounds import all_to_all
+from ddp_hooks.planning.simulation import Run
+from ddp_hooks.planning.strategies.in_backward import DDP_HOOK_S, ddp_buckets, launcher
+from recipes.paper.strategies.rounds import gathered
 
 Scheduling = Literal["none", "horizontal", "2d"]
 
@@ -59,9 +60,22 @@ def _backward_and_update(
     rows: list[Slice],
 ) -> Process:
     """Run a backward with DDP's all-reduces of dense groups, send the rows of all tables together, and update."""
+    reduced: list[Signal] = []
     sent: list[Signal] = []
+
+    def launch(number: int) -> None:
+        slices = run.all_reduce(run.num_bytes(dense_groups[number]))
+        reduced.append(lanes[number % len(lanes)].submit(slices, f"all-reduce of group {number}"))
+
+    group_ready = launcher(dense_groups, launch)
     rows_ready = launcher([tables], lambda _: sent.append(table_lane.submit(rows, "rows of tables")))
-    yield from all_reduced_in_backward(run, dense_groups, lanes, "ring", rows_ready)
+
+    def ready(tensor: int) -> None:
+        group_ready(tensor)
+        rows_ready(tensor)
+
+    yield from run.backward(ready, DDP_HOOK_S)
+    yield from run.wait_all(reduced, "all-reduces")
     yield from run.wait_all(sent, "rows of tables")
     yield from run.optimizer()
     run.end_step()

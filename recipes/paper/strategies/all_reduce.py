@@ -1,41 +1,30 @@
-"""Strategies that all-reduce gradients: plain DDP, MG-WFBP and ByteScheduler."""
+"""Strategies that all-reduce gradients: DDP on two levels, MG-WFBP and ByteScheduler."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from ddp_hooks.comm import mebibytes, num_rounds
-from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
-from ddp_hooks.planning.rounds import Round, Schedule, all_reduce
-from ddp_hooks.planning.simulation import Run, Strategy
-from ddp_hooks.planning.strategies.grouping import ddp_buckets, launcher
+from ddp_hooks.planning import Ddp, Strategy
+from ddp_hooks.planning.events import Process, Signal, Slice
+from ddp_hooks.planning.rounds import Round
+from ddp_hooks.planning.simulation import Run
+from ddp_hooks.planning.strategies.in_backward import DDP_HOOK_S, reduce_in_backward
+from recipes.paper.strategies.queues import PriorityLanes
+from recipes.paper.strategies.rounds import Schedule, all_reduce, backends_all_reduce
 
-_GLOO_THREADS = 2  # of a process group
 _AGREEMENT_BYTES = 8.0
-# Seconds per tensor and step that the training thread computes for hooks, beyond a step without DDP: the slope from 100
-# to 600 small linear layers on two ranks.
-_HOOK_S = 5e-6
 
 
 @dataclass(frozen=True)
-class Ddp(Strategy):
-    """DistributedDataParallel: buckets, all-reduced under the backward; the optimizer waits for all of them."""
+class DdpOn(Ddp):
+    """Plain DDP whose backend has a schedule of its own."""
 
-    bucket_mb: float = 25.0  #: ``bucket_cap_mb``; the first bucket is closed at 1 MB
     schedule: Schedule = "ring"
 
-    @property
-    def name(self) -> str:
-        return f"DDP, {self.bucket_mb:g} MB"
-
-    @property
-    def line(self) -> str:
-        return f"DistributedDataParallel(model, bucket_cap_mb={self.bucket_mb:g})"
-
-    def train(self, run: Run) -> Process:
-        streams = 1 if run.network.native else _GLOO_THREADS
-        yield from _train_in_backward(run, ddp_buckets(run, self.bucket_mb), self.schedule, streams)
+    def all_reduce(self, run: Run, num_bytes: float) -> list[Slice]:
+        return backends_all_reduce(run, num_bytes, self.schedule)
 
 
 @dataclass(frozen=True)
@@ -46,7 +35,9 @@ class MgWfbp(Strategy):
     name = "MG-WFBP"
 
     def train(self, run: Run) -> Process:
-        yield from _train_in_backward(run, self.groups(run), self.schedule, 1)
+        collective = partial(backends_all_reduce, run, schedule=self.schedule)
+        lanes = run.lanes(1, window=1)
+        yield from reduce_in_backward(run, self.groups(run), lanes, collective, "all-reduce", DDP_HOOK_S)
 
     def groups(self, run: Run) -> list[list[int]]:
         """Merge a gradient with its predecessors if it is ready before their all-reduce begins, or a latency later."""
@@ -70,39 +61,6 @@ class MgWfbp(Strategy):
         return sum(each.times * (link.alpha_s + each.between_bytes * link.beta_s_per_byte) for each in rounds)
 
 
-def _train_in_backward(run: Run, groups: Sequence[Sequence[int]], schedule: Schedule, streams: int) -> Process:
-    lanes = run.lanes(streams, window=1)
-    while not run.is_over:
-        yield from run.forward({})
-        yield from all_reduced_in_backward(run, groups, lanes, schedule)
-        yield from run.optimizer()
-        run.end_step()
-
-
-def all_reduced_in_backward(
-    run: Run,
-    groups: Sequence[Sequence[int]],
-    lanes: Sequence[SimulatedLane],
-    schedule: Schedule,
-    also: Callable[[int], None] = lambda tensor: None,
-) -> Process:
-    """Run a backward and the all-reduces of its groups, in the order of gradients; ``also`` takes each gradient."""
-    reduced: list[Signal] = []
-
-    def launch(number: int) -> None:
-        slices = run.all_reduce(run.num_bytes(groups[number]), schedule)
-        reduced.append(lanes[number % len(lanes)].submit(slices, f"all-reduce of group {number}"))
-
-    group_ready = launcher(groups, launch)
-
-    def ready(tensor: int) -> None:
-        group_ready(tensor)
-        also(tensor)
-
-    yield from run.backward(ready, _HOOK_S)
-    yield from run.wait_all(reduced, "all-reduces")
-
-
 @dataclass(frozen=True)
 class ByteScheduler(Strategy):
     """ByteScheduler (DeAR, section II-D): tensors in parts, all-reduced in the order in which they are read."""
@@ -115,18 +73,18 @@ class ByteScheduler(Strategy):
     name = "ByteScheduler"
 
     def train(self, run: Run) -> Process:
-        lane, *_ = run.lanes(self.credit, window=1, by_priority=True)  # whichever is free takes a part
+        lanes = PriorityLanes(run, self.credit)
         need_of = {tensor: need for need, tensor in enumerate(run.step.forward_order)}
         arrived: dict[int, Signal] = {}
 
         def launch(tensor: int) -> None:
             num_bytes = run.step.tensors[tensor].num_bytes
             count = max(1, -(-num_bytes // mebibytes(self.part_mb)))
-            part = run.all_reduce(num_bytes / count, self.schedule)
+            part = backends_all_reduce(run, num_bytes / count, self.schedule)
             if self.negotiates:
                 part = [Slice((Round(2 * num_rounds(run.network.workers), _AGREEMENT_BYTES),)), *part]
             label = f"all-reduce of {run.step.tensors[tensor].name}"
-            parts = [lane.submit(part, label, need_of[tensor]) for _ in range(count)]
+            parts = [lanes.submit(part, label, need_of[tensor]) for _ in range(count)]
             arrived[tensor] = run.engine.all_of(parts)
 
         while not run.is_over:

@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from ddp_hooks.comm import Span, mebibytes, num_rounds
-from ddp_hooks.planning.events import Process, Queue, Signal, SimulatedLane
-from ddp_hooks.planning.rounds import Schedule
-from ddp_hooks.planning.simulation import Run, Strategy
-from ddp_hooks.planning.strategies.grouping import group_by_size, launcher
+from ddp_hooks.planning import Strategy
+from ddp_hooks.planning.events import Process, Signal, SimulatedLane
+from ddp_hooks.planning.simulation import Run
+from ddp_hooks.planning.strategies.in_backward import group_by_size, launcher
+from recipes.paper.strategies.queues import Queue
+from recipes.paper.strategies.rounds import Schedule, backends_all_reduce
 
 AGREEMENT_TRACK = "lane of agreements"
 """Track of the spans in which workers agree."""
@@ -92,7 +94,8 @@ class Horovod(Strategy):
                 yield agreement_s(len(agreed))
             for buffer in group_by_size(agreed, group_bytes, mebibytes(self.fusion_mb)):
                 num_bytes = sum(map(group_bytes, buffer))
-                reduced.append(lane.submit(run.all_reduce(num_bytes, self.schedule), _LABEL.format(num_bytes)))
+                slices = backends_all_reduce(run, num_bytes, self.schedule)
+                reduced.append(lane.submit(slices, _LABEL.format(num_bytes)))
             if self.waits:
                 yield from reduced
         yield from reduced

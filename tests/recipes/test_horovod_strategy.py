@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from ddp_hooks.comm import AlphaBeta, num_rounds
-from ddp_hooks.planning import Horovod, Network, StepProfile, TensorUse, simulate
+from ddp_hooks.planning import Network, StepProfile, TensorUse, simulate
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.rounds import all_reduce
-from ddp_hooks.planning.strategies.horovod import AGREEMENT_TRACK, Agreement, buffer_bytes, num_levels
+from recipes.paper.strategies.horovod import AGREEMENT_TRACK, Agreement, Horovod, buffer_bytes, num_levels
+from recipes.paper.strategies.rounds import all_reduce
 
 NO_COST = AlphaBeta()
 TREES: tuple[Agreement, ...] = ("tree", "coordinator")

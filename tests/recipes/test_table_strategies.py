@@ -8,9 +8,12 @@ import pytest
 import torch
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, Send, pairwise_exchange
-from ddp_hooks.planning import EmbRace, Network, SparseDdp, StepProfile, TableTraffic, profile_of_layers, simulate
-from ddp_hooks.planning.rounds import Round, all_to_all, gathered
-from ddp_hooks.planning.strategies.tables import Scheduling
+from ddp_hooks.planning import Network, StepProfile, simulate
+from ddp_hooks.planning.rounds import Round, all_to_all
+from recipes.benchmarks.workloads import profile_of_layers
+from recipes.paper.strategies import EmbRace, SparseDdp, TableTraffic
+from recipes.paper.strategies.rounds import gathered
+from recipes.paper.strategies.tables import Scheduling
 
 NETWORK = Network(4, AlphaBeta(0.0, 0.01))
 TRAFFIC = TableTraffic(("table",), ids=2.0, lookup=80.0, rows=80.0, raw_rows=100.0, prior=0.25)
