@@ -55,7 +55,7 @@ def profile_link(lanes: Lanes) -> LinkProfile:
     seconds = []
     for _ in range(4):
         start_s = time.perf_counter()
-        lanes.run(_shift(outgoing, incoming, lanes.rank, lanes.world_size), "a probe of the link").wait()
+        lanes.run(shift(outgoing, incoming, lanes.rank, lanes.world_size), "a probe of the link").wait()
         seconds.append(time.perf_counter() - start_s)
     gathered = lanes.gather_objects(statistics.median(seconds[1:]), "set-up, which measures the link")
     return suited_to(_PROBE_BYTES / statistics.median(gathered))
@@ -72,5 +72,7 @@ def suited_to(goodput_bytes_s: float | None) -> LinkProfile:
     return LinkProfile(goodput_bytes_s, 3, _MIB)
 
 
-def _shift(outgoing: Tensor, incoming: Tensor, rank: int, world_size: int) -> Algorithm:
-    yield [Recv((rank - 1) % world_size, incoming), Send((rank + 1) % world_size, outgoing)]
+def shift(outgoing: Tensor, incoming: Tensor, rank: int, world_size: int, rounds: int = 1) -> Algorithm:
+    """Send to the next rank while the one before sends, several times in a row."""
+    for _ in range(rounds):
+        yield [Recv((rank - 1) % world_size, incoming), Send((rank + 1) % world_size, outgoing)]

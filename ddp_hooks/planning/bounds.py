@@ -24,12 +24,11 @@ def dependency_bound_s(
     reduce-scatter and every gather moves (P-1)/P of its tensor and may be interrupted at any byte. The optimizer takes
     no time. Dependencies: gradient -> reduce-scatter -> gather -> forward of the layer. With `gathers_wait_for_step`
     also: all reduce-scatters -> first gather, since `optimizer.step()` is one call. Without it gathers may start in the
-    backward, and the result can be below Eq. 7.
+    backward, and the result can be below Eq. 7 of the DeAR paper.
 
-    All gathers end within the forward that needs them, so the link is empty when a backward begins, and steps do not
-    interact. A step ends at the largest `gather end + forward time from that layer on`. This is scheduling on one
-    machine with release times and precedence, minimising the maximum lateness; pre-emptive earliest-due-date-first
-    solves it exactly. The result is a lower bound for *every* schedule, not the time of one.
+    Gathers end within the forward that needs them, so steps do not interact. A step ends at the largest
+    `gather end + forward time from that layer on`. This is scheduling on one machine with release times and precedence,
+    minimising the maximum lateness; pre-emptive earliest-due-date-first solves it exactly.
     """
     transfers_s = [collective_s(tensor.num_bytes, workers, bytes_per_s) for tensor in step.tensors]
     remaining_s = [step.forward_s - tensor.needed_s for tensor in step.tensors]

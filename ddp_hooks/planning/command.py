@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning.measurement.models import profile_model
-from ddp_hooks.planning.measurement.scripts import ScriptError, profile_script
+from ddp_hooks.planning.measurement.scripts import profile_script
 from ddp_hooks.planning.network import Network, link_of
 from ddp_hooks.planning.plan import Plan, plan_profiled
 
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if network is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
             _fail(f"{options.script} has not initialised torch.distributed, so there is no network to measure")
         found = plan_profiled(profile, model, network, _bar)
-    except (ScriptError, ValueError) as error:
+    except ValueError as error:
         _fail(str(error))
     finally:
         if dist.is_initialized():

@@ -56,7 +56,6 @@ class Engine:
         return signals[0] if len(signals) == 1 else self.start(signal for signal in signals)
 
     def fire(self, signal: Signal) -> None:
-        """Let a signal happen now."""
         signal.happened = True
         waiting, signal.waiting = signal.waiting, []
         for process in waiting:
@@ -101,10 +100,7 @@ class Link:
         self.sent_bytes = 0.0
 
     def send(self, now_s: float, num_bytes: float, times: int = 1, slowdown: float = 1.0) -> float:
-        """Send a message ``times`` times, each after the arrival of the one before; return the last arrival.
-
-        Other messages may use the link while it waits for an arrival.
-        """
+        """Send a message ``times`` times, each after the arrival of the one before; return the last arrival."""
         if not num_bytes:
             return now_s
         carrying_s, alpha_s = num_bytes * self._cost.beta_s_per_byte * slowdown, self._cost.alpha_s

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -24,8 +24,7 @@ from ddp_hooks.planning.strategies.dear import Dear, Update, predicted_start
 from ddp_hooks.planning.strategies.in_backward import Ddp, SparDL
 from ddp_hooks.tuning import BucketTuner
 
-T = TypeVar("T")
-Progress = Callable[[Iterable[T]], Iterable[T]]
+Progress: TypeAlias = Callable[[Iterable[Any]], Iterable[Any]]
 
 DENSITY = 0.01
 _MIN_SPEEDUP = 1.03  # less is within the error of the simulator
@@ -45,7 +44,6 @@ class Plan:
     costs: Costs
     fit: LinkFit | None  #: measurement of the network, None if it was described
     predictions: tuple[Prediction, ...]  #: first the present strategy, then simple ones before others
-    lines: tuple[str, ...]  #: that a user writes for each strategy
 
     @property
     def present(self) -> Prediction:
@@ -69,7 +67,7 @@ class Plan:
     @property
     def recommended_line(self) -> str:
         """Lines that a user writes for the recommended strategy."""
-        return self.lines[self.predictions.index(self.recommended)]
+        return self.recommended.line
 
     @property
     def recommended_update(self) -> Update:
@@ -135,7 +133,7 @@ class Plan:
             "network": asdict(self.network),
             "costs": asdict(self.costs),
             "fit": None if self.fit is None else asdict(self.fit),
-            "predictions": [each | {"line": line} for each, line in zip(predictions, self.lines, strict=True)],
+            "predictions": predictions,
             "recommended": self.recommended.strategy,
             "recommended_line": self.recommended_line,
             "doubt": self.doubt,
@@ -152,12 +150,9 @@ class Plan:
         timeline.write_trace(self._timelines(), Path(path))
 
     def _timelines(self) -> list[timeline.Timeline]:
-        return [
-            timeline.Timeline(
-                f"{each.strategy}: {each.step_s * 1e3:.0f} ms (simulated)", each.step_ends_s[-2:], each.spans
-            )
-            for each in self.predictions
-        ]
+        titles = [f"{each.strategy}: {each.step_s * 1e3:.0f} ms (simulated)" for each in self.predictions]
+        last = zip(titles, self.predictions, strict=True)
+        return [timeline.Timeline(title, each.step_ends_s[-2:], each.spans) for title, each in last]
 
 
 def strategies(bucket_mb: float = 25.0, node_size: int = 1) -> tuple[Strategy, ...]:
@@ -179,8 +174,7 @@ def predict(
     ``compared`` has the present strategy first, then simple ones before others; None: :func:`strategies`.
     """
     chosen = tuple(compared or strategies(node_size=network.node_size))
-    predictions = tuple(simulate(strategy, profile, network, costs) for strategy in chosen)
-    return Plan(profile, network, costs, fit, predictions, tuple(strategy.line for strategy in chosen))
+    return Plan(profile, network, costs, fit, tuple(simulate(each, profile, network, costs) for each in chosen))
 
 
 def plan(
@@ -188,17 +182,13 @@ def plan(
     step: Callable[[], object],
     network: Network | None = None,
     steps: int = 3,
-    progress: Progress[Any] = iter,
+    progress: Progress = iter,
 ) -> Plan:
     """Predict a training step with plain DDP, DeAR and SparDL; collective where there are several ranks.
 
-    Model and optimizers are restored; see :func:`~ddp_hooks.planning.profile_step`.
-
     Args:
-        model: the model that is trained, in DistributedDataParallel or not.
-        step: does one whole step: forward, backward, ``optimizer.step()``.
+        model, step, steps: see :func:`~ddp_hooks.planning.profile_step`, which restores model and optimizers.
         network: to predict for; None: the network between the ranks of the model's process group is measured.
-        steps: number of timed steps.
         progress: wraps long loops, as ``tqdm`` does.
 
     Raises:
@@ -207,31 +197,21 @@ def plan(
     """
     group = _group_of(model)
     _require_network(network, group)
-    profile, failure = None, None
     try:
         profile = profile_step(model, step, steps, progress=progress)
     except Exception as error:
-        if group is None:
-            raise
-        failure = error
+        if group is not None:
+            agree({}, f"{type(error).__name__}: {error}", group, "the profile", LaneSettings())  # raises on all ranks
+        raise
     if group is not None:
-        problem = None if failure is None else f"{type(failure).__name__}: {failure}"
-        try:
-            agree({}, problem, group, "the profile", LaneSettings())
-        except ValueError as error:
-            raise error from failure
-    assert profile is not None
+        agree({}, None, group, "the profile", LaneSettings())
     return plan_profiled(profile, model, network, progress)
 
 
 def plan_profiled(
-    profile: StepProfile, model: nn.Module, network: Network | None = None, progress: Progress[Any] = iter
+    profile: StepProfile, model: nn.Module, network: Network | None = None, progress: Progress = iter
 ) -> Plan:
-    """Predict the step of a profile, as :func:`plan` does; collective where there are several ranks.
-
-    Raises:
-        ValueError: there is no network to measure.
-    """
+    """Predict the step of a profile, as :func:`plan` does; collective, and raises ValueError, where :func:`plan` does."""
     group, device = _group_of(model), next(model.parameters()).device
     _require_network(network, group)
     bucket_mb = model.bucket_bytes_cap / (1 << 20) if isinstance(model, DistributedDataParallel) else 25.0
@@ -239,11 +219,10 @@ def plan_profiled(
     if group is not None:
         profile = slowest_of(profile, group)
     if network is not None:
-        network = replace(network, native=native)
-        costs = [measure_alone(device, _rehearsal(network.workers))]
+        costs = measure_alone(device, _rehearsal(network.workers))
         if group is not None:
             costs = broadcast_object(costs, group, "plan()", LaneSettings())
-        return predict(profile, network, costs[0], None, strategies(bucket_mb, network.node_size))
+        return predict(profile, replace(network, native=native), costs, None, strategies(bucket_mb, network.node_size))
     assert group is not None
     workers = dist.get_world_size(group)
     found = measure(group, device, _rehearsal(workers), progress)

@@ -1,7 +1,6 @@
 """Training steps of one worker, simulated: its training thread computes and waits, its lanes send.
 
-All workers are alike and in step, so one stands for all. The collectives are those of :mod:`ddp_hooks.comm`, as
-:mod:`~ddp_hooks.planning.rounds` describes them.
+All workers are alike and in step, so one stands for all.
 """
 
 from __future__ import annotations
@@ -48,6 +47,7 @@ class Prediction:
     bound_s: float  #: seconds of the best schedule whose collectives send as much as a ring does
     spans: tuple[Span, ...]  #: work by track
     step_ends_s: tuple[float, ...]  #: of the simulated steps
+    line: str = ""  #: lines that a user writes for it; empty if the strategy is not ours
 
 
 def simulate(
@@ -71,8 +71,8 @@ def simulate(
     exposed_s = step_s - step.compute_s - step.other_s
     bound_s = bounds.dependency_bound_s(step, network.workers, network.bytes_per_s)
     spans = tuple(sorted(run.engine.spans, key=lambda span: span.start_s))
-    sent_bytes = run.sent_bytes / steps
-    return Prediction(strategy.name, step_s, exposed_s, sent_bytes, bound_s, spans, tuple(run.step_ends_s))
+    sent_bytes, ends_s = run.host.between.sent_bytes / steps, tuple(run.step_ends_s)
+    return Prediction(strategy.name, step_s, exposed_s, sent_bytes, bound_s, spans, ends_s, strategy.line)
 
 
 class Run:
@@ -84,17 +84,11 @@ class Run:
         self.costs = costs
         self.engine = Engine()
         self.step_ends_s: list[float] = []
-        self._host = Host(network, costs)
+        self.host = Host(network, costs)
         self._steps = steps
 
     @property
-    def sent_bytes(self) -> float:
-        """Bytes through a link so far."""
-        return self._host.between.sent_bytes
-
-    @property
     def is_over(self) -> bool:
-        """True if all steps have ended."""
         return len(self.step_ends_s) >= self._steps
 
     @property
@@ -103,16 +97,13 @@ class Run:
         return max(self.step.optimizer_s, self.step.optimizer_cpu_s * self.costs.oversubscription)
 
     def update_s(self, tensor: int) -> float:
-        """Return the seconds of the update of one tensor."""
         return self.optimizer_s * self.step.tensors[tensor].num_bytes / self.step.num_bytes
 
     def num_bytes(self, tensors: Sequence[int]) -> int:
-        """Return the size of some tensors."""
         return sum(self.step.tensors[index].num_bytes for index in tensors)
 
     def lanes(self, count: int, window: int = WINDOW) -> list[SimulatedLane]:
-        """Open streams of communication."""
-        return [SimulatedLane(self.engine, self._host, f"lane {i}", window) for i in range(count)]
+        return [SimulatedLane(self.engine, self.host, f"lane {i}", window) for i in range(count)]
 
     def forward(self, arrived: Mapping[int, Signal], before: Callable[[int], float] = lambda tensor: 0.0) -> Process:
         """Run the forward; it waits for each tensor of ``arrived`` and computes ``before(tensor)`` seconds for it."""
@@ -145,15 +136,11 @@ class Run:
         yield from self.compute_on_core("optimizer", self.optimizer_s * part)
 
     def end_step(self) -> None:
-        """End the step of the training thread."""
         self.step_ends_s.append(self.engine.now_s)
 
     def compute(self, track: str, seconds: float, share: float | None = None) -> Process:
-        """Keep the training thread busy, and a core for a ``share`` of that time, in timeslices that lanes share.
-
-        Seconds are measured with as many workers per core as there are; the share follows from that number.
-        """
-        if share is None:
+        """Keep the training thread busy, and a core for a ``share`` of that time, in timeslices that lanes share."""
+        if share is None:  # seconds are measured with as many workers per core as there are
             share = min(1.0, self.step.cpu_share * self.costs.oversubscription)
         with self.engine.span(track, track):
             if not share:
@@ -161,20 +148,18 @@ class Run:
                 return
             for busy_s in timeslices(seconds * share):
                 yield busy_s * (1 - share) / share
-                yield self._host.processor.work_in_timeslices(self.engine.now_s, busy_s) - self.engine.now_s
+                yield self.host.processor.work_in_timeslices(self.engine.now_s, busy_s) - self.engine.now_s
 
     def compute_on_core(self, track: str, seconds: float) -> Process:
         """Keep the training thread and a core busy, unless an accelerator computes."""
         yield from self.compute(track, seconds, 1.0 if self.costs.python else None)
 
     def wait(self, signal: Signal, name: str) -> Process:
-        """Let the training thread wait for a signal."""
         if not signal.happened:
             with self.engine.span("wait", name):
                 yield signal
 
     def wait_all(self, signals: Sequence[Signal], name: str) -> Process:
-        """Let the training thread wait for signals, one after the other."""
         for signal in signals:
             yield from self.wait(signal, name)
 

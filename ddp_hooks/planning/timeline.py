@@ -1,10 +1,8 @@
-"""Timelines of training steps: a picture (matplotlib) and a trace file for Perfetto (https://ui.perfetto.dev).
-
-Both show measured or simulated steps: for each variant the spans of consecutive steps, each span on a named track.
-"""
+"""Timelines of training steps, measured or simulated: a picture, and a trace file for https://ui.perfetto.dev."""
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -28,8 +26,8 @@ COLOURS: Final = {
 COMPUTE_TRACKS: Final = ("forward", "backward", "optimizer")
 WAIT_TRACK: Final = "wait"
 
-ROW_INCHES = 0.28
-BAR_HEIGHT = 0.8  # of a row
+_ROW_INCHES = 0.28
+_BAR_HEIGHT = 0.8  # of a row
 
 
 @dataclass(frozen=True)
@@ -55,22 +53,16 @@ class Timeline:
         return self.step_ends_s[-1]
 
     def rows(self) -> dict[str, list[Span]]:
-        """Return the spans of each row, track by track; a track with overlapping spans has several rows."""
+        """Return the spans of each row: computation, waits, communication; overlapping spans are in several rows."""
+        shown = [part for span in self.spans if (part := cut(span, self.start_s, self.end_s)) is not None]
+        first = (*COMPUTE_TRACKS, WAIT_TRACK)
         rows: dict[str, list[Span]] = {}
-        for track, spans in self._tracks().items():
+        for track in (*first, *sorted({span.track for span in shown} - {*first})):
+            spans = sorted((span for span in shown if span.track == track), key=lambda span: span.start_s)
             lines = without_overlap(spans)
             for number, line in enumerate(lines):
                 rows[track if len(lines) == 1 else f"{track} {number}"] = line
         return rows
-
-    def _tracks(self) -> dict[str, list[Span]]:
-        """Return the spans within the steps: computation first, then waits, then communication by name."""
-        tracks: dict[str, list[Span]] = {track: [] for track in (*COMPUTE_TRACKS, WAIT_TRACK)}
-        shown = [cut(span, self.start_s, self.end_s) for span in self.spans]
-        for span in sorted((span for span in shown if span is not None), key=lambda span: span.start_s):
-            tracks.setdefault(span.track, []).append(span)
-        lanes = sorted(track for track in tracks if track not in (*COMPUTE_TRACKS, WAIT_TRACK))
-        return {track: tracks[track] for track in (*COMPUTE_TRACKS, WAIT_TRACK, *lanes)}
 
 
 def kind_of(span: Span) -> str:
@@ -111,15 +103,9 @@ def subtract(span: Span, others: Iterable[Span]) -> Iterator[Span]:
 
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
-    """Draw the picture: one panel per variant, on one time axis, one row per track.
+    """Draw one panel per variant, on one time axis, in a format of matplotlib, such as ``.png``.
 
-    Rows of computation leave out waits, which have their own row.
-
-    Args:
-        path: with a suffix that matplotlib knows, such as ``.png`` or ``.svg``.
-
-    Raises:
-        ModuleNotFoundError: matplotlib is not installed.
+    Rows of computation leave out waits, which have their own row. Raises ModuleNotFoundError without matplotlib.
     """
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -129,7 +115,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
         raise ModuleNotFoundError("pictures of timelines need matplotlib: pip install matplotlib") from error
     rows = [timeline.rows() for timeline in timelines]
     heights = [max(4, len(panel)) for panel in rows]
-    figure = Figure(figsize=(11, 1.6 + ROW_INCHES * sum(heights) + 0.5 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(11, 1.6 + _ROW_INCHES * sum(heights) + 0.5 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, timeline, panel_rows in zip(panels, timelines, rows, strict=True):
@@ -150,7 +136,7 @@ def _draw_panel(panel: Any, timeline: Timeline, rows: dict[str, list[Span]]) -> 
             spans = [part for span in spans for part in subtract(span, waits)]
         panel.broken_barh(
             [((span.start_s - timeline.start_s) * 1e3, (span.end_s - span.start_s) * 1e3) for span in spans],
-            (position - BAR_HEIGHT / 2, BAR_HEIGHT),
+            (position - _BAR_HEIGHT / 2, _BAR_HEIGHT),
             facecolors=[COLOURS[kind_of(span)] for span in spans],
             # Groups that follow one another on a lane stay countable.
             edgecolors="white",
@@ -167,10 +153,7 @@ def _draw_panel(panel: Any, timeline: Timeline, rows: dict[str, list[Span]]) -> 
 
 
 def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
-    """Write Chrome's trace format, which Perfetto opens: one process per variant, one thread per row.
-
-    Every variant's first step starts at 0.
-    """
+    """Write Chrome's trace format: one process per variant, whose first step starts at 0, one thread per row."""
     events = [event for number, timeline in enumerate(timelines, 1) for event in _events(timeline, number)]
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
 
@@ -178,12 +161,8 @@ def write_trace(timelines: Sequence[Timeline], path: Path) -> None:
 def _events(timeline: Timeline, process: int) -> Iterator[dict[str, Any]]:
     yield _metadata("process_name", process, 0, name=timeline.title)
     yield _metadata("process_sort_index", process, 0, sort_index=process)
-    steps = [
-        Span("step", f"step {number}", start_s, end_s)
-        for number, (start_s, end_s) in enumerate(
-            zip(timeline.step_ends_s, timeline.step_ends_s[1:], strict=False), 1
-        )
-    ]
+    between = itertools.pairwise(timeline.step_ends_s)
+    steps = [Span("step", f"step {number}", *ends_s) for number, ends_s in enumerate(between, 1)]
     for thread, (track, spans) in enumerate({"step": steps, **timeline.rows()}.items(), 1):
         yield _metadata("thread_name", process, thread, name=track)
         yield _metadata("thread_sort_index", process, thread, sort_index=thread)

@@ -1,24 +1,22 @@
-"""The cost model, measured on the running processes: links, messages, and processor time for them.
-
-All functions here are collective: all ranks measure at the same time, as they would communicate; the slowest counts.
-"""
+"""The cost model, measured by all ranks at the same time, as they would communicate; the slowest rank counts."""
 
 from __future__ import annotations
 
 import statistics
-import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Recv, Send, Work
+from ddp_hooks.comm import AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Work
 from ddp_hooks.comm.executors.slices import scatter_message_bytes
+from ddp_hooks.comm.probe import shift
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.measurement.processor import cpu_seconds, gather, oversubscription
+from ddp_hooks.planning.measurement.processor import cpu_seconds, gather, oversubscription, seconds_of
 from ddp_hooks.planning.network import Costs, Network
 from ddp_hooks.planning.rounds import ring
 
@@ -32,7 +30,6 @@ _TOGETHER = 4  # collectives
 _REDUCED_BYTES = 16 << 20
 _COPY_BYTES = 32 << 20
 _SELECT_NUMEL = 6 << 20  # as many as a group has
-_CPU_SECONDS = ("message_s", "byte_s", "scatter_byte_s", "all_reduce_byte_s")  # other costs are by the clock
 
 
 @dataclass(frozen=True)
@@ -69,9 +66,8 @@ class Measured:
 def fit_link(seconds: dict[int, float]) -> LinkFit:
     """Fit a link to seconds per message, by size in bytes; neither latency nor seconds per byte are below zero.
 
-    The slope is the least-squares slope through the larger half of the sizes. The latency is the median of the times
-    of the smaller half without their bytes. Large messages may take less than latency and bytes together: a link with
-    burst credit makes up for latencies; the difference is its credit.
+    Seconds per byte are the least-squares slope through the larger half of the sizes. The latency is the median of what
+    is left of the smaller half without their bytes. What large messages take less than both is the burst credit.
 
     Raises:
         ValueError: there are fewer than four sizes.
@@ -113,7 +109,7 @@ def measure(
         group: the ranks, at least two.
         device: where gradients are.
         select_s: runs the computation of one worker in a sparse all-reduce of a gradient, (n,) float32, and returns
-            its seconds; see :func:`ddp_hooks.topk.rehearsal.compute_s`. None: not measured.
+            its seconds; None: not measured.
         progress: wraps the parts of the work, as ``tqdm`` does.
 
     Raises:
@@ -124,27 +120,21 @@ def measure(
     on_cpu = device.type == "cpu"
     lanes = Lanes(group, 1, device, LaneSettings(timeout_s=120.0), Recorder())
     try:
-        costs: dict[str, float] = {}
-        fit: LinkFit | None = None
+        per_core, cores = oversubscription(group)
+        costs: dict[str, float] = {"python": per_core} if on_cpu else {}
         for part in progress(("link", "all-reduce", "messages", "copies", "selection")):
             if part == "link":
                 fit = fit_link({size: _message_s(lanes, size, device) for size in SIZES})
             elif part == "all-reduce":
-                assert fit is not None
                 costs["all_reduce"] = _all_reduce_factor(lanes, fit, device)
             elif part == "messages" and on_cpu:
-                costs |= _message_costs(lanes, device)
+                costs |= {name: seconds * per_core for name, seconds in _message_costs(lanes, device).items()}
             elif part == "copies" and on_cpu:
                 costs["copy_s_per_byte"] = _copy_s_per_byte(group)
             elif part == "selection" and select_s is not None:
                 costs["select_s_per_byte"] = _select_s_per_byte(group, device, select_s)
     finally:
         lanes.close()
-    assert fit is not None
-    per_core, cores = oversubscription(group)
-    if on_cpu:
-        costs = {name: value * (per_core if name in _CPU_SECONDS else 1) for name, value in costs.items()}
-        costs["python"] = per_core
     return Measured(fit, Costs(**costs, cores=cores, oversubscription=per_core))
 
 
@@ -158,28 +148,17 @@ def measure_alone(device: torch.device, select_s: Callable[[Tensor], float] | No
     )
 
 
-def _shift(outgoing: Tensor, incoming: Tensor, rank: int, world_size: int, rounds: int) -> Algorithm:
-    for _ in range(rounds):
-        yield [Recv((rank - 1) % world_size, incoming), Send((rank + 1) % world_size, outgoing)]
-
-
 def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
     """Return the seconds of a round in which every rank sends to its right neighbour, among other such rounds."""
     rounds = min(_MAX_MESSAGES, max(_MIN_MESSAGES, _TRAIN_BYTES // num_bytes))
     outgoing, incoming = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
 
     def run() -> None:
-        lanes.run(_shift(outgoing, incoming, lanes.rank, lanes.world_size, rounds), "a measurement of the link").wait()
-        _synchronize(device)
+        lanes.run(shift(outgoing, incoming, lanes.rank, lanes.world_size, rounds), "a measurement of the link").wait()
 
     if num_bytes == SIZES[0]:
-        run()  # connects
-    return _median_s(lanes.group, run) / rounds
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        seconds_of(run, device)  # connects
+    return _median_s(lanes.group, partial(seconds_of, run, device)) / rounds
 
 
 def _all_reduces(lanes: Lanes, device: torch.device) -> Callable[[], None]:
@@ -190,9 +169,8 @@ def _all_reduces(lanes: Lanes, device: torch.device) -> Callable[[], None]:
         for work in [dist.all_reduce(gradient, group=lanes.group, async_op=True) for gradient in gradients]:
             assert work is not None  # None is for ranks outside the group
             work.wait()
-        _synchronize(device)
 
-    run()
+    seconds_of(run, device)  # connects
     return run
 
 
@@ -201,7 +179,7 @@ def _all_reduce_factor(lanes: Lanes, fit: LinkFit, device: torch.device) -> floa
     rounds = 2 * ring(lanes.world_size, 1, _REDUCED_BYTES)
     streams = 1 if lanes.native else 2
     expected_s = clock_of([Slice(rounds)] * (2 // streams), fit.network(lanes.world_size), streams)
-    found_s = _median_s(lanes.group, _all_reduces(lanes, device))
+    found_s = _median_s(lanes.group, partial(seconds_of, _all_reduces(lanes, device), device))
     return max(1.0, found_s / expected_s) if expected_s else 1.0
 
 
@@ -247,35 +225,22 @@ def _collectives_cpu_s(lanes: Lanes, collective: Callable[[list[Partition], str]
 
 def _copy_s_per_byte(group: dist.ProcessGroup | None) -> float:
     source, target = torch.ones(_COPY_BYTES // 4), torch.ones(_COPY_BYTES // 4)
-    return _median_s(group, lambda: target.copy_(source)) / _COPY_BYTES
+    return _median_s(group, partial(seconds_of, lambda: target.copy_(source), source.device)) / _COPY_BYTES
 
 
 def _select_s_per_byte(
     group: dist.ProcessGroup | None, device: torch.device, select_s: Callable[[Tensor], float]
 ) -> float:
     gradient = torch.randn(_SELECT_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
-    seconds = []
-    for _ in range(1 + _REPEATS):
-        _barrier(group)
-        seconds.append(_slowest(group, select_s(gradient)))
-    return statistics.median(seconds[1:]) / (4 * _SELECT_NUMEL)
+    select_s(gradient)  # the first one allocates
+    return _median_s(group, partial(select_s, gradient)) / (4 * _SELECT_NUMEL)
 
 
-def _median_s(group: dist.ProcessGroup | None, action: Callable[[], object]) -> float:
-    """Return the median seconds of an action on the slowest rank."""
+def _median_s(group: dist.ProcessGroup | None, timed: Callable[[], float]) -> float:
+    """Return the median seconds, as ``timed`` returns them, of the slowest rank."""
     seconds = []
     for _ in range(_REPEATS):
-        _barrier(group)
-        start_s = time.perf_counter()
-        action()
-        seconds.append(_slowest(group, time.perf_counter() - start_s))
+        if group is not None:
+            dist.barrier(group)
+        seconds.append(max(gather(timed(), group)))
     return statistics.median(seconds)
-
-
-def _barrier(group: dist.ProcessGroup | None) -> None:
-    if group is not None:
-        dist.barrier(group)
-
-
-def _slowest(group: dist.ProcessGroup | None, seconds: float) -> float:
-    return seconds if group is None else max(gather(seconds, group))

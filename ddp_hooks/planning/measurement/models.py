@@ -24,10 +24,8 @@ def profile_model(
 ) -> tuple[StepProfile, nn.Module]:
     """Profile a model's step with SGD and momentum on ``batch`` samples, for transformers of ``length`` tokens.
 
-    ``name`` is a torchvision model, or a class of transformers, which gets its default configuration.
-
-    Raises:
-        ValueError: there is no such model, or it cannot be trained on noise.
+    ``name`` is a torchvision model, or a class of transformers, which gets its default configuration. Raises ValueError
+    if there is no such model, or it cannot be trained on noise.
     """
     made = _image_model(name, batch, device) or _language_model(name, batch, length, device)
     if made is None:
@@ -79,9 +77,9 @@ def _language_model(name: str, batch: int, length: int, device: torch.device) ->
     if not (isinstance(made, type) and issubclass(made, nn.Module) and getattr(made, "config_class", None)):
         return None
     config: Any = getattr(made, "config_class")()  # noqa: B009
-    model: nn.Module = made(config).to(device)
     if not hasattr(config, "vocab_size"):
-        raise ValueError(f"{made.__name__} does not read tokens: give a script that trains it")
+        raise ValueError(f"{name} does not read tokens: give a script that trains it")
+    model: nn.Module = made(config).to(device)
     ids = torch.randint(0, config.vocab_size, (batch, length), device=device)
 
     def loss() -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import os
 import socket
 import time
@@ -9,16 +10,26 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
+import torch
 import torch.distributed as dist
+
+from ddp_hooks.comm import LaneSettings, gather_objects
 
 T = TypeVar("T")
 
 
 def gather(value: T, group: dist.ProcessGroup | None) -> list[T]:
-    """Return the values of all ranks; collective."""
-    found = [value] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    """Return the values of all ranks; collective. None: there is this rank only."""
+    return [value] if group is None else gather_objects(value, group, "plan(), which measures", LaneSettings())
+
+
+def seconds_of(action: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of an action, until the device has done it."""
+    start_s = time.perf_counter()
+    action()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start_s
 
 
 def cpu_seconds(group: dist.ProcessGroup, action: Callable[[], object], repeats: int) -> float:
@@ -33,7 +44,8 @@ def cpu_seconds(group: dist.ProcessGroup, action: Callable[[], object], repeats:
         action()
     own_s = time.process_time() - start_s
     dist.barrier(group)
-    found = gather(RankTime(socket.gethostname(), own_s, HostTime.now().since(since)), group)
+    of_host = HostTime(*map(operator.sub, HostTime.now(), since))
+    found = gather(RankTime(socket.gethostname(), own_s, of_host), group)
     return total_seconds(found) / len(found) / repeats
 
 
@@ -52,10 +64,6 @@ class HostTime(NamedTuple):
         except (OSError, ValueError):  # not Linux, or a kernel that counts otherwise
             return HostTime(0.0, 0.0)
         return HostTime(user + nice + system + hard + soft + steal, hard + soft)
-
-    def since(self, before: HostTime) -> HostTime:
-        """Return the time that has passed."""
-        return HostTime(self.busy_s - before.busy_s, self.interrupts_s - before.interrupts_s)
 
 
 class RankTime(NamedTuple):

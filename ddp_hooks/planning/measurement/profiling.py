@@ -7,6 +7,7 @@ import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -59,18 +60,16 @@ def profile_step(
 def refuse(model: nn.Module) -> None:
     """Raise ValueError if the communication of a model cannot be left out."""
     if not isinstance(model, DistributedDataParallel):
-        inner = [name for name, module in model.named_modules() if isinstance(module, DistributedDataParallel)]
-        if inner:
-            raise ValueError(
-                f"DistributedDataParallel is inside of the model, as {inner[0] or 'its root'}: give that module itself"
-            )
+        for name, module in model.named_modules():
+            if isinstance(module, DistributedDataParallel):
+                raise ValueError(f"DistributedDataParallel is inside of the model, as {name}: give that module itself")
         return
     if comm_hook_registered(model):
         raise ValueError(
             "this model has a communication hook, and steps are profiled without communication: plan with plain "
             "DistributedDataParallel, before register_comm_hook()"
         )
-    if getattr(model, "static_graph", False):
+    if model.static_graph:
         raise ValueError(
             "DistributedDataParallel(static_graph=True) communicates also where it is told not to: plan with "
             "static_graph=False"
@@ -106,7 +105,6 @@ class _Moments:
 
     @property
     def last_ready(self) -> Any:
-        """Moment of the last gradient."""
         return max(self.ready.values(), key=lambda moment: _seconds(self.backward, moment))
 
     def update_s(self, start: Any, end: Any) -> float:
@@ -119,10 +117,7 @@ class _Moments:
 class StepWatch:
     """Record when steps of a model read its parameters, and when gradients are ready.
 
-    Use it as a context around steps; call :meth:`begin` and :meth:`end` around each step.
-
-    Args:
-        model: the model that is trained. DistributedDataParallel does not communicate meanwhile.
+    A context in which DistributedDataParallel does not communicate; :meth:`begin` and :meth:`end` are around each step.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -132,12 +127,10 @@ class StepWatch:
         self._current = _Moments(None)
         self._steps: list[_Moments] = []
         self._sparse: set[str] = set()
-        self._update_start: Any = None
-        self._update_start_cpu_s = 0.0
+        self._update_start: tuple[Any, float] | None = None  # and of the thread's processor time
         self._undo = contextlib.ExitStack()
 
     def begin(self) -> None:
-        """Begin a step."""
         self._current = _Moments(self._now(), cpu_s=-time.thread_time())
 
     def end(self, counts: bool = True) -> None:
@@ -148,23 +141,22 @@ class StepWatch:
             self._steps.append(self._current)
 
     def __len__(self) -> int:
-        """Return the number of steps that count."""
         return len(self._steps)
 
     def __enter__(self) -> StepWatch:
         name_of = {parameter: name for name, parameter in self._inner.named_parameters() if parameter.requires_grad}
-        handles = [self._model.register_forward_pre_hook(lambda *_: self._on_forward())]
+        handles = [
+            self._model.register_forward_pre_hook(self._on_forward),
+            self._model.register_forward_hook(self._hook_outputs),
+            register_optimizer_step_pre_hook(self._on_update_start),
+            register_optimizer_step_post_hook(self._on_update_end),
+        ]
         for module in self._inner.modules():
             names = [name_of[p] for p in module.parameters(recurse=False) if p in name_of]
             if names:
-                handles.append(module.register_forward_pre_hook(lambda *_, names=names: self._on_read(names)))
+                handles.append(module.register_forward_pre_hook(partial(self._on_read, names)))
         for parameter, name in name_of.items():
-            handles.append(
-                parameter.register_post_accumulate_grad_hook(lambda p, name=name: self._on_gradient(name, p))
-            )
-        handles.append(self._model.register_forward_hook(lambda module, args, output: self._hook_outputs(output)))
-        handles.append(register_optimizer_step_pre_hook(lambda *_: self._on_update_start()))
-        handles.append(register_optimizer_step_post_hook(lambda *_: self._on_update_end()))
+            handles.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name)))
         for handle in handles:
             self._undo.callback(handle.remove)
         if isinstance(self._model, DistributedDataParallel):
@@ -175,7 +167,7 @@ class StepWatch:
     def __exit__(self, *exception: object) -> None:
         self._undo.close()
 
-    def _on_forward(self) -> None:
+    def _on_forward(self, *_: Any) -> None:
         if isinstance(self._model, DistributedDataParallel):
             # At every forward, and not once by no_sync(): a loop that accumulates sets it back.
             self._model.require_backward_grad_sync = False
@@ -185,16 +177,16 @@ class StepWatch:
             moments.read.clear()
             moments.ready.clear()
 
-    def _hook_outputs(self, output: Any) -> None:
-        """Note the begin of the backward: the first gradient of an output."""
+    def _hook_outputs(self, _module: nn.Module, _args: Any, output: Any) -> None:
+        """Let the first gradient of an output note the begin of the backward."""
         for tensor in _tensors(output):
             if tensor.requires_grad:
-                tensor.register_hook(lambda _: self._on_backward())
+                tensor.register_hook(self._on_backward)
 
-    def _on_backward(self) -> None:
+    def _on_backward(self, _: Tensor) -> None:
         self._current.backward = self._current.backward or self._now()
 
-    def _on_read(self, names: Sequence[str]) -> None:
+    def _on_read(self, names: Sequence[str], *_: Any) -> None:
         moment = self._now()
         for name in names:
             self._current.read.setdefault(name, moment)
@@ -204,22 +196,18 @@ class StepWatch:
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._sparse.add(name)
 
-    def _on_update_start(self) -> None:
-        self._update_start = self._now()
-        self._update_start_cpu_s = time.thread_time()
+    def _on_update_start(self, *_: Any) -> None:
+        self._update_start = self._now(), time.thread_time()
 
-    def _on_update_end(self) -> None:
+    def _on_update_end(self, *_: Any) -> None:
         if self._update_start is not None:
-            self._current.updates.append((self._update_start, self._now()))
-            self._current.optimizer_cpu_s += time.thread_time() - self._update_start_cpu_s
+            start, start_cpu_s = self._update_start
+            self._current.updates.append((start, self._now()))
+            self._current.optimizer_cpu_s += time.thread_time() - start_cpu_s
             self._update_start = None
 
     def profile(self) -> StepProfile:
-        """Return the medians of the steps that count.
-
-        Raises:
-            ValueError: the steps have not trained this model, have sparse gradients, or have parts that overlap.
-        """
+        """Return the medians of the steps that count; raises ValueError if they say nothing of this model."""
         steps = self._steps
         if not steps or any(each.backward is None or each.forward is None or not each.ready for each in steps):
             raise ValueError(
@@ -278,7 +266,6 @@ class StepWatch:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Return the module inside of DistributedDataParallel."""
     inner = model.module if isinstance(model, DistributedDataParallel) else model
     assert isinstance(inner, nn.Module)
     return inner
@@ -295,15 +282,13 @@ def _tensors(value: Any) -> Iterator[Tensor]:
 @contextlib.contextmanager
 def _restored(model: nn.Module) -> Iterator[None]:
     """Restore a model and the optimizers that step in the context: without communication ranks would diverge."""
-    values: dict[Tensor, Tensor] = {}
-    gradients: dict[Tensor, Tensor | None] = {}
+    before: dict[Tensor, tuple[Tensor, Tensor | None]] = {}  # values and gradients
     optimizers: dict[Optimizer, tuple[list[dict[str, Any]], dict[Any, Any]]] = {}
 
     def save(tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if tensor not in values:
-                values[tensor] = tensor.detach().clone()
-                gradients[tensor] = tensor.grad
+            if tensor not in before:
+                before[tensor] = tensor.detach().clone(), tensor.grad
 
     def save_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if optimizer not in optimizers:
@@ -315,16 +300,15 @@ def _restored(model: nn.Module) -> Iterator[None]:
     save((*model.parameters(), *model.buffers()))
     for parameter in model.parameters():
         parameter.grad = None
-    devices = sorted({tensor.device.index for tensor in values if tensor.is_cuda})
+    devices = sorted({tensor.device.index for tensor in before if tensor.is_cuda})
     try:
         with torch.random.fork_rng(devices):
             yield
     finally:
         handle.remove()
-        with torch.no_grad():
-            for tensor, value in values.items():
+        for tensor, (value, gradient) in before.items():
+            with torch.no_grad():
                 tensor.copy_(value)
-        for tensor, gradient in gradients.items():
             if tensor.is_leaf and tensor.requires_grad:
                 tensor.grad = gradient
         for optimizer, (groups, state) in optimizers.items():
@@ -336,4 +320,4 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 def slowest_of(profile: StepProfile, group: dist.ProcessGroup | None) -> StepProfile:
     """Return the profile of the rank that computes longest, on all ranks; collective."""
-    return max(gather(profile, group), key=lambda each: each.compute_s + each.optimizer_s)
+    return max(gather(profile, group or dist.group.WORLD), key=lambda each: each.compute_s + each.optimizer_s)

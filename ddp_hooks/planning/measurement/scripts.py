@@ -7,6 +7,7 @@ import runpy
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -22,10 +23,6 @@ from ddp_hooks.planning.measurement.profiling import StepWatch, refuse
 from ddp_hooks.planning.step import StepProfile
 
 
-class ScriptError(RuntimeError):
-    """A script does not train, or fails."""
-
-
 class _Stop(BaseException):
     """Ends a script from within; no ``except Exception`` of its own catches it. A reason: it cannot be profiled."""
 
@@ -36,30 +33,27 @@ def profile_script(
     """Run a script as ``python script arguments`` does, until ``warmup + steps`` optimizer steps were seen.
 
     From the end of the warm-up on, DistributedDataParallel does not communicate: the script's result is of no use.
-
-    Returns:
-        The profile, and the model that the script trains.
-
-    Raises:
-        ScriptError: the script ends or fails too soon, or its steps cannot be profiled.
+    Returns the profile, and the model that the script trains. Raises ValueError if it ends or fails too soon, or if its
+    steps cannot be profiled.
     """
     if not script.is_file():
-        raise ScriptError(f"there is no script {script}")
+        raise ValueError(f"there is no script {script}")
     session = _Session(steps, warmup)
     with _as_main(script, arguments), session:
         try:
             runpy.run_path(str(script), run_name="__main__")
         except _Stop as stop:
             if stop.args:
-                raise ScriptError(f"{script}: {stop}") from None
-            return session.profile()
+                raise ValueError(f"{script}: {stop}") from None
+            assert session.watch is not None and session.model is not None
+            return session.watch.profile(), session.model
         except SystemExit as error:
             reason = f"it called exit({error.code})"
         except Exception as error:
             reason = f"it failed: {type(error).__name__}: {error}\n{traceback.format_exc()}"
         else:
             reason = "it ended (processes that it starts by itself are not seen: use torchrun)"
-    raise ScriptError(
+    raise ValueError(
         f"{script} took {session.seen} optimizer steps, and {session.needed} are needed (--warmup, --steps): {reason}"
     )
 
@@ -73,8 +67,8 @@ class _Session:
         self.needed = self._warmup + steps
         self._called: dict[int, nn.Module] = {}  # modules called with gradients on, the outer ones first
         self._optimizers: dict[Optimizer, None] = {}
-        self._model: nn.Module | None = None
-        self._watch: StepWatch | None = None
+        self.model: nn.Module | None = None
+        self.watch: StepWatch | None = None
         self._stack = contextlib.ExitStack()
 
     def __enter__(self) -> _Session:
@@ -87,18 +81,10 @@ class _Session:
         self._counting.remove()
         self._stack.close()
 
-    def profile(self) -> tuple[StepProfile, nn.Module]:
-        """Return the profile and the model."""
-        assert self._watch is not None and self._model is not None
-        try:
-            return self._watch.profile(), self._model
-        except ValueError as error:
-            raise ScriptError(str(error)) from None
-
     def _on_call(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and module.training:
             self._called.setdefault(id(module), module)
-        if module is self._model:
+        if module is self.model:
             self._begin(module)
 
     def _begin(self, model: nn.Module) -> None:
@@ -108,8 +94,8 @@ class _Session:
             refuse(model)
         except ValueError as error:
             raise _Stop(str(error)) from None
-        self._watch = self._stack.enter_context(StepWatch(model))
-        self._watch.begin()
+        self.watch = self._stack.enter_context(StepWatch(model))
+        self.watch.begin()
         self._counting.remove()
         self._counting = register_optimizer_step_post_hook(self._on_step)  # after the watch's own hook
 
@@ -118,23 +104,18 @@ class _Session:
         if optimizer is not next(iter(self._optimizers)):
             return
         self.seen += 1
-        if self._watch is not None:
-            self._watch.end(counts=self.seen > self._warmup)
-            if len(self._watch) >= self.needed - self._warmup:
+        if self.watch is not None:
+            self.watch.end(counts=self.seen > self._warmup)
+            if len(self.watch) >= self.needed - self._warmup:
                 raise _Stop
-            self._watch.begin()
+            self.watch.begin()
         elif self.seen >= self._warmup - 1:
-            self._model = self._find_model()
+            self.model = self._find_model()
 
     def _find_model(self) -> nn.Module:
         """Return the called module that holds everything that the optimizers train: DDP, or the outermost one."""
-        trained = {
-            id(parameter)
-            for optimizer in self._optimizers
-            for group in optimizer.param_groups
-            for parameter in group["params"]
-            if parameter.requires_grad
-        }
+        groups = (group["params"] for optimizer in self._optimizers for group in optimizer.param_groups)
+        trained = {id(parameter) for parameter in chain.from_iterable(groups) if parameter.requires_grad}
         wrapped = [module for module in self._called.values() if isinstance(module, DistributedDataParallel)]
         for module in wrapped or self._called.values():
             if trained <= {id(parameter) for parameter in module.parameters()}:
