@@ -10,9 +10,9 @@ import torch
 
 from ddp_hooks.comm import above, check_booleans, check_slice, check_waits, check_whole, positive
 from ddp_hooks.dear.effects import find_setting_without_effect
+from ddp_hooks.planning.atoms import Fusion
 from ddp_hooks.tuning import BucketTuner
 
-Fusion: TypeAlias = Literal["size", "layers", "none"]
 Update: TypeAlias = Literal["sharded", "replicated", "auto"]
 Collective: TypeAlias = Literal["direct", "two-level", "auto"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]

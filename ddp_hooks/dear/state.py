@@ -15,7 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Span, agree, at_exit, calling, see, whole
 from ddp_hooks.dear import checks, refusals
-from ddp_hooks.dear.config import DearConfig, Fusion
+from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.phase import Phase
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
 from ddp_hooks.dear.step import StepDriver
@@ -28,7 +28,7 @@ from ddp_hooks.intercept import (
     refuse_assigned_parameters,
     when_step_fails,
 )
-from ddp_hooks.planning.atoms import FusionRule
+from ddp_hooks.planning.atoms import Fusion, FusionRule
 
 logger = logging.getLogger("ddp_hooks")
 

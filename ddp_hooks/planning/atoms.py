@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from ddp_hooks.comm import aligned_bounds, mebibytes
+
+Fusion: TypeAlias = Literal["size", "layers", "none"]
 
 _TAIL_CUTS = 4  # atoms of DDP's last bucket where another bucket has one: they may travel before it is complete
 _SMALL_ATOM_BYTES = 8 << 20
@@ -24,8 +26,6 @@ _MIN_TUNED_MESSAGE_BYTES = 512 << 10  # smaller messages cost a processor more t
 
 
 class ParameterShape(NamedTuple):
-    """Size of a parameter, and the layer that owns it."""
-
     numel: int
     element_size: int  # bytes
     layer: int  # index of the module that owns it; equal for the parameters of one layer
@@ -83,7 +83,6 @@ def cut_bucket(
     atom_start = position = 0
 
     def close_atom() -> None:
-        """Make an atom of the members collected so far."""
         nonlocal members, atom_start
         if members:
             element_size = shapes[members[0].parameter].element_size
@@ -112,7 +111,7 @@ def cut_bucket(
 class FusionRule:
     """Limit on the runs of atoms that travel together (DeAR, sections IV-B and VI-G)."""
 
-    fusion: Literal["size", "layers", "none"]
+    fusion: Fusion
     mb: float
     layers: int
 

@@ -9,7 +9,7 @@ import re
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -37,20 +37,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parser.error(str(error))
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        _fail(f"this command needs {' and '.join(missing)}: pip install 'ddp-hooks[plan]'")
+        sys.exit(f"error: this command needs {' and '.join(missing)}: pip install 'ddp-hooks[plan]'")
     try:
         if options.model is not None:
-            _join()
-            profile, model = profile_model(
-                options.model, options.batch, options.length, _device(), options.steps, _bar
-            )
+            device = _join()
+            profile, model = profile_model(options.model, options.batch, options.length, device, options.steps, _bar)
         else:
             profile, model = profile_script(options.script, options.arguments, options.steps, options.warmup)
         if network is None and not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            _fail(f"{options.script} has not initialised torch.distributed, so there is no network to measure")
+            problem = "has not initialised torch.distributed, so there is no network to measure"
+            raise ValueError(f"{options.script} {problem}")
         found = plan_profiled(profile, model, network, _bar)
     except ValueError as error:
-        _fail(str(error))
+        sys.exit(f"error: {error}")
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -130,18 +129,15 @@ def _rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def _device() -> torch.device:
+def _join() -> torch.device:
+    """Join the process group, if torchrun has started several processes; return the device of this one."""
+    device = torch.device("cpu")
     if torch.cuda.is_available():
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    return torch.device("cpu")
-
-
-def _join() -> None:
-    """Join the process group, if torchrun has started several processes."""
+        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
+        torch.cuda.set_device(device)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        if torch.cuda.is_available():
-            torch.cuda.set_device(_device())
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    return device
 
 
 def _bar(parts: Iterable[Any]) -> Iterable[Any]:
@@ -206,7 +202,3 @@ def _recommendation(plan: Plan) -> Iterable[str]:
         yield f"A tuner that begins where the fastest step is predicted: {config}"
     if best.strategy.startswith("SparDL"):
         yield "It leaves gradients for later steps: check that your model learns as well (docs/sparse.md)."
-
-
-def _fail(message: str) -> NoReturn:
-    sys.exit(f"error: {message}")

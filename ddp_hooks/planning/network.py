@@ -32,7 +32,6 @@ class Network:
 
     @property
     def bytes_per_s(self) -> float:
-        """Rate of a link between nodes."""
         return 1 / self.link.beta_s_per_byte if self.link.beta_s_per_byte else float("inf")
 
 

@@ -211,7 +211,7 @@ def plan(
 def plan_profiled(
     profile: StepProfile, model: nn.Module, network: Network | None = None, progress: Progress = iter
 ) -> Plan:
-    """Predict the step of a profile, as :func:`plan` does; collective, and raises ValueError, where :func:`plan` does."""
+    """Predict the step of a profile; collective, and raises ValueError, as :func:`plan` does."""
     group, device = _group_of(model), next(model.parameters()).device
     _require_network(network, group)
     bucket_mb = model.bucket_bytes_cap / (1 << 20) if isinstance(model, DistributedDataParallel) else 25.0

@@ -50,46 +50,37 @@ class Prediction:
     line: str = ""  #: lines that a user writes for it; empty if the strategy is not ours
 
 
-def simulate(
-    strategy: Strategy, step: StepProfile, network: Network, costs: Costs | None = None, steps: int = _STEPS
-) -> Prediction:
-    """Predict a step in the middle of a run, from ``steps`` simulated ones.
-
-    Raises:
-        ValueError: there are fewer than two steps.
-    """
-    if steps < 2:
-        raise ValueError(f"a step in the middle needs one before it: steps must be >= 2, got {steps}")
-    run = Run(step, network, costs or Costs(), steps)
+def simulate(strategy: Strategy, step: StepProfile, network: Network, costs: Costs | None = None) -> Prediction:
+    """Predict a step in the middle of a run."""
+    run = Run(step, network, costs or Costs())
     run.engine.start(strategy.train(run))
     run.engine.run()
-    if len(run.step_ends_s) < steps:
+    if not run.is_over:
         raise RuntimeError(
             f"{strategy.name}: the simulated training waits for something that never happens{see('please-report')}"
         )
-    step_s = (run.step_ends_s[-1] - run.step_ends_s[0]) / (steps - 1)  # steps may differ
+    step_s = (run.step_ends_s[-1] - run.step_ends_s[0]) / (_STEPS - 1)  # steps may differ
     exposed_s = step_s - step.compute_s - step.other_s
     bound_s = bounds.dependency_bound_s(step, network.workers, network.bytes_per_s)
     spans = tuple(sorted(run.engine.spans, key=lambda span: span.start_s))
-    sent_bytes, ends_s = run.host.between.sent_bytes / steps, tuple(run.step_ends_s)
+    sent_bytes, ends_s = run.host.between.sent_bytes / _STEPS, tuple(run.step_ends_s)
     return Prediction(strategy.name, step_s, exposed_s, sent_bytes, bound_s, spans, ends_s, strategy.line)
 
 
 class Run:
     """Building blocks of strategies: forward, backward and optimizer of the training thread, and collectives."""
 
-    def __init__(self, step: StepProfile, network: Network, costs: Costs, steps: int) -> None:
+    def __init__(self, step: StepProfile, network: Network, costs: Costs) -> None:
         self.step = step
         self.network = network
         self.costs = costs
         self.engine = Engine()
         self.step_ends_s: list[float] = []
         self.host = Host(network, costs)
-        self._steps = steps
 
     @property
     def is_over(self) -> bool:
-        return len(self.step_ends_s) >= self._steps
+        return len(self.step_ends_s) >= _STEPS
 
     @property
     def optimizer_s(self) -> float:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -45,12 +44,10 @@ class StepProfile:
 
     @property
     def compute_s(self) -> float:
-        """Seconds of forward and backward."""
         return self.forward_s + self.backward_s
 
     @property
     def num_bytes(self) -> int:
-        """Size of all gradients."""
         return sum(tensor.num_bytes for tensor in self.tensors)
 
     @property
@@ -68,8 +65,3 @@ class StepProfile:
     def forward_order(self) -> tuple[int, ...]:
         """Indices of the tensors in the order in which the forward reads them."""
         return tuple(sorted(range(len(self.tensors)), key=lambda i: (self.tensors[i].needed_s, i)))
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> StepProfile:
-        """Return the profile of its ``dataclasses.asdict``."""
-        return cls(**{**data, "tensors": tuple(TensorUse(**tensor) for tensor in data["tensors"])})

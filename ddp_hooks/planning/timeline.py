@@ -120,8 +120,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, timeline, panel_rows in zip(panels, timelines, rows, strict=True):
         _draw_panel(panel, timeline, panel_rows)
-    longest_s = max(timeline.end_s - timeline.start_s for timeline in timelines)
-    panels[-1].set_xlim(0, longest_s * 1e3)
+    panels[-1].set_xlim(0, 1e3 * max(timeline.end_s - timeline.start_s for timeline in timelines))
     panels[-1].set_xlabel("time (ms)")
     shown = {kind_of(span) for panel_rows in rows for row in panel_rows.values() for span in row}
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]

@@ -24,7 +24,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ddp_hooks.planning import Costs, Ddp, Dear, SparDL, StepProfile, Strategy, fit_link, simulate
+from ddp_hooks.planning import Costs, Ddp, Dear, SparDL, StepProfile, Strategy, TensorUse, fit_link, simulate
 from recipes.benchmarks import workloads
 from recipes.benchmarks.dear_table2 import command, environment, now
 from recipes.benchmarks.launch import run_job
@@ -172,7 +172,8 @@ def compare(run: dict[str, Any]) -> list[Compared]:
 
 def _predict(strategy: Strategy, measured: dict[str, Any], workers: int) -> float:
     network = fit_link({int(size): seconds for size, seconds in measured["fit"]["seconds"].items()}).network(workers)
-    profile = StepProfile.from_json(measured["profile"])
+    tensors = tuple(TensorUse(**tensor) for tensor in measured["profile"]["tensors"])
+    profile = StepProfile(**{**measured["profile"], "tensors": tensors})
     return simulate(strategy, profile, network, Costs(**measured["costs"])).step_s
 
 

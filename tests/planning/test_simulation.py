@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -239,14 +239,9 @@ def test_without_a_network_computing_is_left(strategy: Strategy) -> None:
         (partial(link_of, 0.0), "must be > 0 Gbit/s, got 0"),
         (partial(StepProfile, (TensorUse("w", 4, 2.0, 0.0),), 1.0, 1.0), "w is read 2.0 s into a forward of 1.0 s"),
         (partial(StepProfile, (), -1.0, 1.0), "forward_s must be >= 0 seconds, got -1"),
-        (partial(simulate, Ddp(), one_tensor(), Network(2, COST), steps=1), "steps must be >= 2, got 1"),
         (partial(simulate, SparDL(), one_tensor(), Network(4, COST, 2, COST)), "on one level only"),
     ],
 )
 def test_wrong_arguments_are_refused(make: partial[object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
-
-
-def test_profiles_are_files() -> None:
-    assert StepProfile.from_json(asdict(one_tensor())) == one_tensor()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -138,14 +138,10 @@ def measure(
     return Measured(fit, Costs(**costs, cores=cores, oversubscription=per_core))
 
 
-def measure_alone(device: torch.device, select_s: Callable[[Tensor], float] | None = None) -> Costs:
+def measure_alone(device: torch.device, select_s: Callable[[Tensor], float]) -> Costs:
     """Measure copies and selection in one process that shares its processor with no other; not the cost of messages."""
-    on_cpu = device.type == "cpu"
-    return Costs(
-        copy_s_per_byte=_copy_s_per_byte(None) if on_cpu else 0.0,
-        select_s_per_byte=_select_s_per_byte(None, device, select_s) if select_s is not None else 0.0,
-        python=1.0 if on_cpu else 0.0,
-    )
+    costs = Costs(select_s_per_byte=_select_s_per_byte(None, device, select_s))
+    return replace(costs, copy_s_per_byte=_copy_s_per_byte(None), python=1.0) if device.type == "cpu" else costs
 
 
 def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
@@ -184,10 +180,8 @@ def _all_reduce_factor(lanes: Lanes, fit: LinkFit, device: torch.device) -> floa
 
 
 def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
-    """Return the processor seconds of a message and of bytes, sent and received, with and without sums.
-
-    Whole collectives are measured: a message of its own costs less than a message of a slice that waits for others.
-    """
+    """Return the processor seconds of a message and of bytes, sent and received, with and without sums."""
+    # Whole collectives: a message of its own costs less than a message of a slice that waits for others.
     workers = lanes.world_size
     small, large = 1 << 17, _REDUCED_BYTES  # messages limit the small one, bytes the large one
     gathering_s = {size: _collectives_cpu_s(lanes, lanes.all_gather, size) for size in (small, large)}

@@ -21,6 +21,7 @@ from ddp_hooks.comm.torch_compat.ddp import comm_hook_registered
 from ddp_hooks.planning.measurement.processor import gather
 from ddp_hooks.planning.step import StepProfile, TensorUse
 
+_WARMUP = 2  # steps before those that count
 _TOO_LONG = 1.2  # parts of a step whose sum exceeds the step by this factor overlap
 
 
@@ -28,7 +29,6 @@ def profile_step(
     model: nn.Module,
     step: Callable[[], object],
     steps: int = 3,
-    warmup: int = 2,
     progress: Callable[[Iterable[int]], Iterable[int]] = iter,
 ) -> StepProfile:
     """Time the layers of real training steps without communication.
@@ -40,7 +40,6 @@ def profile_step(
         model: the model that is trained; DistributedDataParallel does not communicate meanwhile.
         step: does one whole step: forward, backward, and ``optimizer.step()``.
         steps: number of timed steps.
-        warmup: number of steps before these.
         progress: wraps the numbers of the steps, as ``tqdm`` does.
 
     Raises:
@@ -50,10 +49,10 @@ def profile_step(
         raise ValueError(f"steps must be >= 1, got {steps}")
     refuse(model)
     with _restored(unwrapped(model)), StepWatch(model) as watch:
-        for number in progress(range(warmup + steps)):
+        for number in progress(range(_WARMUP + steps)):
             watch.begin()
             step()
-            watch.end(counts=number >= warmup)
+            watch.end(counts=number >= _WARMUP)
         return watch.profile()
 
 
@@ -124,6 +123,7 @@ class StepWatch:
         self._model = model
         self._inner = unwrapped(model)
         self._device = next(self._inner.parameters()).device
+        self._trained = {name: p for name, p in self._inner.named_parameters() if p.requires_grad}
         self._current = _Moments(None)
         self._steps: list[_Moments] = []
         self._sparse: set[str] = set()
@@ -144,7 +144,7 @@ class StepWatch:
         return len(self._steps)
 
     def __enter__(self) -> StepWatch:
-        name_of = {parameter: name for name, parameter in self._inner.named_parameters() if parameter.requires_grad}
+        name_of = {parameter: name for name, parameter in self._trained.items()}
         handles = [
             self._model.register_forward_pre_hook(self._on_forward),
             self._model.register_forward_hook(self._hook_outputs),
@@ -155,7 +155,7 @@ class StepWatch:
             names = [name_of[p] for p in module.parameters(recurse=False) if p in name_of]
             if names:
                 handles.append(module.register_forward_pre_hook(partial(self._on_read, names)))
-        for parameter, name in name_of.items():
+        for name, parameter in self._trained.items():
             handles.append(parameter.register_post_accumulate_grad_hook(partial(self._on_gradient, name)))
         for handle in handles:
             self._undo.callback(handle.remove)
@@ -231,8 +231,7 @@ class StepWatch:
         # A step with a closure contains its backward, and the update takes less of the processor.
         optimizer_cpu_s = min(optimizer_s, median(each.optimizer_cpu_s for each in steps))
         cpu_s = max(0.0, median(each.cpu_s for each in steps) - optimizer_cpu_s)
-        first = next(parameter for parameter in self._inner.parameters() if parameter.requires_grad)
-        on_cpu = first.device.type == "cpu"
+        on_cpu = self._device.type == "cpu"
         return StepProfile(
             self._uses(forward_s, backward_s),
             forward_s,
@@ -241,15 +240,13 @@ class StepWatch:
             other_s=max(0.0, whole_s - forward_s - backward_s - optimizer_s),
             cpu_s=cpu_s if on_cpu else 0.0,
             optimizer_cpu_s=optimizer_cpu_s if on_cpu else 0.0,
-            element_bytes=first.element_size(),
+            element_bytes=next(iter(self._trained.values())).element_size(),
         )
 
     def _uses(self, forward_s: float, backward_s: float) -> tuple[TensorUse, ...]:
         """Return all trained parameters; DDP sends a parameter without a gradient at the end of the backward."""
         uses = []
-        for name, parameter in self._inner.named_parameters():
-            if not parameter.requires_grad:
-                continue
+        for name, parameter in self._trained.items():
             needed_s = median(_between(each.forward, each.read.get(name, each.forward)) for each in self._steps)
             ready = [_between(each.backward, each.ready[name]) for each in self._steps if name in each.ready]
             ready_s = median(ready) if len(ready) == len(self._steps) else backward_s
