@@ -73,10 +73,7 @@ def cut_bucket(
     atom_bytes: int,
     tail: bool = False,
 ) -> list[Atom]:
-    """Cut one bucket into atoms: runs of whole parameters up to ``atom_bytes``, larger parameters into equal parts.
-
-    In the last bucket, the ``tail``, runs are a quarter as long.
-    """
+    """Cut one bucket into atoms: runs of whole parameters up to ``atom_bytes``, larger parameters into equal parts."""
     run_bytes = atom_bytes // _TAIL_CUTS if tail else atom_bytes
     atoms: list[Atom] = []
     members: list[Member] = []

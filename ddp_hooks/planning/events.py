@@ -16,8 +16,7 @@ from typing import TypeAlias
 
 from ddp_hooks.comm import AlphaBeta, Span
 from ddp_hooks.comm.executors.slices import WINDOW
-from ddp_hooks.planning.network import Costs, Network
-from ddp_hooks.planning.rounds import Round, Rounds
+from ddp_hooks.planning.network import Costs, Network, Round, Rounds
 
 _TIMESLICE_S = 3e-3  # of a thread, while others wait for its core
 _MAX_TIMESLICES = 256  # per piece of work; timeslices of longer work are longer

@@ -1,8 +1,9 @@
-"""Machines as the simulator sees them: links with a latency and a rate, on one level or two, and processors."""
+"""Machines as the simulator sees them, links and processors, and the rounds in which collectives load them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, NamedTuple, TypeAlias
 
 from ddp_hooks.comm import AlphaBeta
 
@@ -63,3 +64,42 @@ class Costs:
     python: float = 0.0  #: time of Python in hooks, relative to a core of its own; 0 where an accelerator hides it
     cores: int = 1  #: processor cores per worker, at least 1
     oversubscription: float = 1.0  #: workers per core, at least 1
+
+
+Phase: TypeAlias = Literal["reduce-scatter", "all-gather"]
+
+
+class Round(NamedTuple):
+    """A round of a collective, done ``times`` times in a row, in which all ranks do the same at the same time.
+
+    So one rank stands for all; with several workers per node, the ranks of one node do.
+    """
+
+    times: int
+    between_bytes: float  # through the worker's link; through the node's link where workers share one
+    inside_bytes: float = 0.0  # from a worker to others of its node
+    messages: int = 1  # per worker
+
+
+Rounds: TypeAlias = tuple[Round, ...]
+
+
+def ring(workers: int, node_size: int, num_bytes: float) -> Rounds:
+    """Scatter or gather ``num_bytes`` from neighbour to neighbour, in P - 1 rounds (DeAR, Eq. 3)."""
+    if workers == 1:
+        return ()
+    share_bytes = num_bytes / workers
+    inside_bytes = share_bytes if node_size > 1 else 0.0
+    return (Round(workers - 1, share_bytes if node_size < workers else 0.0, inside_bytes),)
+
+
+def all_to_all(workers: int, node_size: int, num_bytes: float) -> Rounds:
+    """Cut ``num_bytes`` into equal shares, keep one, and send one to each other worker, in one round.
+
+    A direct reduce-scatter of ``num_bytes`` sends the same.
+    """
+    if workers == 1:
+        return ()
+    share_bytes = num_bytes / workers
+    between_bytes = node_size * (workers - node_size) * share_bytes
+    return (Round(1, between_bytes, (node_size - 1) * share_bytes, workers - 1),)

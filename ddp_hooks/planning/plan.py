@@ -127,18 +127,14 @@ class Plan:
 
     def save(self, path: str | Path) -> None:
         """Write everything but the spans as JSON."""
-        predictions = [{k: v for k, v in asdict(each).items() if k != "spans"} for each in self.predictions]
-        data: dict[str, Any] = {
-            "profile": asdict(self.profile),
-            "network": asdict(self.network),
-            "costs": asdict(self.costs),
-            "fit": None if self.fit is None else asdict(self.fit),
-            "predictions": predictions,
+        data = asdict(self) | {
             "recommended": self.recommended.strategy,
             "recommended_line": self.recommended_line,
             "doubt": self.doubt,
             "limit": self.limit,
         }
+        for prediction in data["predictions"]:
+            del prediction["spans"]
         Path(path).write_text(json.dumps(data, indent=1))
 
     def draw(self, path: str | Path) -> None:
@@ -238,9 +234,7 @@ def _rehearsal(workers: int) -> Callable[[Tensor], float]:
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:
     """Return the process group of the model's ranks; None if there is only this rank."""
-    group = model.process_group if isinstance(model, DistributedDataParallel) else None
-    if group is None and dist.is_available() and dist.is_initialized():
-        group = dist.group.WORLD
+    group = model.process_group if isinstance(model, DistributedDataParallel) else dist.group.WORLD
     return group if group is not None and dist.get_world_size(group) > 1 else None
 
 

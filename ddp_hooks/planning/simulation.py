@@ -13,8 +13,7 @@ from ddp_hooks.comm import Span, see
 from ddp_hooks.comm.executors.slices import WINDOW, scatter_message_bytes
 from ddp_hooks.planning import bounds
 from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, timeslices
-from ddp_hooks.planning.network import Costs, Network
-from ddp_hooks.planning.rounds import Phase, all_to_all, ring
+from ddp_hooks.planning.network import Costs, Network, Phase, all_to_all, ring
 from ddp_hooks.planning.step import StepProfile
 
 _STEPS = 4  # simulated; communication under way at the end of the first ones shapes the later ones

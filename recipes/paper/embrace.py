@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ddp_hooks.planning import Network
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.rounds import Round, Rounds, all_to_all
+from ddp_hooks.planning.network import Round, Rounds, all_to_all
 from recipes.benchmarks import embrace_workloads as workloads
 from recipes.paper import embrace_model as model
 from recipes.paper.embrace_counts import APPROACHES, DENSITY, DIM, Count, count, table_2

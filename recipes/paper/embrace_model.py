@@ -14,7 +14,7 @@ from functools import cache
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Network, Prediction, StepProfile, Strategy, simulate
 from ddp_hooks.planning.events import Process, Signal, Slice
-from ddp_hooks.planning.rounds import Round, Rounds, all_to_all
+from ddp_hooks.planning.network import Round, Rounds, all_to_all
 from ddp_hooks.planning.simulation import Run
 from recipes.benchmarks import embrace_workloads as workloads
 from recipes.benchmarks.embrace_workloads import BACKWARD_PER_FORWARD, FLOAT32_BYTES, EmbraceWorkload

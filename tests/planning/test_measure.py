@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Network, StepProfile, fit_link, measure, profile_step, slowest_of
 from ddp_hooks.planning.events import Link
-from ddp_hooks.planning.measurement.processor import HostTime, RankTime, total_seconds
+from ddp_hooks.planning.measurement.processor import RankTime, total_seconds
 from ddp_hooks.planning.measurement.profiling import StepWatch
 from ddp_hooks.topk.selection_cost import selection_cost
 from tests.support.workers import WorkerPools
@@ -77,7 +77,7 @@ def test_few_sizes_have_no_error() -> None:
 
 def test_interrupts_that_nobody_was_charged_with_count() -> None:
     def ranks(*own_s: float, busy_s: float, interrupts_s: float, host: str = "a") -> list[RankTime]:
-        return [RankTime(host, each_s, HostTime(busy_s, interrupts_s)) for each_s in own_s]
+        return [RankTime(host, each_s, busy_s, interrupts_s) for each_s in own_s]
 
     assert total_seconds(ranks(1.0, 2.0, busy_s=3.5, interrupts_s=0.8)) == pytest.approx(3.5)
     assert total_seconds(ranks(1.0, 2.0, busy_s=3.0, interrupts_s=0.8)) == 3.0, "ranks were charged with them"

@@ -30,7 +30,7 @@ from ddp_hooks.planning import (
     simulate,
 )
 from ddp_hooks.planning.events import Link, Processor, Slice, clock_of
-from ddp_hooks.planning.rounds import all_to_all, ring
+from ddp_hooks.planning.network import all_to_all, ring
 from ddp_hooks.topk.algorithms import SparseSum, Sparsity
 from ddp_hooks.topk.algorithms.codec import EntryCodec
 from recipes.benchmarks.workloads import profile_of_layers

@@ -9,7 +9,7 @@ import pytest
 
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Network, simulate
-from ddp_hooks.planning.rounds import Round, all_to_all
+from ddp_hooks.planning.network import Round, all_to_all
 from recipes.paper import embrace, embrace_training
 from recipes.paper import embrace_model as model
 from recipes.paper.embrace_counts import APPROACHES, DENSITY, count, table_2

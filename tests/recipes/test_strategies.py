@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Ddp, Network, Strategy, simulate
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.rounds import Phase, ring
+from ddp_hooks.planning.network import Phase, ring
 from recipes.benchmarks.workloads import profile_of_layers
 from recipes.paper.strategies import ByteScheduler, DdpOn, DearOfPaper, Horovod, MgWfbp
 from recipes.paper.strategies.rounds import all_reduce, halving, sent_bytes

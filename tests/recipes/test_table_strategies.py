@@ -9,7 +9,7 @@ import torch
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, Send, pairwise_exchange
 from ddp_hooks.planning import Network, StepProfile, simulate
-from ddp_hooks.planning.rounds import Round, all_to_all
+from ddp_hooks.planning.network import Round, all_to_all
 from recipes.benchmarks.workloads import profile_of_layers
 from recipes.paper.strategies import EmbRace, SparseDdp, TableTraffic
 from recipes.paper.strategies.rounds import gathered

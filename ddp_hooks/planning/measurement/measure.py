@@ -17,8 +17,7 @@ from ddp_hooks.comm.executors.slices import scatter_message_bytes
 from ddp_hooks.comm.probe import shift
 from ddp_hooks.planning.events import Slice, clock_of
 from ddp_hooks.planning.measurement.processor import cpu_seconds, gather, oversubscription, seconds_of
-from ddp_hooks.planning.network import Costs, Network
-from ddp_hooks.planning.rounds import ring
+from ddp_hooks.planning.network import Costs, Network, ring
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages that are timed."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import socket
 import time
@@ -39,39 +38,34 @@ def cpu_seconds(group: dist.ProcessGroup, action: Callable[[], object], repeats:
     """
     action()
     dist.barrier(group)
-    start_s, since = time.process_time(), HostTime.now()
+    start_s, (busy_s, interrupts_s) = time.process_time(), _host_seconds()
     for _ in range(repeats):
         action()
     own_s = time.process_time() - start_s
     dist.barrier(group)
-    of_host = HostTime(*map(operator.sub, HostTime.now(), since))
-    found = gather(RankTime(socket.gethostname(), own_s, of_host), group)
+    now_busy_s, now_interrupts_s = _host_seconds()
+    rank = RankTime(socket.gethostname(), own_s, now_busy_s - busy_s, now_interrupts_s - interrupts_s)
+    found = gather(rank, group)
     return total_seconds(found) / len(found) / repeats
 
 
-class HostTime(NamedTuple):
-    """Seconds since a host was started, of all cores together; 0 where the kernel does not tell."""
-
-    busy_s: float
-    interrupts_s: float
-
-    @staticmethod
-    def now() -> HostTime:
-        """Return the time of this host."""
-        try:
-            numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
-            user, nice, system, _, _, hard, soft, steal = (int(number) / os.sysconf("SC_CLK_TCK") for number in numbers)
-        except (OSError, ValueError):  # not Linux, or a kernel that counts otherwise
-            return HostTime(0.0, 0.0)
-        return HostTime(user + nice + system + hard + soft + steal, hard + soft)
+def _host_seconds() -> tuple[float, float]:
+    """Return the seconds in which cores of this host were busy, and in interrupts; 0 where the kernel does not tell."""
+    try:
+        numbers = Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:9]
+        user, nice, system, _, _, hard, soft, steal = (int(number) / os.sysconf("SC_CLK_TCK") for number in numbers)
+    except (OSError, ValueError):  # not Linux, or a kernel that counts otherwise
+        return 0.0, 0.0
+    return user + nice + system + hard + soft + steal, hard + soft
 
 
 class RankTime(NamedTuple):
-    """Processor time of a rank, and of its host meanwhile."""
+    """Processor seconds of a rank, and meanwhile of all cores of its host."""
 
     host: str
     own_s: float
-    of_host: HostTime
+    busy_s: float
+    interrupts_s: float
 
 
 def total_seconds(ranks: Sequence[RankTime]) -> float:
@@ -80,7 +74,7 @@ def total_seconds(ranks: Sequence[RankTime]) -> float:
     for host in {rank.host for rank in ranks}:
         neighbours = [rank for rank in ranks if rank.host == host]
         own_s = sum(rank.own_s for rank in neighbours)
-        of_host = max((rank.of_host for rank in neighbours), key=lambda each: each.busy_s)
+        of_host = max(neighbours, key=lambda rank: rank.busy_s)
         total_s += own_s + max(0.0, min(of_host.interrupts_s, of_host.busy_s - own_s))
     return total_s
 

@@ -6,7 +6,7 @@ import contextlib
 import runpy
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -39,7 +39,12 @@ def profile_script(
     if not script.is_file():
         raise ValueError(f"there is no script {script}")
     session = _Session(steps, warmup)
-    with _as_main(script, arguments), session:
+    with (
+        mock.patch.object(sys, "argv", [str(script), *arguments]),
+        mock.patch.object(sys, "path", [str(script.resolve().parent), *sys.path]),
+        mock.patch.object(dist, "destroy_process_group", lambda group=None: None),  # measurements follow
+        session,
+    ):
         try:
             runpy.run_path(str(script), run_name="__main__")
         except _Stop as stop:
@@ -125,16 +130,3 @@ class _Session:
             f"no single {kind} that was called in training mode holds all parameters of the optimizers; several "
             f"models, losses with parameters of their own, and scripts that use a hook already, cannot be profiled"
         )
-
-
-@contextlib.contextmanager
-def _as_main(script: Path, arguments: Sequence[str]) -> Iterator[None]:
-    """Set ``sys`` for a script, and keep its process group for the measurements that follow."""
-    argv, path = sys.argv, list(sys.path)
-    sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.resolve().parent))
-    try:
-        with mock.patch.object(dist, "destroy_process_group", lambda group=None: None):
-            yield
-    finally:
-        sys.argv, sys.path[:] = argv, path

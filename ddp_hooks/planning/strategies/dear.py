@@ -17,8 +17,7 @@ from ddp_hooks.planning.atoms import (
     tuned_atom_bytes,
 )
 from ddp_hooks.planning.events import Process, Signal, Slice
-from ddp_hooks.planning.network import Costs, Network
-from ddp_hooks.planning.rounds import Phase
+from ddp_hooks.planning.network import Costs, Network, Phase
 from ddp_hooks.planning.simulation import Run, Strategy, simulate
 from ddp_hooks.planning.step import StepProfile
 from ddp_hooks.planning.strategies.in_backward import ddp_buckets, launcher
@@ -36,8 +35,7 @@ _NUM_SIZES = 24  # that are simulated; the tuner goes on from the best
 class Dear(Strategy):
     """DeAR: reduce-scatters under the backward, all-gathers under the next forward, on one level.
 
-    Atoms and groups are formed by :mod:`ddp_hooks.planning.atoms`, as in the hook. Settings that are None are chosen
-    for the link, as in the hook.
+    Atoms and groups are formed as in the hook, and settings that are None are chosen for the link, as there.
     """
 
     #: With ``"sharded"`` parameters are gathered, and a worker updates its share. With ``"replicated"`` gradients are
@@ -97,7 +95,7 @@ class Dear(Strategy):
                 yield from run.optimizer(1 / run.network.workers)
             gathered: dict[int, Signal] = {}  # by atom
             for number, group in enumerate(groups.gathers):
-                after = [scattered[atom] for atom in group if atom in scattered]
+                after = [scattered[atom] for atom in group]
                 gathered.update(dict.fromkeys(group, submit("all-gather", number, group, after)))
             for tensor, atoms in groups.atoms_of.items():
                 arrived[tensor] = run.engine.all_of([gathered[atom] for atom in atoms])
@@ -174,8 +172,7 @@ def predicted_start(
 ) -> BucketTuner:
     """Return the tuner with a first trial whose simulated step is the fastest.
 
-    Among equally fast sizes the middle one is taken: there an error of the model costs least. MG-WFBP keeps the groups
-    that its model chooses (DeAR, section II-C); the tuner only begins with them, and then measures.
+    Among equally fast sizes the middle one is taken: there an error of the model costs least.
     ``strategy`` is DeAR as it is configured; None: with the defaults of :class:`~ddp_hooks.DearConfig`.
     """
     dear = replace(strategy or Dear(), tuner=tuner)

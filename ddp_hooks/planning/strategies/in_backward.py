@@ -10,7 +10,7 @@ from ddp_hooks.comm import mebibytes
 from ddp_hooks.comm.algorithms.bruck import all_gather_steps
 from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
 from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
-from ddp_hooks.planning.rounds import Round, Rounds
+from ddp_hooks.planning.network import Round, Rounds
 from ddp_hooks.planning.simulation import Run, Strategy
 
 _GLOO_THREADS = 2  # of a process group

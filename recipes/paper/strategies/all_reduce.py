@@ -8,7 +8,7 @@ from functools import partial
 from ddp_hooks.comm import mebibytes, num_rounds
 from ddp_hooks.planning import Ddp, Strategy
 from ddp_hooks.planning.events import Process, Signal, Slice
-from ddp_hooks.planning.rounds import Round
+from ddp_hooks.planning.network import Round
 from ddp_hooks.planning.simulation import Run
 from ddp_hooks.planning.strategies.in_backward import DDP_HOOK_S, reduce_in_backward
 from recipes.paper.strategies.queues import PriorityLanes

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ddp_hooks.planning import Dear
 from ddp_hooks.planning.atoms import FusionRule
 from ddp_hooks.planning.events import Slice
-from ddp_hooks.planning.rounds import Phase
+from ddp_hooks.planning.network import Phase
 from ddp_hooks.planning.simulation import Run
 from ddp_hooks.planning.strategies.dear import Sizes, Update
 

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from ddp_hooks.comm import num_rounds
 from ddp_hooks.planning.events import Slice
-from ddp_hooks.planning.rounds import Round, Rounds, ring
+from ddp_hooks.planning.network import Round, Rounds, ring
 from ddp_hooks.planning.simulation import Run
 
 Schedule: TypeAlias = Literal["ring", "two-level", "two-level-log"]

@@ -8,7 +8,7 @@ from typing import Literal
 
 from ddp_hooks.planning import Strategy
 from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
-from ddp_hooks.planning.rounds import all_to_all
+from ddp_hooks.planning.network import all_to_all
 from ddp_hooks.planning.simulation import Run
 from ddp_hooks.planning.strategies.in_backward import DDP_HOOK_S, ddp_buckets, launcher
 from recipes.paper.strategies.rounds import gathered
