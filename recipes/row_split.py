@@ -93,12 +93,14 @@ class _Worker:
         own = nn.Parameter(whole[:, bounds[rank] : bounds[rank + 1]].clone())
         self.rank = rank
         self.world_size = len(now)
-        self.table = Table(0, "words", (), NUM_ROWS, DIM, bounds, own, None)
+        self.table = Table(0, "words", (), NUM_ROWS, DIM, bounds, rank, own, None)
         self.split = Split()
         self.counts = (0, 0)
         self.next_vectors = torch.empty(0)
+        self._ids = np.array(now[rank], np.int64)
         self._batches = [
-            BatchRows.of({0: np.array(ids[rank], np.int64)}, [self.table], deduplicate=True) for ids in (now, following)
+            BatchRows.of({0: ids}, [self.table], deduplicate=True)
+            for ids in (self._ids, np.array(following[rank], np.int64))
         ]
         self._updates = TableUpdates(torch.optim.SparseAdam([own], lr=0.5), [own])
 
@@ -107,35 +109,32 @@ class _Worker:
         batch, upcoming = self._batches
         yield from self._counted("ids", self._tell(batch, Purpose.NOW))
         lookup = self._lookup(batch)
-        yield from self._counted("lookup", look_up([lookup], batch, self.rank, self.world_size))
+        yield from self._counted("lookup", look_up([lookup], batch))
         yield from self._counted("ids", self._tell(upcoming, Purpose.AHEAD))
 
-        assert batch.wanted is not None
-        ids = batch.wanted[0].ids
+        ids = self._ids
         positions = lookup.positions_of(ids)
         assert isinstance(positions, Tensor)
         lookup.add_gradient(positions, _gradient_of(torch.from_numpy(ids)))
-        exchange = GradientExchange(
-            self.table, [lookup], upcoming, splits=True, rank=self.rank, world_size=self.world_size
-        )
+        exchange = GradientExchange(self.table, [lookup], upcoming, splits=True)
         yield from self._counted("prior", exchange.send_prior())
         self.counts = exchange.num_prior, exchange.num_delayed
         self._updates.begin()
         self._apply(exchange.prior)
 
         next_lookup = self._lookup(upcoming)
-        yield from self._counted("next lookup", look_up([next_lookup], upcoming, self.rank, self.world_size))
+        yield from self._counted("next lookup", look_up([next_lookup], upcoming))
         assert next_lookup.vectors is not None
         self.next_vectors = next_lookup.vectors
         yield from self._counted("delayed", send_delayed([exchange]))
         self._apply(exchange.delayed)
 
     def _tell(self, batch: BatchRows, purpose: Purpose) -> Algorithm:
-        return exchange_ids(batch, purpose, 1, NO_ERROR, [self.table], self.rank, range(self.world_size))
+        return exchange_ids(batch, purpose, 1, NO_ERROR, [self.table], range(self.world_size))
 
     def _lookup(self, batch: BatchRows) -> Lookup:
-        assert batch.wanted is not None
-        return Lookup(self.table, batch.wanted[0])
+        assert batch.rows is not None
+        return Lookup(self.table, batch.rows[0])
 
     def _apply(self, part: RowSum | None) -> None:
         assert part is not None

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import Algorithm, agree, calling, read_metadata, see
+from ddp_hooks.comm import agree, calling, read_metadata, see
 from ddp_hooks.comm.torch_compat.state_dict import StateDictCall, inside_state_dict_api, optimizers_beside_model
 from ddp_hooks.embedding.exchange.channels import Channels
-from ddp_hooks.embedding.exchange.columns import gather_columns
-from ddp_hooks.embedding.step.lifecycle import Phase
 from ddp_hooks.embedding.step.scheduler import StepScheduler
-from ddp_hooks.embedding.table import Table
+from ddp_hooks.embedding.table import Table, gather_columns
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -101,17 +99,16 @@ class TableCheckpoint:
 
     # -- weights of modules
 
-    def weight_of(self, index: int, caller: str) -> Tensor:
+    def weight_of(self, table: Table, caller: str) -> Tensor:
         """Return a whole table, or a DTensor for FSDP2 and ``torch.distributed.checkpoint.state_dict``.
 
-        Raises:
-            RuntimeError: this rank has some columns only.
+        Raises ``RuntimeError`` in the name of ``caller`` if this rank has some columns only.
         """
         if self._scheduler.local_tables is not None:
-            return self._scheduler.local_tables[index]
+            return self._scheduler.local_tables[table.index]
         if self._kept_weights is not None and not inside_state_dict_api():
-            return self._kept_weights[index]
-        table, is_closed = self._tables[index], self._scheduler.phase is Phase.CLOSED
+            return self._kept_weights[table.index]
+        is_closed = self._scheduler.closed
         if self._world_size == 1:
             self._scheduler.split_step.flush()
             return table.weight.detach()
@@ -131,13 +128,13 @@ class TableCheckpoint:
             f"tables.local() on all ranks{see('tables-are-sharded')}"
         )
 
-    def weight_to_save(self, index: int) -> Tensor:
+    def weight_to_save(self, table: Table) -> Tensor:
         """Return :meth:`weight_of` for ``state_dict()``; collective if torch gathers it."""
         if self._scheduler.local_tables is None:
             self._meet_before_gather()
-        return self.weight_of(index, "state_dict()")
+        return self.weight_of(table, "state_dict()")
 
-    def load_weight(self, index: int, full: Tensor) -> None:
+    def load_weight(self, table: Table, full: Tensor) -> None:
         """Copy this rank's columns of (num_rows, dim); collective for a DTensor."""
         if self._scheduler.local_tables is not None:
             raise RuntimeError(
@@ -146,16 +143,15 @@ class TableCheckpoint:
             )
         self._scheduler.split_step.flush()
         self.discard_old()
-        table = self._tables[index]
         columns = self._own_columns(table, full)
         with torch.no_grad():
             table.weight.copy_(columns)
 
-    def convert(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
+    def convert(self, table: Table, function: Callable[[Tensor], Tensor]) -> None:
         """Apply ``model.to()`` and the like to this rank's columns."""
         self._scheduler.split_step.flush()
         self.discard_old()
-        weight = self._tables[index].weight
+        weight = table.weight
         with torch.no_grad():
             converted = function(weight.data)
         if converted.device != weight.device:
@@ -170,13 +166,11 @@ class TableCheckpoint:
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's columns of weights and optimizer state as DTensors."""
         own = self._own_state()
-        found: dict[str, Any] = {}
+        found: dict[str, Any] = {"param_groups": own["param_groups"]}
         for position, table in enumerate(self._in_optimizer_order()):
-            found[f"{table.name}.weight"] = self._as_dtensor(table, table.weight.detach())
-            for key, value in own["state"].get(position, {}).items():
+            for key, value in {"weight": table.weight.detach(), **own["state"].get(position, {})}.items():
                 entry = self._as_dtensor_if_columns(table, value)
                 found[f"{table.name}.{key}"] = entry if isinstance(entry, Tensor) else torch.as_tensor(entry)
-        found["param_groups"] = own["param_groups"]
         return found
 
     def load_sharded(self, path: str | os.PathLike[str], prefix: str) -> None:
@@ -190,40 +184,32 @@ class TableCheckpoint:
         if missing:
             problem = problem or f"{os.fspath(path)} has no table {', '.join(missing)} under {prefix!r}"
         agree({"entries": sorted(keys)}, problem, self._group, "the checkpoint", self._channels.config)
-        target: dict[str, Any] = {"param_groups": self._own_state()["param_groups"]}
-        table_of = {table.name: table for table in self._tables}
-        for key in keys:
-            table = table_of.get(key.rpartition(".")[0])
-            if table is None:
-                continue
-            entry = metadata[f"{prefix}.{key}"]
-            assert isinstance(entry, TensorStorageMetadata)
-            if tuple(entry.size) == table.shape:
+        own = self._own_state()
+        target: dict[str, Any] = {"param_groups": own["param_groups"]}
+        tables = {table.name: (position, table) for position, table in enumerate(self._in_optimizer_order())}
+        entries = [key for key in keys if key.rpartition(".")[0] in tables]
+        for key in entries:
+            _, table = tables[key.rpartition(".")[0]]
+            stored = metadata[f"{prefix}.{key}"]
+            assert isinstance(stored, TensorStorageMetadata)
+            if tuple(stored.size) == table.shape:
                 target[key] = self._as_dtensor(table, torch.zeros_like(table.weight.detach()))
             else:
-                target[key] = torch.zeros(entry.size, dtype=entry.properties.dtype)
+                target[key] = torch.zeros(stored.size, dtype=stored.properties.dtype)
         load({prefix: target}, checkpoint_id=path, process_group=self._group)
-        self._install(target)
-
-    def _install(self, loaded: Mapping[str, Any]) -> None:
-        present = self._own_state()["state"]
         state: dict[int, dict[str, Any]] = {}
-        for position, table in enumerate(self._in_optimizer_order()):
-            for key, value in loaded.items():
-                name, _, entry = key.rpartition(".")
-                if name != table.name:
-                    continue
-                local = value.to_local() if hasattr(value, "to_local") else value
-                if entry == "weight":
-                    with torch.no_grad():
-                        table.weight.copy_(local)
-                    continue
-                counts_in_numbers = not isinstance(present.get(position, {}).get(entry, 0), Tensor)
-                state.setdefault(position, {})[entry] = (
-                    local.item() if local.dim() == 0 and counts_in_numbers else local
-                )
+        for key in entries:
+            name, _, entry = key.rpartition(".")
+            position, table = tables[name]
+            value = target[key].to_local() if tuple(target[key].shape) == table.shape else target[key]
+            if entry == "weight":
+                with torch.no_grad():
+                    table.weight.copy_(value)
+                continue
+            is_number = value.dim() == 0 and not isinstance(own["state"].get(position, {}).get(entry, 0), Tensor)
+            state.setdefault(position, {})[entry] = value.item() if is_number else value
         with self._own_columns_only():
-            self._optimizer.load_state_dict({"state": state, "param_groups": loaded["param_groups"]})
+            self._optimizer.load_state_dict({"state": state, "param_groups": target["param_groups"]})
 
     # -- hooks of the optimizer
 
@@ -345,13 +331,7 @@ class TableCheckpoint:
         return self._as_dtensor(table, value) if _has_columns(table, value) else value
 
     def _gather(self, table: Table, columns: Tensor, to: int | None) -> Tensor | None:
-        found: list[Tensor | None] = []
-
-        def algorithm() -> Algorithm:
-            found.append((yield from gather_columns(table, columns, self._rank, self._world_size, to)))
-
-        self._channels.run("columns", algorithm(), f"all columns of {table.name}").wait()
-        return found[0]
+        return self._channels.result_of("columns", gather_columns(table, columns, to), f"all columns of {table.name}")
 
 
 def _has_columns(table: Table, value: Any) -> bool:

@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from ddp_hooks.comm.torch_compat.state_dict import inside_state_dict_api
+from ddp_hooks.embedding.checkpoint import TableCheckpoint
+from ddp_hooks.embedding.step.scheduler import StepScheduler
 from ddp_hooks.embedding.table import Table
-
-
-class TableOwner(Protocol):
-    """Part of ``EmbeddingTables`` that its modules call."""
-
-    def embed(self, index: int, ids: Tensor) -> Tensor:
-        """Return the vectors of ``ids``."""
-
-    def requires_grad_(self, requires_grad: bool = True, names: Iterable[str] | None = None) -> None:
-        """Train or freeze tables."""
-
-    def weight_of(self, index: int, caller: str) -> Tensor:
-        """Return a whole table, or raise ``RuntimeError`` in the name of ``caller``."""
-
-    def weight_to_save(self, index: int) -> Tensor:
-        """Return a whole table for ``state_dict()``."""
-
-    def load_weight(self, index: int, full: Tensor) -> None:
-        """Copy this rank's columns of a whole table."""
-
-    def convert(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``model.to()`` and the like."""
-
-    def warn_if_left_out(self) -> None:
-        """Warn if ``get_state_dict()`` was not given the tables' optimizer."""
 
 
 class ShardedEmbedding(nn.Module):
@@ -44,21 +20,25 @@ class ShardedEmbedding(nn.Module):
     ``tables.optimizer`` updates it.
 
     Args:
-        tables: the ``EmbeddingTables``.
+        tables: the ``EmbeddingTables``, which live as long as the module.
+        scheduler, checkpoint: of these tables.
         table: the module's table.
         is_first: True for the first of the modules that share the table.
     """
 
-    def __init__(self, tables: TableOwner, table: Table, is_first: bool) -> None:
+    def __init__(
+        self, tables: Any, scheduler: StepScheduler, checkpoint: TableCheckpoint, table: Table, is_first: bool
+    ) -> None:
         super().__init__()
         self.num_embeddings = table.num_rows
         self.embedding_dim = table.dim
         self.padding_idx = table.padding_idx
         self.tables = tables
-        self.index = table.index
+        self._scheduler = scheduler
+        self._checkpoint = checkpoint
         self._table = table
         self._is_first = is_first
-        self._parameters = _HiddenParameters(tables, table.weight if is_first else None)
+        self._parameters = _HiddenParameters(checkpoint, table.weight if is_first else None)
 
     @property
     def weight(self) -> Tensor:
@@ -66,11 +46,11 @@ class ShardedEmbedding(nn.Module):
 
         In a model of FSDP2's it is a DTensor of all ranks' columns, as parameters are DTensors there.
         """
-        return self.tables.weight_of(self.index, f"{self._table.name}.weight")
+        return self._checkpoint.weight_of(self._table, f"{self._table.name}.weight")
 
     def requires_grad_(self, requires_grad: bool = True) -> ShardedEmbedding:
         """Train or freeze the table from now on; all ranks do the same."""
-        self.tables.requires_grad_(requires_grad, [self._table.name])
+        self._scheduler.requires_grad.set(self._table.index, requires_grad)
         return self
 
     @torch.compiler.disable
@@ -82,7 +62,7 @@ class ShardedEmbedding(nn.Module):
             RuntimeError: ranks are desynchronized, or the tables were closed.
             LaneError, LaneTimeout: vectors did not arrive.
         """
-        return self.tables.embed(self.index, input)
+        return self._scheduler.embed(self._table, input)
 
     def extra_repr(self) -> str:
         """Describe the module as ``nn.Embedding`` does, with the number of own columns."""
@@ -93,11 +73,11 @@ class ShardedEmbedding(nn.Module):
     def _apply(self, fn: Any, recurse: bool = True) -> ShardedEmbedding:
         super()._apply(fn, recurse)
         if self._is_first:
-            self.tables.convert(self.index, fn)
+            self._checkpoint.convert(self._table, fn)
         return self
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        destination[prefix + "weight"] = self.tables.weight_to_save(self.index)
+        destination[prefix + "weight"] = self._checkpoint.weight_to_save(self._table)
 
     def _load_from_state_dict(
         self,
@@ -116,12 +96,12 @@ class ShardedEmbedding(nn.Module):
         elif tuple(full.shape) != shape:
             error_msgs.append(f"{key} must have the shape {shape} of the whole table, got {tuple(full.shape)}")
         else:
-            self.tables.load_weight(self.index, full)
+            self._checkpoint.load_weight(self._table, full)
 
-    def __deepcopy__(self, memo: Any) -> ShardedEmbedding:
+    def __reduce__(self) -> Any:
         raise TypeError(
-            "a model with sharded tables cannot be copied: the copy would communicate for the original. Build a model "
-            "without them and load tables.full_state_dict() into it"
+            "a model with sharded tables cannot be copied or pickled: the copy would communicate for the original. "
+            "Build a model without them and load tables.full_state_dict() into it"
         )
 
 
@@ -131,13 +111,13 @@ class _HiddenParameters(dict[str, Any]):
     That API looks up the names of an optimizer's parameters in the model.
     """
 
-    def __init__(self, tables: TableOwner, weight: nn.Parameter | None) -> None:
+    def __init__(self, checkpoint: TableCheckpoint, weight: nn.Parameter | None) -> None:
         super().__init__()
-        self._tables = tables
+        self._checkpoint = checkpoint
         self._weight = weight
 
     def items(self) -> Any:
         if self._weight is not None and inside_state_dict_api():
-            self._tables.warn_if_left_out()
+            self._checkpoint.warn_if_left_out()
             return {"weight": self._weight}.items()
         return super().items()

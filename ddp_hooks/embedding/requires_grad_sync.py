@@ -7,19 +7,17 @@ everything around a table, the user may have meant the table, too: training refu
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections import defaultdict
+from collections.abc import Collection, Sequence
+from typing import Any, NamedTuple
 
 from torch import nn
 
 from ddp_hooks.comm import see
-from ddp_hooks.embedding.module import ShardedEmbedding
 from ddp_hooks.embedding.table import Table
 
 
-@dataclass
-class _Surroundings:
+class _Surroundings(NamedTuple):
     """Nearest module around a table with other trained parameters, and these parameters."""
 
     name: str
@@ -35,14 +33,16 @@ class RequiresGradSync:
 
     def attach(self, root: nn.Module) -> None:
         """Extend ``requires_grad_()`` of every module between ``root`` and a table."""
-        paths = dict(root.named_modules(remove_duplicate=False))
-        for path, module in paths.items():
-            if isinstance(module, ShardedEmbedding):
-                ends = [*reversed([end for end, letter in enumerate(path) if letter == "."]), 0] if path else []
-                ancestors = [paths[path[:end]] for end in ends]  # the nearest first
-                for ancestor in ancestors:
-                    _extend_requires_grad(ancestor)
-                self._around.setdefault(module.index, _surroundings_of(ancestors, root))
+        inside: dict[nn.Module, set[int]] = defaultdict(set)  # tables in a module
+        for table in self._tables:
+            for path in (table.name, *table.aliases):
+                names = path.split(".")
+                around = [root.get_submodule(".".join(names[:end])) for end in reversed(range(len(names)))]
+                for module in around:
+                    inside[module].add(table.index)
+                self._around.setdefault(table.index, _surroundings_among(around, root))
+        for module, indices in inside.items():
+            self._extend_requires_grad(module, indices)
 
     def set(self, index: int, requires_grad: bool) -> None:
         """Train or freeze a table from now on."""
@@ -63,27 +63,22 @@ class RequiresGradSync:
                     f"{see('set-up-changed-later')}"
                 )
 
+    def _extend_requires_grad(self, module: nn.Module, indices: Collection[int]) -> None:
+        reference = weakref.ref(module)
 
-def _surroundings_of(ancestors: Sequence[nn.Module], root: nn.Module) -> _Surroundings:
-    for ancestor in ancestors:
-        trained = [weakref.ref(parameter) for parameter in ancestor.parameters() if parameter.requires_grad]
+        def requires_grad_(requires_grad: bool = True) -> Any:
+            for index in indices:
+                self.set(index, requires_grad)
+            present = reference()
+            assert present is not None
+            return nn.Module.requires_grad_(present, requires_grad)
+
+        module.requires_grad_ = requires_grad_  # type: ignore[method-assign]
+
+
+def _surroundings_among(modules: Sequence[nn.Module], root: nn.Module) -> _Surroundings:
+    for module in modules:
+        trained = [weakref.ref(parameter) for parameter in module.parameters() if parameter.requires_grad]
         if trained:
-            return _Surroundings("the model" if ancestor is root else type(ancestor).__name__, trained)
+            return _Surroundings("the model" if module is root else type(module).__name__, trained)
     return _Surroundings("", [])
-
-
-def _extend_requires_grad(module: nn.Module) -> None:
-    """Let ``module.requires_grad_()`` train or freeze the tables inside it."""
-    if "requires_grad_" in vars(module):
-        return
-    reference = weakref.ref(module)
-
-    def requires_grad_(requires_grad: bool = True) -> Any:
-        present = reference()
-        assert present is not None
-        for below in present.modules():
-            if isinstance(below, ShardedEmbedding):
-                below.requires_grad_(requires_grad)
-        return nn.Module.requires_grad_(present, requires_grad)
-
-    module.requires_grad_ = requires_grad_  # type: ignore[method-assign]

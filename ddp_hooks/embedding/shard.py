@@ -12,7 +12,6 @@ from torch import nn
 from ddp_hooks.comm import agree
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.exchange.channels import Exchanger
-from ddp_hooks.embedding.module import ShardedEmbedding
 from ddp_hooks.embedding.selection import Selected, Which, find_problem, select
 from ddp_hooks.embedding.step import updates
 from ddp_hooks.embedding.table import Table, column_bounds
@@ -72,10 +71,7 @@ def shard_embeddings(
     tables = [_table_of(index, one, rank, world_size) for index, one in enumerate(selected)]
     optimizer = optimizer_class([(table.name, table.weight) for table in tables], **optimizer_options)
     result = EmbeddingTables(model, tables, optimizer, group, config, coordinator)
-    result.initialize_from([one.module.weight for one in selected])
-    for table, one in zip(tables, selected, strict=True):
-        _replace(model, result, table, one)
-    result.attach_modules()
+    result.replace(selected)
     return result
 
 
@@ -90,20 +86,10 @@ def _table_of(index: int, selected: Selected, rank: int, world_size: int) -> Tab
         num_rows=module.num_embeddings,
         dim=module.embedding_dim,
         bounds=bounds,
+        rank=rank,
         weight=torch.nn.Parameter(own),
         padding_idx=module.padding_idx,
     )
-
-
-def _replace(model: nn.Module, tables: EmbeddingTables, table: Table, selected: Selected) -> None:
-    made: dict[int, ShardedEmbedding] = {}
-    for path, module in selected.places:
-        if id(module) not in made:
-            made[id(module)] = ShardedEmbedding(tables, table, is_first=not made).train(module.training)
-        parent, _, attribute = path.rpartition(".")
-        setattr(model.get_submodule(parent), attribute, made[id(module)])
-    for _, other, attribute in selected.others:
-        setattr(other, attribute, torch.nn.Parameter(selected.module.weight.detach().clone()))
 
 
 def _problem_of_devices(

@@ -2,42 +2,41 @@
 
 from __future__ import annotations
 
+from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from ddp_hooks.comm import Algorithm, Recv, Round, Send, pairwise_exchange, round_of
+
+_CHUNK_BYTES = 32 << 20  # of whole rows in one round, which bounds the memory of messages
+
 
 @dataclass
 class Table:
-    """Table and the columns that this rank owns.
+    """Table, and the columns that this rank owns."""
 
-    Args:
-        index: position among the tables.
-        name: path of the ``nn.Embedding`` in the model; the first path if several modules share the weight.
-        aliases: the other paths.
-        num_rows, dim: shape of the whole table.
-        bounds: rank r owns columns ``[bounds[r], bounds[r + 1])``.
-        weight: this rank's columns, (num_rows, own columns), contiguous.
-        padding_idx: row without gradient, or None.
-    """
-
-    index: int
-    name: str
-    aliases: tuple[str, ...]
+    index: int  # among the tables
+    name: str  # path of the nn.Embedding in the model; the first path if several modules share the weight
+    aliases: tuple[str, ...]  # the other paths
     num_rows: int
-    dim: int
-    bounds: tuple[int, ...]
-    weight: torch.nn.Parameter
-    padding_idx: int | None
+    dim: int  # columns of the whole table
+    bounds: tuple[int, ...]  # rank r owns columns [bounds[r], bounds[r + 1])
+    rank: int  # of this process
+    weight: torch.nn.Parameter  # (num_rows, own columns), contiguous
+    padding_idx: int | None  # row without gradient
 
     @property
     def shape(self) -> tuple[int, int]:
         """Shape of the whole table."""
         return self.num_rows, self.dim
 
+    @property
+    def world_size(self) -> int:
+        return len(self.bounds) - 1
+
     def num_columns(self, rank: int) -> int:
-        """Return how many columns a rank owns."""
         return self.bounds[rank + 1] - self.bounds[rank]
 
     def nbytes(self, num_rows: int, rank: int) -> int:
@@ -48,8 +47,45 @@ class Table:
         """Return a view of a rank's columns of (..., dim)."""
         return full[..., self.bounds[rank] : self.bounds[rank + 1]]
 
+    def chunks(self) -> list[tuple[int, int]]:
+        """Cut the rows into ranges that travel in one round."""
+        step = max(1, _CHUNK_BYTES // max(1, self.dim * self.weight.element_size()))
+        return [(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step)]
+
 
 def column_bounds(dim: int, world_size: int) -> tuple[int, ...]:
     """Split ``dim`` columns as ``torch.chunk`` and DTensor's ``Shard`` do; return each rank's start, and the end."""
     share = -(-dim // world_size)
     return tuple(min(rank * share, dim) for rank in range(world_size + 1))
+
+
+def scatter_columns(table: Table, full: Tensor) -> Algorithm:
+    """Fill ``table.weight`` on every rank with its columns of the first rank's ``full``, (num_rows, dim)."""
+    with torch.no_grad():
+        if table.rank == 0:
+            table.weight.copy_(table.cut(full, 0))
+        for start, stop in table.chunks():
+            if table.rank == 0:
+                parts = [(peer, table.cut(full[start:stop], peer)) for peer in range(1, table.world_size)]
+                yield round_of(*(Send(peer, part.contiguous().view(-1)) for peer, part in parts))
+            else:
+                yield round_of(Recv(0, table.weight.detach()[start:stop].view(-1)))
+
+
+def gather_columns(table: Table, columns: Tensor, to: int | None) -> Generator[Round, None, Tensor | None]:
+    """Gather a table, or an entry of its optimizer state, from (num_rows, own columns) of all ranks.
+
+    Returns (num_rows, dim) on rank ``to``, or on all ranks if ``to`` is None; otherwise None.
+    """
+    receives = to in (None, table.rank)
+    full = columns.new_empty(table.shape if receives else 0)
+    peers = range(table.world_size)
+    for start, stop in table.chunks():
+        mine = columns[start:stop].reshape(-1)
+        outgoing = [mine if to in (None, peer) else mine[:0] for peer in peers]
+        sizes = [(stop - start) * table.num_columns(peer) if receives else 0 for peer in peers]
+        incoming = [mine if peer == table.rank else mine.new_empty(sizes[peer]) for peer in peers]
+        yield from pairwise_exchange(outgoing, incoming, table.rank)
+        for peer in peers if receives else ():
+            table.cut(full[start:stop], peer).copy_(incoming[peer].view(stop - start, table.num_columns(peer)))
+    return full if receives else None

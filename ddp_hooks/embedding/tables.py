@@ -17,15 +17,15 @@ from ddp_hooks.comm import Work, at_exit, calling, see, whole
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.exchange.channels import Channels, CoordinatedChannels, Exchanger
-from ddp_hooks.embedding.exchange.columns import scatter_columns
 from ddp_hooks.embedding.exchange.ids import BatchRows
+from ddp_hooks.embedding.module import ShardedEmbedding
+from ddp_hooks.embedding.selection import Selected
 from ddp_hooks.embedding.stats import TableStats
-from ddp_hooks.embedding.step.lifecycle import Phase
 from ddp_hooks.embedding.step.optimizer_hooks import OptimizerHooks
 from ddp_hooks.embedding.step.prefetch import BatchIds, PrefetchedLoader, ids_by_table
 from ddp_hooks.embedding.step.scheduler import StepScheduler
 from ddp_hooks.embedding.step.updates import TableUpdates
-from ddp_hooks.embedding.table import Table
+from ddp_hooks.embedding.table import Table, scatter_columns
 from ddp_hooks.intercept import co_optimizers
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 
@@ -45,7 +45,6 @@ class EmbeddingTables:
     Attributes:
         optimizer: a ``torch.optim.Optimizer`` of the tables, for schedulers and its settings.
         config: the settings.
-        announcements: batches that loaders have handed out.
     """
 
     def __init__(
@@ -74,8 +73,8 @@ class EmbeddingTables:
         self._step = self._scheduler.split_step
         self._checkpoint = TableCheckpoint(model, self._tables, optimizer, self._channels, self._scheduler)
         self._optimizers = OptimizerHooks(optimizer, updates, self._scheduler, self._checkpoint.discard_whole)
-        self.announcements = self._scheduler.lookups.queue
-        self._replaced: dict[int, weakref.ref[Tensor]] = {}  # whole weights, by table
+        self.announcements = self._scheduler.lookups.queue  # batches that loaders have handed out
+        self._replaced: list[weakref.ref[Tensor]] = []  # whole weights, by table
         self._at_exit = at_exit(self.close, self._channels.abandon, self._channels.is_stuck)
         co_optimizers.join_module(model, self)
 
@@ -98,7 +97,7 @@ class EmbeddingTables:
         if problem is not None:
             raise ValueError(problem)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-        stale = [self._tables[index].name for index, weight in self._replaced.items() if id(weight()) in held]
+        stale = [t.name for t, weight in zip(self._tables, self._replaced, strict=True) if id(weight()) in held]
         if stale:
             raise ValueError(
                 f"the optimizer still holds the whole weight of {', '.join(stale)}: make it from model.parameters() "
@@ -208,7 +207,7 @@ class EmbeddingTables:
 
         Save before: the model keeps its columns, which can be neither looked up nor saved any more.
         """
-        if self._scheduler.phase is Phase.CLOSED:
+        if self._scheduler.closed:
             return
         try:
             if not self._step.is_interrupted:  # otherwise other ranks may not come
@@ -346,54 +345,35 @@ class EmbeddingTables:
         self._checkpoint.discard_old()
         self._checkpoint.load_sharded(path, prefix)
 
-    # -- modules and loaders (see TableOwner)
+    # -- modules and loaders
 
-    def initialize_from(self, weights: Sequence[Tensor]) -> None:
-        """Cut the tables out of whole weights, of the first rank with ``TableConfig(init_sync=True)``; collective."""
-        self._replaced = {index: weakref.ref(weight) for index, weight in enumerate(weights)}
-        rank, world_size = self._channels.rank, self._channels.world_size
-        for table, full in zip(self._tables, weights, strict=True):
+    def replace(self, selected: Sequence[Selected]) -> None:
+        """Take over the weights of these embeddings, and their places in the model; collective.
+
+        With ``TableConfig(init_sync=True)`` the weights are those of the first rank.
+        """
+        self._replaced = [weakref.ref(one.module.weight) for one in selected]
+        for table, one in zip(self._tables, selected, strict=True):
+            full = one.module.weight.detach()
             if self.config.init_sync:
-                algorithm = scatter_columns(table, full.detach(), rank, world_size)
-                self._channels.run("columns", algorithm, f"the weights of {table.name}").wait()
+                self._channels.run("columns", scatter_columns(table, full), f"the weights of {table.name}").wait()
             else:
                 with torch.no_grad():
-                    table.weight.copy_(table.cut(full, rank))
-
-    def attach_modules(self) -> None:
-        """Extend ``requires_grad_()`` of the modules around the tables, which are in the model now."""
+                    table.weight.copy_(table.cut(full, table.rank))
+        for table, one in zip(self._tables, selected, strict=True):
+            made: dict[int, ShardedEmbedding] = {}
+            for path, module in one.places:
+                if id(module) not in made:
+                    new = ShardedEmbedding(self, self._scheduler, self._checkpoint, table, is_first=not made)
+                    made[id(module)] = new.train(module.training)
+                self._root.set_submodule(path, made[id(module)])
+            for _, other, attribute in one.others:
+                setattr(other, attribute, nn.Parameter(one.module.weight.detach().clone()))
         self._scheduler.requires_grad.attach(self._root)
 
     def rows_of(self, given: BatchIds) -> BatchRows:
         """Return the rows of a batch from what the function given to :meth:`prefetch` returned."""
         return BatchRows.of(ids_by_table(given, self._index_of), self._tables, self.config.deduplicate)
 
-    def embed(self, index: int, ids: Tensor) -> Tensor:
-        """Return the vectors of ``ids`` in a table."""
-        return self._scheduler.embed(index, ids)
-
-    def weight_of(self, index: int, caller: str) -> Tensor:
-        """Return a whole table if it is here; see :meth:`TableCheckpoint.weight_of`."""
-        return self._checkpoint.weight_of(index, caller)
-
-    def weight_to_save(self, index: int) -> Tensor:
-        """Return a whole table for ``state_dict()``."""
-        return self._checkpoint.weight_to_save(index)
-
-    def load_weight(self, index: int, full: Tensor) -> None:
-        """Copy this rank's columns of a whole table."""
-        self._checkpoint.load_weight(index, full)
-
-    def convert(self, index: int, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``model.to()`` and the like to a table."""
-        self._checkpoint.convert(index, function)
-
-    def warn_if_left_out(self) -> None:
-        """Warn if ``get_state_dict()`` was not given the tables' optimizer."""
-        self._checkpoint.warn_if_left_out()
-
-    def __deepcopy__(self, memo: Any) -> EmbeddingTables:
-        raise TypeError("sharded tables cannot be copied: build a model without them and load full_state_dict()")
-
     def __reduce__(self) -> Any:
-        raise TypeError("sharded tables cannot be pickled: save tables.full_state_dict() instead")
+        raise TypeError("sharded tables cannot be copied or pickled: save tables.full_state_dict() instead")

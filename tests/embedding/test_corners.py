@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from ddp_hooks import GradScaler, TableConfig, shard_embeddings
-from ddp_hooks.embedding.step.lifecycle import Phase
 from ddp_hooks.intercept import co_optimizers
 from tests.support.embedding.twins import CONFIG, Batch, Side, Twins, batches, ids_of
 from tests.support.messages import message_of
@@ -317,7 +316,7 @@ def desynchronized(rank: int, world_size: int, case: str) -> str:
             model(torch.tensor([3]))
 
     message = message_of(train)
-    tables._scheduler.phase = Phase.CLOSED
+    tables._scheduler.closed = True
     return message
 
 

@@ -14,7 +14,6 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import LaneError, RowwiseAdamW, shard_embeddings
-from ddp_hooks.embedding.step.lifecycle import Phase
 from tests.support import resuming
 from tests.support.embedding.twins import CONFIG, Tables, batches, ids_of
 from tests.support.resuming import NUM_STEPS, die, die_in_a_round
@@ -112,7 +111,7 @@ def look_up_until_somebody_dies(rank: int, world_size: int, victim: int) -> str:
     except LaneError as error:
         return str(error)
     finally:
-        tables._scheduler.phase = Phase.CLOSED
+        tables._scheduler.closed = True
     return "nobody noticed"
 
 

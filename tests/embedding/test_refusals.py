@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TableConfig, shard_embeddings
-from ddp_hooks.embedding.step.lifecycle import Phase
 from tests.support.dear.misuse import Wrapping
 from tests.support.embedding.twins import CONFIG, Side, Twins, batches, ids_of
 from tests.support.messages import message_of
@@ -278,7 +277,7 @@ def alone(rank: int, world_size: int) -> tuple[str, float]:
     message = message_of(lambda: model["one"](torch.tensor([1]))) if rank == 0 else ""
     waited_s = time.monotonic() - started_s
     dist.barrier()
-    tables._scheduler.phase = Phase.CLOSED
+    tables._scheduler.closed = True
     return message, waited_s
 
 
@@ -324,7 +323,7 @@ def misuse(rank: int, world_size: int) -> list[str]:
 def test_misuse(workers: WorkerPools) -> None:
     expected = [
         "cannot be copied",
-        "prefetching loaders cannot be copied",
+        "prefetching loaders cannot be copied or pickled",
         "must be int32 or int64, got torch.float32",
         "unknown table 'nothing'; expected keys: encoder, decoder.words, narrow",
         "must return ids by table",

@@ -519,7 +519,7 @@ _TOPK = (
 _EMBEDDING = (
     Fault(
         "embedding: all ranks get the first one's columns",
-        "ddp_hooks/embedding/exchange/columns.py",
+        "ddp_hooks/embedding/table.py",
         "(peer, table.cut(full[start:stop], peer))",
         "(peer, table.cut(full[start:stop], 0))",
         ("tests/embedding/test_refusals.py",),
@@ -527,7 +527,7 @@ _EMBEDDING = (
     ),
     Fault(
         "embedding: gathered rows lie at the beginning",
-        "ddp_hooks/embedding/exchange/columns.py",
+        "ddp_hooks/embedding/table.py",
         "table.cut(full[start:stop], peer).copy_(",
         "table.cut(full[: stop - start], peer).copy_(",
         ("tests/embedding/test_columns.py",),
@@ -583,11 +583,11 @@ _EMBEDDING = (
     ),
     Fault(
         "embedding: gradients added to applied ones pass",
-        "ddp_hooks/embedding/step/lifecycle.py",
-        "GradientState.APPLIED: GradientState.ADDED_TO_APPLIED,",
-        "GradientState.APPLIED: GradientState.APPLIED,",
-        ("tests/embedding/test_unusual_loops.py", "tests/embedding/test_lifecycle.py"),
-        "gradients_that_were_applied or applied_once",
+        "ddp_hooks/embedding/step/scheduler.py",
+        "self._gradients = GradientState.ADDED_TO_APPLIED",
+        "self._gradients = GradientState.APPLIED",
+        ("tests/embedding/test_unusual_loops.py",),
+        "gradients_that_were_applied",
     ),
     Fault(
         "embedding: delayed rows overtake the next batch",

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, get_args
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
+from typing import Any, Protocol, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Stall, Work, gather_objects, special_tag
+from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Round, Stall, Work, gather_objects, special_tag
 from ddp_hooks.comm.executors.small import SmallExchange
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
@@ -20,6 +20,8 @@ _KINDS = get_args(Kind)
 _NAMES_PER_TABLE = 4  # names of one kind that a coordinator knows; fewer are in flight
 # Priorities with a coordinator, whose gradients have priority 0.
 _DELAYED, _URGENT = -1, 1
+
+Result = TypeVar("Result")
 
 
 class Exchanger(Protocol):
@@ -32,7 +34,7 @@ class Exchanger(Protocol):
 class Channels:
     """Runs the exchanges of tables, each kind in its lane, in the order of submission.
 
-    Creation is collective over ``group``. ``ranks`` are its global ranks, ``tally`` counts bytes and waits.
+    Creation is collective over ``group``.
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device, config: TableConfig) -> None:
@@ -40,22 +42,21 @@ class Channels:
         self.config = config
         self.tally = Tally()
         self.ranks = dist.get_process_group_ranks(group)
-        self.recorder = Recorder(False)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
+        self.recorder = Recorder(False)
+        self.lanes: list[Lanes] = []
         self._counts: dict[Kind, int] = defaultdict(int)
-        self._open(device, LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s))
+        self._open(device)
 
-    def _open(self, device: torch.device, settings: LaneSettings) -> None:
+    def _open(self, device: torch.device) -> None:
+        settings = LaneSettings(timeout_s=self.config.timeout_s, stall_warning_s=self.config.stall_warning_s)
         self.urgent = Lanes(self.group, 1, device, settings, self.recorder)
         self.patient = Lanes(self.group, 1, device, settings, self.recorder)
+        self.lanes = [self.urgent, self.patient]
         self._control = self.urgent  # for numbers that the host needs
         if device.type != "cpu":
             self._control = Lanes(self.group, 1, torch.device("cpu"), settings, self.recorder, backend="gloo")
-
-    @property
-    def lanes(self) -> list[Lanes]:
-        """All lanes that belong to these channels."""
-        return list(dict.fromkeys((self.urgent, self.patient, self._control)))
+            self.lanes.append(self._control)
 
     def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
         """Submit an exchange that begins when the work in ``after`` is done.
@@ -67,6 +68,16 @@ class Channels:
         tag = special_tag(_KINDS.index(kind), self._counts[kind])
         self._counts[kind] += 1
         return lanes.run(self.tally.counted(kind, algorithm), label, after, tag)
+
+    def result_of(self, kind: Kind, algorithm: Generator[Round, None, Result], label: str) -> Result:
+        """Run an exchange, and return what it returns."""
+        found: list[Result] = []
+
+        def keep() -> Algorithm:
+            found.append((yield from algorithm))
+
+        self.run(kind, keep(), label).wait()
+        return found[0]
 
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
         """Reduce a few numbers over the ranks; see :meth:`ddp_hooks.comm.Lanes.reduce_small`."""
@@ -80,16 +91,8 @@ class Channels:
 
     def wait(self, work: Work, stall: Stall) -> None:
         """Wait for an exchange, and add the time to ``stall``; raises ``LaneError`` and ``LaneTimeout``."""
-        if work.done:
+        with nullcontext() if work.done else stall.measure(self.recorder, work.label):
             work.wait()
-            return
-        with stall.measure(self.recorder, work.label):
-            work.wait()
-
-    def annotate(self, error: BaseException | None) -> None:
-        """Add the first failure to an error that it caused."""
-        for lanes in self.lanes:
-            lanes.annotate(error, "forward")
 
     def close(self) -> None:
         """Finish what was submitted, and end the lanes."""
@@ -104,21 +107,6 @@ class Channels:
     def is_stuck(self) -> bool:
         """Return True if a lane still waits for another rank after it was told to end."""
         return any(lanes.stuck for lanes in self.lanes)
-
-
-@dataclass
-class _Requested:
-    """Exchange that a coordinator was asked for."""
-
-    label: str
-    handle: Any
-
-    @property
-    def done(self) -> bool:
-        return bool(self.handle.done)
-
-    def wait(self) -> None:
-        self.handle.wait()
 
 
 class CoordinatedChannels(Channels):
@@ -139,26 +127,21 @@ class CoordinatedChannels(Channels):
         self._coordinator = coordinator
         self._name = name
         self._num_names = _NAMES_PER_TABLE * max(4, num_tables)
-        self._requested: dict[str, _Requested] = {}
+        self._requested: dict[str, Any] = {}
         super().__init__(group, device, config)
 
-    def _open(self, device: torch.device, settings: LaneSettings) -> None:
+    def _open(self, device: torch.device) -> None:
         """Use the coordinator's lanes."""
 
-    @property
-    def lanes(self) -> list[Lanes]:
-        return []
-
-    def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
+    def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Any:
         name = f"{kind} {self._counts[kind] % self._num_names} of {self._name}"
         self._counts[kind] += 1
         if name in self._requested:
             self._requested[name].wait()  # a name can be used again when its exchange is done
         priority = _DELAYED if kind == "delayed" else _URGENT
-        handles = [work.handle if isinstance(work, _Requested) else work for work in after]
-        handle = self._coordinator.exchange(self.tally.counted(kind, algorithm), name, priority, handles)
-        self._requested[name] = requested = _Requested(label, handle)
-        return requested
+        handle = self._coordinator.exchange(self.tally.counted(kind, algorithm), name, priority, after)
+        self._requested[name] = handle
+        return handle
 
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
         small = SmallExchange(value.cpu(), what, self.rank, self.world_size)

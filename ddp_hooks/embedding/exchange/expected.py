@@ -14,13 +14,10 @@ class ExpectedGradients:
 
     Tables send in an order that all ranks have agreed on. A table may send when it had as many backwards as calls on
     this rank.
-
-    Attributes:
-        order: tables in the order in which they send; empty until ranks have agreed.
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        self.order: list[int] = []
+        self.order: list[int] = []  # in which tables send; empty until ranks have agreed
         self._tables = tables
         self._lookups: dict[int, list[Lookup]] = defaultdict(list)  # by table, with gradients that were not sent
         self._calls: dict[int, int] = defaultdict(int)  # by table, since it last sent
@@ -31,7 +28,6 @@ class ExpectedGradients:
         self._backward_ended = True  # of the last forward
 
     def lookups(self) -> Iterator[Lookup]:
-        """Iterate over all lookups whose gradients were not sent."""
         return (lookup for lookups in self._lookups.values() for lookup in lookups)
 
     # -- forwards
@@ -56,7 +52,6 @@ class ExpectedGradients:
         self._latest.append(lookup)
 
     def note_call(self, index: int, has_backward: bool) -> None:
-        """Count a call of a table in a forward."""
         self._calls[index] += has_backward
         self._first_calls.setdefault(index)
 
@@ -71,7 +66,6 @@ class ExpectedGradients:
         self._queue = [index for index in self.order if self._lookups[index]] if synchronizes else []
 
     def count_backward(self, index: int) -> None:
-        """Count a call's gradient."""
         self._backwards[index] += 1
 
     def end_backward(self) -> None:
@@ -86,8 +80,7 @@ class ExpectedGradients:
     def take_complete(self, force: bool = False) -> Iterator[list[Lookup]]:
         """Remove and yield the lookups of each table that may send now.
 
-        Args:
-            force: take all queued tables, because this rank may have left some out of its loss.
+        With ``force`` all queued tables may, because this rank may have left some out of its loss.
         """
         while self._queue and (force or self._backwards[self._queue[0]] == self._calls[self._queue[0]]):
             index = self._queue.pop(0)
@@ -102,7 +95,6 @@ class ExpectedGradients:
         return any(lookup.gradient is not None for lookup in self.lookups())
 
     def multiply(self, factor: float) -> None:
-        """Multiply the gradients that were not sent."""
         for lookup in self.lookups():
             if lookup.gradient is not None:
                 lookup.gradient.mul_(factor)

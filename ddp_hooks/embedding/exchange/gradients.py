@@ -16,10 +16,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Round, pairwise_exchange
+from ddp_hooks.comm import Algorithm, Round
 from ddp_hooks.embedding.exchange.ids import BatchRows, Ids
 from ddp_hooks.embedding.exchange.lookup import Lookup
-from ddp_hooks.embedding.exchange.packing import as_rows, new_message
+from ddp_hooks.embedding.exchange.packing import as_rows, exchange_parts
 from ddp_hooks.embedding.table import Table
 
 Mask = npt.NDArray[np.bool_]
@@ -35,9 +35,7 @@ class RowSum(NamedTuple):
 def mean_of_rows(rows: Sequence[Ids], values: Iterable[Tensor]) -> RowSum:
     """Return the mean over ranks of their rows, added in the order of ranks, in float32 or wider.
 
-    Args:
-        rows: per rank, (n,); a row may come several times.
-        values: per rank, (n, columns).
+    ``rows`` and ``values`` are per rank, (n,) and (n, columns); a row may come several times.
     """
     union = np.unique(np.concatenate(rows))
     total, dtype = None, torch.float32
@@ -54,7 +52,6 @@ def mean_of_rows(rows: Sequence[Ids], values: Iterable[Tensor]) -> RowSum:
 
 
 def sum_of_rows(parts: Sequence[RowSum]) -> RowSum:
-    """Return the sum of several parts."""
     if len(parts) == 1:
         return parts[0]
     rows, places = torch.unique(torch.cat([part.rows for part in parts]), return_inverse=True)
@@ -71,32 +68,17 @@ class GradientExchange:
         lookups: with gradients of the same calls on every rank; the gradients are taken out of them.
         upcoming: next batch, whose rows are known when the exchange begins; None: all rows are prior.
         splits: False: all rows are prior.
-        rank, world_size: of this rank.
-
-    Attributes:
-        finite: this rank's gradient is finite.
-        called: some rank ran a backward through the table; if none did, there is no gradient at all.
-        prior, delayed: what has arrived of each part, or None.
-        num_prior, num_delayed: rows of this rank in each part.
     """
 
-    def __init__(
-        self,
-        table: Table,
-        lookups: Sequence[Lookup],
-        upcoming: BatchRows | None,
-        splits: bool,
-        rank: int,
-        world_size: int,
-    ) -> None:
+    def __init__(self, table: Table, lookups: Sequence[Lookup], upcoming: BatchRows | None, splits: bool) -> None:
         self.table = table
         self.upcoming = upcoming
-        self.finite = True
+        self.finite = True  # this rank's gradient
+        # Some rank ran a backward through the table; if none did, there is no gradient at all.
         self.called = any(lookup.gradient is not None for lookup in lookups)
-        self.prior: RowSum | None = None
+        self.prior: RowSum | None = None  # as it has arrived
         self.delayed: RowSum | None = None
-        self.num_prior = self.num_delayed = 0
-        self.rank, self.world_size = rank, world_size
+        self.num_prior = self.num_delayed = 0  # rows of this rank
         self._splits = splits
         self._lookups = [(lookup.by_rank, lookup.gradient, lookup.touched) for lookup in lookups]
         for lookup in lookups:
@@ -118,13 +100,12 @@ class GradientExchange:
             return
         self._merge()
         self._is_prior = self._split()
-        self.num_prior = int(self._is_prior[self.rank].sum())
-        self.num_delayed = len(self._rows[self.rank]) - self.num_prior
+        rank, weight = self.table.rank, self.table.weight.detach()
+        self.num_prior = int(self._is_prior[rank].sum())
+        self.num_delayed = len(self._rows[rank]) - self.num_prior
         (self.prior,) = yield from _exchange([self._part(self._is_prior)])
         if not self.called or all(mask.all() for mask in self._is_prior):
-            weight = self.table.weight
-            nothing = torch.zeros(0, self.table.num_columns(self.rank), dtype=weight.dtype, device=weight.device)
-            self.receive_delayed(RowSum(torch.zeros(0, dtype=torch.int64, device=weight.device), nothing))
+            self.receive_delayed(RowSum(weight.new_zeros(0, dtype=torch.int64), weight[:0]))
 
     def delayed_part(self) -> _Part:
         """Return this rank's rows that are still to be sent."""
@@ -137,39 +118,38 @@ class GradientExchange:
 
     def _merge(self) -> None:
         """Build one set of rows per rank from all lookups; rows of padding are left out."""
-        padding = self.table.padding_idx
+        rank, padding = self.table.rank, self.table.padding_idx
         by_lookup = [by_rank for by_rank, _, _ in self._lookups]
         single = len(by_lookup) == 1
-        if single:
-            self._rows = list(by_lookup[0])
-        else:
-            self._rows = [np.unique(np.concatenate(rows)) for rows in zip(*by_lookup, strict=True)]
-        if padding is not None:
-            self._rows = [rows[rows != padding] for rows in self._rows]
-        mine = self._rows[self.rank]
+        merged = by_lookup[0] if single else [np.unique(np.concatenate(each)) for each in zip(*by_lookup, strict=True)]
+        self._rows = [rows if padding is None else rows[rows != padding] for rows in merged]
+        mine = self._rows[rank]
+        values: Tensor | None = None
+        used: Tensor | None = None
         for by_rank, gradient, touched in self._lookups:
             if gradient is None or touched is None:
                 continue
-            rows = by_rank[self.rank]
-            kept = np.flatnonzero(rows != padding) if padding is not None else np.arange(len(rows))
-            source = torch.from_numpy(kept).to(gradient.device)
+            rows = by_rank[rank]
+            kept = np.arange(len(rows)) if padding is None else np.flatnonzero(rows != padding)
+            gradient, touched = _take(gradient, kept), _take(touched, kept)
             if single:
-                whole = len(kept) == len(rows)
-                self._values = gradient if whole else gradient.index_select(0, source)
-                self._touched = touched if whole else touched.index_select(0, source)
+                values, used = gradient, touched
                 continue
+            if values is None or used is None:
+                values, used = self._zeros(len(mine))
             places = torch.from_numpy(np.searchsorted(mine, rows[kept])).to(gradient.device)
-            if self._values is None or self._touched is None:
-                self._values = gradient.new_zeros(len(mine), self.table.dim)
-                self._touched = torch.zeros(len(mine), dtype=torch.bool, device=gradient.device)
-            self._values.index_add_(0, places, gradient.index_select(0, source))
-            self._touched[places[touched[source]]] = True  # a row may come several times
+            values.index_add_(0, places, gradient)
+            used[places[touched]] = True  # a row may come several times
+        if values is None or used is None:
+            values, used = self._zeros(len(mine))
+        self._values, self._touched = values, used
         self._lookups = []
-        if self._values is None:
-            weight = self.table.weight
-            self._values = torch.zeros(len(mine), self.table.dim, dtype=weight.dtype, device=weight.device)
-            self._touched = torch.zeros(len(mine), dtype=torch.bool, device=weight.device)
-        self.finite = _is_finite(self._values)
+        # A finite sum has finite terms; a sum that is not finite may have overflowed.
+        self.finite = bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+
+    def _zeros(self, num_rows: int) -> tuple[Tensor, Tensor]:
+        weight = self.table.weight.detach()
+        return weight.new_zeros(num_rows, self.table.dim), weight.new_zeros(num_rows, dtype=torch.bool)
 
     def _split(self) -> list[Mask]:
         """Return, per rank, which rows are prior: looked up next by any rank."""
@@ -183,13 +163,9 @@ class GradientExchange:
 
     def _part(self, masks: Sequence[Mask]) -> _Part:
         assert self._values is not None and self._touched is not None
-        own = torch.from_numpy(np.flatnonzero(masks[self.rank])).to(self._values.device)
-        return _Part(
-            self,
-            [rows[mask] for rows, mask in zip(self._rows, masks, strict=True)],
-            self._values.index_select(0, own),
-            self._touched.index_select(0, own),
-        )
+        own = np.flatnonzero(masks[self.table.rank])
+        rows = [rows[mask] for rows, mask in zip(self._rows, masks, strict=True)]
+        return _Part(self, rows, _take(self._values, own), _take(self._touched, own))
 
 
 def send_delayed(exchanges: Sequence[GradientExchange]) -> Algorithm:
@@ -202,19 +178,12 @@ def send_delayed(exchanges: Sequence[GradientExchange]) -> Algorithm:
 
 @dataclass
 class _Part:
-    """Rows of one exchange that travel together.
-
-    Args:
-        exchange: where they come from.
-        rows: by rank, ascending.
-        values: (m, dim), of this rank.
-        touched: (m,) bool, rows of this rank that have a gradient.
-    """
+    """Rows of one exchange that travel together."""
 
     exchange: GradientExchange
-    rows: list[Ids]
-    values: Tensor
-    touched: Tensor
+    rows: list[Ids]  # by rank, ascending
+    values: Tensor  # (m, dim), of this rank
+    touched: Tensor  # (m,) bool, rows of this rank that have a gradient
 
     def nbytes(self, sender: int, receiver: int) -> tuple[int, int]:
         """Return the bytes that one rank sends another: columns of rows, and flags."""
@@ -233,16 +202,16 @@ class _Part:
         """Return the mean of what all ranks sent, and note if any of them has used the table."""
         flags = [flags.view(torch.bool).cpu().numpy() for _, flags in received]
         self.exchange.called = any(bool(flag[-1]) for flag in flags)
-        rows = [rows[flag[:-1]] for rows, flag in zip(self.rows, flags, strict=True)]
-        bodies = zip(received, flags, strict=True)
-        return mean_of_rows(rows, (self._touched_of(body, flag[:-1]) for (body, _), flag in bodies))
-
-    def _touched_of(self, body: Tensor, touched: Mask) -> Tensor:
-        num_columns = self.exchange.table.num_columns(self.exchange.rank)
-        values = as_rows(body, len(touched), num_columns, self.values.dtype)
-        if touched.all():
-            return values
-        return values.index_select(0, torch.from_numpy(np.flatnonzero(touched)).to(values.device))
+        touched = [np.flatnonzero(flag[:-1]) for flag in flags]
+        columns = self.exchange.table.num_columns(self.exchange.table.rank)
+        bodies = (
+            as_rows(body, len(rows), columns, self.values.dtype)
+            for (body, _), rows in zip(received, self.rows, strict=True)
+        )
+        return mean_of_rows(
+            [rows[places] for rows, places in zip(self.rows, touched, strict=True)],
+            (_take(body, places) for body, places in zip(bodies, touched, strict=True)),
+        )
 
 
 def _exchange(parts: Sequence[_Part]) -> Generator[Round, None, list[RowSum]]:
@@ -253,23 +222,22 @@ def _exchange(parts: Sequence[_Part]) -> Generator[Round, None, list[RowSum]]:
     """
     if not parts:
         return []
-    rank, world_size, device = parts[0].exchange.rank, parts[0].exchange.world_size, parts[0].values.device
-    outgoing, incoming = [], []
-    for peer in range(world_size):
-        message, slots = new_message([size for part in parts for size in part.nbytes(rank, peer)], device)
+
+    def nbytes(sender: int, receiver: int) -> list[int]:
+        return [size for part in parts for size in part.nbytes(sender, receiver)]
+
+    def write(receiver: int, slots: list[Tensor]) -> None:
         for part, body, flags in zip(parts, slots[::2], slots[1::2], strict=True):
-            part.write(body, flags, peer)
-        outgoing.append(message)
-        if peer != rank:
-            message, slots = new_message([size for part in parts for size in part.nbytes(peer, rank)], device)
-        incoming.append((message, slots))
-    yield from pairwise_exchange(outgoing, [message for message, _ in incoming], rank)
-    return [
-        part.mean([(slots[2 * number], slots[2 * number + 1]) for _, slots in incoming])
-        for number, part in enumerate(parts)
-    ]
+            part.write(body, flags, receiver)
+
+    table = parts[0].exchange.table
+    received = yield from exchange_parts(table.rank, table.world_size, parts[0].values.device, nbytes, write)
+    pairs = [list(zip(slots[::2], slots[1::2], strict=True)) for slots in received]
+    return [part.mean([of_rank[number] for of_rank in pairs]) for number, part in enumerate(parts)]
 
 
-def _is_finite(values: Tensor) -> bool:
-    # A finite sum has finite terms; a sum that is not finite may have overflowed.
-    return bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
+def _take(values: Tensor, positions: Ids) -> Tensor:
+    """Return the rows at these ascending positions; no copy if these are all."""
+    if len(positions) == len(values):
+        return values
+    return values.index_select(0, torch.from_numpy(positions).to(values.device))

@@ -34,12 +34,9 @@ def as_ids(ids: Tensor) -> Ids:
 class Purpose(IntEnum):
     """Place in the step at which ranks exchange ids; equal on all of them."""
 
-    AHEAD = 0
-    """End of a forward, for the next batch."""
-    NOW = 1
-    """Begin of a forward, for its batch."""
-    ONE_TABLE = 2
-    """Forward of one table."""
+    AHEAD = 0  # end of a forward, for the next batch
+    NOW = 1  # begin of a forward, for its batch
+    ONE_TABLE = 2  # forward of one table
 
 
 _PLACES = ("at the end of forward", "at the beginning of forward", "in a table's forward, after forward")
@@ -57,43 +54,28 @@ NO_ERROR = RankError()
 OUT_OF_RANGE, CHANGED = 1, 2
 
 
-class Wanted(NamedTuple):
-    """Rows that one rank looks up in one table for one batch."""
-
-    ids: Ids  # (n,), as the model asks for them
-    rows: Ids  # (m,), as they travel: each id once, in ascending order; all ids without deduplication
-
-
 @dataclass
 class BatchRows:
-    """Rows of one batch: this rank's at first, all ranks' after :func:`exchange_ids`.
+    """Rows of one batch, by table: this rank's at first, all ranks' after :func:`exchange_ids`."""
 
-    Args:
-        wanted: this rank's rows by table; None: there is no such batch.
-        error: found in this rank's ids.
-        by_rank: rows of every rank, by table; None: not exchanged yet, or some rank has no such batch.
-        id_error: message if some rank has an invalid id; equal on every rank.
-        sync_error: message if ranks cannot go on together; equal on every rank.
-        desynchronized: ranks exchanged ids for different purposes, so some of them see the error later.
-    """
-
-    wanted: Mapping[int, Wanted] | None
-    error: RankError = NO_ERROR
-    by_rank: dict[int, list[Ids]] | None = None
-    id_error: str | None = None
-    sync_error: str | None = None
-    desynchronized: bool = False
+    rows: Mapping[int, Ids] | None  # of this rank, ascending, each once if deduplicated; None: there is no such batch
+    error: RankError = NO_ERROR  # in this rank's ids
+    by_rank: dict[int, list[Ids]] | None = None  # None: not exchanged yet, or some rank has no such batch
+    # Messages, equal on every rank:
+    id_error: str | None = None  # some rank has an invalid id
+    sync_error: str | None = None  # ranks cannot go on together
+    desynchronized: bool = False  # ranks exchanged ids for different purposes, so some of them see the error later
 
     @staticmethod
     def of(ids: Mapping[int, Ids], tables: Sequence[Table], deduplicate: bool) -> BatchRows:
         """Return the rows of these ids by table; an id out of range becomes the batch's ``error``."""
-        error, wanted = NO_ERROR, {}
+        error, rows = NO_ERROR, {}
         for index, values in ids.items():
             bad = _first_out_of_range(values, tables[index].num_rows)
             if bad is not None and not error.kind:
                 error = RankError(OUT_OF_RANGE, index, bad)
-            wanted[index] = Wanted(values, np.unique(values) if deduplicate else values)
-        return BatchRows(wanted, error)
+            rows[index] = np.unique(values) if deduplicate else np.sort(values)
+        return BatchRows(rows, error)
 
 
 def _first_out_of_range(ids: Ids, num_rows: int) -> int | None:
@@ -103,45 +85,33 @@ def _first_out_of_range(ids: Ids, num_rows: int) -> int | None:
 
 
 def exchange_ids(
-    batch: BatchRows,
-    purpose: Purpose,
-    forward: int,
-    error: RankError,
-    tables: Sequence[Table],
-    rank: int,
-    ranks: Sequence[int],
+    batch: BatchRows, purpose: Purpose, forward: int, error: RankError, tables: Sequence[Table], ranks: Sequence[int]
 ) -> Algorithm:
     """Send every rank the rows that this rank looks up, and receive theirs; fills ``batch``.
 
-    Two all-gathers of ceil(log2 P) rounds: of a few numbers, and of ids (int32 if every row number fits).
-
-    Args:
-        batch: the same tables on every rank, or no batch.
-        purpose, forward: place of the exchange, and number of the forward; equal on all ranks.
-        error: this rank's, in the present forward; with an error no ids travel.
-        tables: all tables.
-        rank, ranks: position of this rank in the global ranks.
+    Two all-gathers of ceil(log2 P) rounds: of a few numbers, and of ids (int32 if every row number fits). With an
+    ``error`` of some rank, in this forward or its batch, no ids travel. ``ranks`` are global ranks, for messages.
     """
-    wanted = batch.wanted or {}
-    counts = [len(wanted[table.index].rows) if table.index in wanted else _ABSENT for table in tables]
+    rows = batch.rows or {}
+    counts = [len(rows[table.index]) if table.index in rows else _ABSENT for table in tables]
     own_error = error if error.kind else batch.error
     mine = torch.tensor([purpose, forward, *own_error, *counts], dtype=torch.int64)
-    everyone = range(len(ranks))
+    everyone, rank = range(len(ranks)), tables[0].rank
     headers = [h.tolist() for h in (yield from bruck_all_gather(mine, [len(mine)] * len(ranks), everyone, rank))]
     batch.sync_error = _sync_error(headers, tables, ranks)
     batch.desynchronized = len({header[0] for header in headers}) > 1
     batch.id_error = _id_error(headers, tables, ranks)
     all_counts = [header[5:] for header in headers]
-    if batch.sync_error or batch.id_error or any(max(row, default=_ABSENT) == _ABSENT for row in all_counts):
+    if batch.sync_error or batch.id_error or any(max(each, default=_ABSENT) == _ABSENT for each in all_counts):
         return
     dtype = np.int32 if max(table.num_rows for table in tables) <= np.iinfo(np.int32).max else np.int64
-    present = [table.index for table in tables if table.index in wanted]
-    message = np.concatenate([wanted[index].rows for index in present]).astype(dtype)
-    sizes = [sum(row[index] for index in present) for row in all_counts]
+    present = [table.index for table in tables if table.index in rows]
+    message = np.concatenate([rows[index] for index in present]).astype(dtype)
+    sizes = [sum(each[index] for index in present) for each in all_counts]
     gathered = yield from bruck_all_gather(torch.from_numpy(message), sizes, everyone, rank)
     by_rank: dict[int, list[Ids]] = {index: [] for index in present}
-    for received, row in zip(gathered, all_counts, strict=True):
-        parts = np.split(as_ids(received), np.cumsum([row[index] for index in present])[:-1])
+    for received, each in zip(gathered, all_counts, strict=True):
+        parts = np.split(as_ids(received), np.cumsum([each[index] for index in present])[:-1])
         for index, part in zip(present, parts, strict=True):
             by_rank[index].append(part)
     batch.by_rank = by_rank

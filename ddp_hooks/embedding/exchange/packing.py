@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
+
+from ddp_hooks.comm import Round, pairwise_exchange
 
 _ALIGNMENT = 16  # bytes, so that every part can be viewed in its own dtype
 
@@ -18,7 +20,6 @@ def new_message(nbytes: Sequence[int], device: torch.device) -> tuple[Tensor, li
 
 
 def message_bytes(nbytes: Sequence[int]) -> int:
-    """Return the bytes of a message with parts of these sizes."""
     return sum(_padded(size) for size in nbytes)
 
 
@@ -31,6 +32,30 @@ def parts_of(message: Tensor, nbytes: Sequence[int]) -> list[Tensor]:
 def as_rows(part: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
     """View a part of a message as (num_rows, num_columns)."""
     return part.view(dtype).view(num_rows, num_columns)
+
+
+def exchange_parts(
+    rank: int,
+    world_size: int,
+    device: torch.device,
+    nbytes: Callable[[int, int], Sequence[int]],
+    write: Callable[[int, list[Tensor]], None],
+) -> Generator[Round, None, list[list[Tensor]]]:
+    """Send every rank a message of several parts; return the parts that each rank has sent.
+
+    ``nbytes(sender, receiver)`` are the sizes of the parts, and ``write(receiver, parts)`` fills them.
+    """
+    outgoing, incoming, received = [], [], []
+    for peer in range(world_size):
+        message, parts = new_message(nbytes(rank, peer), device)
+        write(peer, parts)
+        outgoing.append(message)
+        if peer != rank:
+            message, parts = new_message(nbytes(peer, rank), device)
+        incoming.append(message)
+        received.append(parts)
+    yield from pairwise_exchange(outgoing, incoming, rank)
+    return received
 
 
 def _padded(nbytes: int) -> int:

@@ -25,44 +25,29 @@ OnGradient = Callable[[Lookup, Tensor, Tensor, bool], None]
 
 @dataclass
 class PreparedBatch:
-    """Batch whose ids ranks exchange.
-
-    Args:
-        batch: its rows.
-        ids_known: done when the rows of all ranks are known.
-        lookups: of its vectors, by table; None: not requested yet.
-        fetched: done when the vectors are here.
-    """
+    """Batch whose ids ranks exchange."""
 
     batch: BatchRows
-    ids_known: Work
-    lookups: dict[int, Lookup] | None = None
-    fetched: Work | None = None
+    ids_known: Work  # done when the rows of all ranks are known
+    lookups: dict[int, Lookup] | None = None  # of its vectors, by table; None: not requested yet
+    fetched: Work | None = None  # done when the vectors are here
 
 
 class Lookups:
     """Vectors of the present forward's batch, and of the next batch.
 
     Lookups that may bring gradients are added to ``expected``. Delayed rows are applied before lookups.
-
-    Attributes:
-        queue: batches that loaders have announced.
-        current: prefetched batch of the present forward, or None.
-        ahead: the next batch, or None.
-        sync_error: why ranks cannot go on; all of them raise it when backward ends.
     """
 
     def __init__(
         self, tables: Sequence[Table], channels: Channels, expected: ExpectedGradients, split_step: SplitStep
     ) -> None:
         self.queue = PrefetchQueue()
-        self.current: PreparedBatch | None = None
-        self.ahead: PreparedBatch | None = None
-        self.sync_error: str | None = None
+        self.current: PreparedBatch | None = None  # prefetched batch of the present forward
+        self.ahead: PreparedBatch | None = None  # the next batch
+        self.sync_error: str | None = None  # why ranks cannot go on; all of them raise it when backward ends
         self._tables = tables
         self._channels = channels
-        self._config = channels.config
-        self._tally = channels.tally
         self._expected = expected
         self._split_step = split_step
         self._upcoming: BatchRows | None = None  # exchanged at the end of the forward
@@ -82,7 +67,7 @@ class Lookups:
         self._expected.begin_forward()
         self.current = None
         announced = self.queue.take()
-        if announced is None or self._config.schedule == "none":
+        if announced is None or self._channels.config.schedule == "none":
             return
         self._upcoming = announced.upcoming
         ahead, self.ahead = self.ahead, None
@@ -90,11 +75,11 @@ class Lookups:
             prepared = ahead
         else:
             prepared = self._exchange_ids(announced.current, Purpose.NOW)
-        if prepared.lookups is None:
+        lookups = prepared.lookups
+        if lookups is None:
             self._split_step.flush()
-            self._fetch(prepared)
-        assert prepared.lookups is not None
-        for lookup in prepared.lookups.values():
+            lookups = self._fetch(prepared)
+        for lookup in lookups.values():
             self._expected.expect(lookup)
         self.current = prepared
 
@@ -107,18 +92,14 @@ class Lookups:
     def wait_for_next_ids(self) -> None:
         """Wait until the rows of the next batch are known, or an error of some rank."""
         if self.ahead is not None:
-            self._channels.wait(self.ahead.ids_known, self._tally.gradients)
+            self._channels.wait(self.ahead.ids_known, self._channels.tally.gradients)
             self.sync_error = self.sync_error or self.ahead.batch.sync_error
 
     def look_ahead(self, flushes: bool) -> None:
-        """Request the vectors of the next batch again, since earlier ones may be of old weights.
-
-        Args:
-            flushes: apply delayed rows before.
-        """
+        """Request the vectors of the next batch again, since earlier ones may be of old weights."""
         if self.ahead is None:
             return
-        self._channels.wait(self.ahead.ids_known, self._tally.gradients)
+        self._channels.wait(self.ahead.ids_known, self._channels.tally.gradients)
         if self.ahead.batch.by_rank is not None:
             if flushes:
                 self._split_step.flush()  # nobody knew of this batch when rows were delayed
@@ -140,22 +121,21 @@ class Lookups:
 
     def _exchange_ids(self, batch: BatchRows, purpose: Purpose) -> PreparedBatch:
         channels = self._channels
-        algorithm = exchange_ids(
-            batch, purpose, self._forward, self._error, self._tables, channels.rank, channels.ranks
-        )
+        algorithm = exchange_ids(batch, purpose, self._forward, self._error, self._tables, channels.ranks)
         return PreparedBatch(batch, channels.run("id", algorithm, "ids of a batch"))
 
-    def _fetch(self, prepared: PreparedBatch) -> None:
-        """Request the vectors of a batch."""
-        wanted = prepared.batch.wanted or {}
-        lookups = [Lookup(table, wanted[table.index]) for table in self._tables if table.index in wanted]
-        prepared.lookups = {lookup.table.index: lookup for lookup in lookups}
-        algorithm = look_up(lookups, prepared.batch, self._channels.rank, self._channels.world_size)
+    def _fetch(self, prepared: PreparedBatch) -> dict[int, Lookup]:
+        """Request the vectors of a batch; return its lookups by table."""
+        rows = prepared.batch.rows or {}
+        lookups = {table.index: Lookup(table, rows[table.index]) for table in self._tables if table.index in rows}
+        algorithm = look_up(list(lookups.values()), prepared.batch)
         prepared.fetched = self._channels.run("lookup", algorithm, "vectors of a batch", [prepared.ids_known])
+        prepared.lookups = lookups
+        return lookups
 
     # -- forwards of a table
 
-    def find(self, index: int, ids: Ids, in_forward: bool) -> tuple[Lookup, Tensor] | None:
+    def find(self, table: Table, ids: Ids, in_forward: bool) -> tuple[Lookup, Tensor] | None:
         """Return the lookup with the vectors of ``ids``, and their positions in it.
 
         None means that ranks cannot go on; all of them raise when backward ends.
@@ -166,58 +146,51 @@ class Lookups:
             LaneError, LaneTimeout: vectors did not arrive.
         """
         if in_backward():
-            return self._find_again(index, ids)
-        if in_forward and self.current is not None and index in (self.current.lookups or {}):
-            return self._find_prefetched(index, ids, self.current)
-        return self._look_up_now(index, ids, in_forward or torch.is_grad_enabled())
+            return self._find_again(table, ids)
+        prepared = self.current if in_forward else None
+        is_new = prepared is None or table.index not in (prepared.lookups or {})
+        if is_new:
+            prepared = self._request_now(table, ids)
+        if prepared is None or not self._wait_for_vectors(prepared):
+            return None
+        assert prepared.lookups is not None
+        lookup = prepared.lookups[table.index]
+        if is_new and (in_forward or torch.is_grad_enabled()):
+            self._expected.expect(lookup)
+        positions = lookup.positions_of(ids)
+        if isinstance(positions, int):
+            self._error = RankError(CHANGED, table.index, positions)
+            return None
+        return lookup, positions
 
-    def _find_again(self, index: int, ids: Ids) -> tuple[Lookup, Tensor] | None:
+    def _find_again(self, table: Table, ids: Ids) -> tuple[Lookup, Tensor] | None:
         """Serve a forward that activation checkpointing repeats; no rank may communicate for it."""
         if self.sync_error is not None or self._error is not NO_ERROR:  # the forward itself found nothing
             return None
-        for lookup in self._expected.latest_first(index):
+        for lookup in self._expected.latest_first(table.index):
             positions = lookup.positions_of(ids) if lookup.vectors is not None else 0
             if isinstance(positions, Tensor):
                 return lookup, positions
         raise RuntimeError(
-            f"a forward was repeated during backward and asks {self._tables[index].name} for ids whose vectors are not "
-            f"here: activation checkpointing needs the same ids again, and no more than two forwards before their "
-            f"backward{see('late-gradients')}"
+            f"a forward was repeated during backward and asks {table.name} for ids whose vectors are not here: "
+            f"activation checkpointing needs the same ids again, and no more than two forwards before their backward"
+            f"{see('late-gradients')}"
         )
 
-    def _find_prefetched(self, index: int, ids: Ids, prepared: PreparedBatch) -> tuple[Lookup, Tensor] | None:
-        if not self._wait_for_vectors(prepared):
-            return None
-        assert prepared.lookups is not None
-        lookup = prepared.lookups[index]
-        positions = lookup.positions_of(ids)
-        if isinstance(positions, int):
-            self._error = RankError(CHANGED, index, positions)
-            return None
-        return lookup, positions
-
-    def _look_up_now(self, index: int, ids: Ids, may_bring_gradients: bool) -> tuple[Lookup, Tensor] | None:
+    def _request_now(self, table: Table, ids: Ids) -> PreparedBatch | None:
         if self.sync_error is not None:
             return None
-        self._split_step.end_interrupted()
+        self._split_step.end()
         self._split_step.flush()
-        batch = BatchRows.of({index: ids}, self._tables, self._config.deduplicate)
+        batch = BatchRows.of({table.index: ids}, self._tables, self._channels.config.deduplicate)
         prepared = self._exchange_ids(batch, Purpose.ONE_TABLE)
         self._fetch(prepared)
-        if not self._wait_for_vectors(prepared):
-            return None
-        assert prepared.lookups is not None
-        lookup = prepared.lookups[index]
-        if may_bring_gradients:
-            self._expected.expect(lookup)
-        positions = lookup.positions_of(ids)
-        assert isinstance(positions, Tensor)
-        return lookup, positions
+        return prepared
 
     def _wait_for_vectors(self, prepared: PreparedBatch) -> bool:
         """Return False if ranks are desynchronized and some of them see it at the end of backward; all raise there."""
         assert prepared.fetched is not None
-        self._channels.wait(prepared.fetched, self._tally.lookups)
+        self._channels.wait(prepared.fetched, self._channels.tally.lookups)
         batch = prepared.batch
         if batch.id_error is not None:
             raise ValueError(batch.id_error)

@@ -34,11 +34,10 @@ class PrefetchQueue:
         self._by_epoch: dict[object, Announcement] = {}  # ordered by the last call of announce()
         self._trained_with: weakref.WeakSet[Any] = weakref.WeakSet()  # loaders whose batches training forwards took
 
-    def __deepcopy__(self, memo: Any) -> PrefetchQueue:
-        raise TypeError("prefetching loaders cannot be copied: copy the loader that tables.prefetch() was given")
-
     def __reduce__(self) -> Any:
-        raise TypeError("prefetching loaders cannot be pickled: pickle the loader that tables.prefetch() was given")
+        raise TypeError(
+            "prefetching loaders cannot be copied or pickled: copy the loader that tables.prefetch() was given"
+        )
 
     def announce(self, epoch: object, announcement: Announcement) -> None:
         """Add a batch; replaces the one that the same ``epoch``, an iteration of a loader, added before."""
@@ -69,10 +68,9 @@ class PrefetchQueue:
     def drop_evaluation(self, expected: BatchRows | None) -> None:
         """Remove the batch of a forward without gradients that begins, if its loader is none for training.
 
-        Args:
-            expected: next training batch that ranks have told each other.
+        ``expected`` is the next training batch that ranks have told each other.
         """
-        if not self._by_epoch or expected is None or expected.wanted is None:
+        if not self._by_epoch or expected is None or expected.rows is None:
             return
         epoch, announcement = next(reversed(self._by_epoch.items()))
         with suppress(TypeError):
@@ -120,16 +118,7 @@ class PrefetchedLoader(Generic[Batch]):
 
 
 def ids_by_table(given: BatchIds, index_of: Mapping[str, int]) -> dict[int, Ids]:
-    """Return flat ids by table from what the user's function returned for a batch.
-
-    Args:
-        given: ids by the name of a table, or unnamed ids if there is one table; several tensors if a forward asks
-            several times.
-        index_of: number of each table, by all its names.
-
-    Raises:
-        ValueError: a name belongs to no table.
-    """
+    """Return flat ids by table from what the user's function returned for a batch; ``index_of`` has all names."""
     names = ", ".join(index_of)
     if not isinstance(given, Mapping):
         if len(set(index_of.values())) > 1:
@@ -143,6 +132,6 @@ def ids_by_table(given: BatchIds, index_of: Mapping[str, int]) -> dict[int, Ids]
                 f"the function given to prefetch() returned ids for an unknown table {name!r}; expected keys: {names}"
                 f"{see('batches-were-not-announced')}"
             )
-        tensors = [values] if isinstance(values, Tensor) else list(values)
-        parts.setdefault(index_of[key], []).extend(as_ids(tensor) for tensor in tensors)
-    return {index: np.concatenate(several) if several else np.zeros(0, np.int64) for index, several in parts.items()}
+        tensors = [values] if isinstance(values, Tensor) else values
+        parts.setdefault(index_of[key], [np.zeros(0, np.int64)]).extend(as_ids(tensor) for tensor in tensors)
+    return {index: np.concatenate(several) for index, several in parts.items()}

@@ -19,13 +19,14 @@ import sys
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from enum import Enum, auto
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see
+from ddp_hooks.comm import Work, bruck_all_gather, see
 from ddp_hooks.comm.torch_compat.autograd import (
     backward_reaches_leaves,
     in_backward,
@@ -40,7 +41,6 @@ from ddp_hooks.embedding.exchange.gradients import GradientExchange
 from ddp_hooks.embedding.exchange.ids import as_ids
 from ddp_hooks.embedding.exchange.lookup import Lookup
 from ddp_hooks.embedding.requires_grad_sync import RequiresGradSync
-from ddp_hooks.embedding.step.lifecycle import Event, GradientState, Phase, after
 from ddp_hooks.embedding.step.lookups import GatherVectors, Lookups
 from ddp_hooks.embedding.step.split_step import SplitStep
 from ddp_hooks.embedding.step.updates import TableUpdates
@@ -49,26 +49,24 @@ from ddp_hooks.embedding.table import Table
 from ddp_hooks.intercept import NonCopyableHook, extend_zero_grad
 
 
+class GradientState(Enum):
+    """Lifecycle of the tables' gradients from one ``zero_grad()`` to the next."""
+
+    NEW = auto()  # no step has applied them
+    APPLIED = auto()  # a step has applied them and did not keep them
+    ADDED_TO_APPLIED = auto()  # a backward came after that step, so plain DDP would have added to what is gone
+
+
 class StepScheduler:
     """Decides when tables look up, send gradients and apply them.
 
     A step begins with a forward of ``root``, the model.
-
-    Attributes:
-        phase: what the training loop does.
-        is_followed: tables step with another optimizer.
-        local_tables: whole tables, inside of ``tables.local()``.
-        split_step: gradients and delayed rows.
-        expected: lookups whose gradients are still to come.
-        lookups: vectors of this batch and the next.
-        zeroing: detects gradients that were zeroed by hand.
-        requires_grad: frozen and trained tables.
     """
 
     def __init__(self, root: nn.Module, tables: Sequence[Table], channels: Channels, updates: TableUpdates) -> None:
-        self.phase = Phase.IDLE
-        self.is_followed = False
-        self.local_tables: list[Tensor] | None = None
+        self.closed = False
+        self.is_followed = False  # tables step with another optimizer
+        self.local_tables: list[Tensor] | None = None  # whole tables, inside of tables.local()
         self.split_step = SplitStep(channels, updates)
         self.expected = ExpectedGradients(tables)
         self.lookups = Lookups(tables, channels, self.expected, self.split_step)
@@ -79,6 +77,9 @@ class StepScheduler:
         self._channels = channels
         self._tally = channels.tally
         self._anchor = torch.zeros(0, device=tables[0].weight.device, requires_grad=True)
+        # A backward may be inside of a forward, and activation checkpointing repeats the forward within a backward.
+        self._in_forward = False  # with gradients
+        self._in_backward = False  # that tables have noticed
         self._gradients = GradientState.NEW
         self._accumulates = False  # inside of no_sync()
         self._synchronizes = True  # the last forward did not run under no_sync()
@@ -104,26 +105,26 @@ class StepScheduler:
         self._note_ddp(ddp)
         self._synchronizes = not self._accumulates and (ddp is None or ddp.require_backward_grad_sync)
         self.drop_zeroed()
-        self.split_step.end_interrupted()
+        self.split_step.end()
         if self.split_step.has_gradients and not self.is_followed:
             raise RuntimeError(
                 "tables have gradients of an earlier backward that no step has applied: call tables.step() after "
                 "optimizer.step(), or tables.follow(optimizer) once; to add up gradients of several backwards use "
                 f"no_sync(), to drop them tables.zero_grad(){see('tables-miss-a-step')}"
             )
-        self.phase, self._is_opaque = after(Event.FORWARD_BEGINS, self.phase), False
+        self._in_forward, self._in_backward = True, False  # an exception may have ended a backward
+        self._is_opaque = False
         self.lookups.begin_forward()
 
-    def embed(self, index: int, ids: Tensor) -> Tensor:
+    def embed(self, table: Table, ids: Tensor) -> Tensor:
         """Return the vectors of ``ids``, (*ids.shape, dim), for a table's forward."""
         self.refuse_closed()
-        table = self._tables[index]
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"ids for {table.name} must be int32 or int64, got {ids.dtype}")
         if self.local_tables is not None:
             return self._embed_locally(table, ids, self.local_tables)
         values = as_ids(ids)
-        found = self.lookups.find(index, values, self.phase.in_forward)
+        found = self.lookups.find(table, values, self._in_forward)
         shape = *ids.shape, table.dim
         if found is None:  # all ranks raise when backward ends
             like = table.weight
@@ -131,8 +132,8 @@ class StepScheduler:
         lookup, positions = found
         is_trained, has_grad = table.weight.requires_grad, torch.is_grad_enabled()
         # A forward that is repeated in backward was counted before.
-        counts = is_trained and (self.phase.in_forward or has_grad) and not in_backward()
-        self.expected.note_call(index, counts)
+        counts = is_trained and (self._in_forward or has_grad) and not in_backward()
+        self.expected.note_call(table.index, counts)
         self._tally.num_ids += len(values) if counts else 0
         if is_trained and has_grad:
             vectors = GatherVectors.apply(self._anchor, lookup, positions, self._receive_gradient)
@@ -152,12 +153,13 @@ class StepScheduler:
     # -- 2. the model's forward ends
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
-        if not self.phase.in_forward:
+        if not self._in_forward:
             return
-        self.phase = after(Event.FORWARD_ENDS, self.phase)
+        self._in_forward = False
         error = sys.exc_info()[1] if output is None else None
         if error is not None:
-            self._channels.annotate(error)
+            for lanes in self._channels.lanes:
+                lanes.annotate(error, "forward")
             return
         self.lookups.end_forward()
         results = [leaf for leaf in tensors_in(output) if leaf.grad_fn is not None]
@@ -169,16 +171,17 @@ class StepScheduler:
 
     def _notice_output_gradient(self, *_: Any) -> None:
         """Begin a backward, unless it is ``autograd.grad()`` of inputs alone."""
-        if not self.phase.in_backward and backward_reaches_leaves():
+        if not self._in_backward and backward_reaches_leaves():
             self._begin_backward()
 
     def _begin_backward(self) -> None:
-        if self.phase.in_backward:
+        if self._in_backward:
             return
         self.drop_zeroed()
         # Another model's backward may pass through this one between its step and zero_grad, and means nothing here.
-        self._gradients = after(Event.BACKWARD_BEGINS, self._gradients)
-        self.phase = after(Event.BACKWARD_BEGINS, self.phase)
+        if self._gradients is GradientState.APPLIED:
+            self._gradients = GradientState.ADDED_TO_APPLIED
+        self._in_backward = True
         self.expected.begin_backward(self._synchronizes)
         queue_engine_callback(self._end_backward)
 
@@ -190,7 +193,7 @@ class StepScheduler:
                 f"behind by a step: run one backward per forward, or add the losses of several forwards up first"
                 f"{see('late-gradients')}"
             )
-        if self._is_opaque and not self.phase.in_backward:
+        if self._is_opaque and not self._in_backward:
             raise RuntimeError(
                 "the model's forward returned nothing in which tensors can be found, so a rank whose loss leaves "
                 "tables out would not notice the backward: return tensors, or tuples, lists or dicts of them, or "
@@ -203,7 +206,7 @@ class StepScheduler:
         self._send_complete()
 
     def _end_backward(self) -> None:
-        self.phase = after(Event.BACKWARD_ENDS, self.phase)
+        self._in_backward = False
         self.expected.end_backward()
         # After DDP has made its buckets the gradients, and hooks have put their guards there. Before that gradients are
         # not reduced, so ranks would see different ones.
@@ -221,27 +224,17 @@ class StepScheduler:
     def _agree_on_order(self) -> list[int]:
         """Return the first rank's order of tables."""
         mine = torch.tensor(self.expected.own_order())
-        gathered: list[Tensor] = []
-
-        def algorithm() -> Algorithm:
-            everyone = range(self._channels.world_size)
-            gathered.extend(
-                (yield from bruck_all_gather(mine, [len(mine)] * len(everyone), everyone, self._channels.rank))
-            )
-
-        self._channels.wait(self._channels.run("order", algorithm(), "the order of tables"), self._tally.gradients)
-        order: list[int] = gathered[0].tolist()
+        everyone = range(self._channels.world_size)
+        gather = bruck_all_gather(mine, [len(mine)] * len(everyone), everyone, self._channels.rank)
+        order: list[int] = self._channels.result_of("order", gather, "the order of tables")[0].tolist()
         return order
 
     def _send_complete(self, force: bool = False) -> None:
         """Send the gradients that are complete, in the agreed order."""
         ahead = self.lookups.ahead
-        channels = self._channels
-        splits = channels.config.schedule == "2d"
+        splits = self._channels.config.schedule == "2d"
         for lookups in self.expected.take_complete(force):
-            exchange = GradientExchange(
-                lookups[0].table, lookups, self.lookups.next_rows, splits, channels.rank, channels.world_size
-            )
+            exchange = GradientExchange(lookups[0].table, lookups, self.lookups.next_rows, splits)
             self.split_step.send(exchange, ahead.ids_known if ahead is not None else None)
 
     # -- 4. the step
@@ -272,7 +265,7 @@ class StepScheduler:
         self._refuse_stale_gradients(had_gradients)
         self.split_step.begin(self.lookups.next_rows)
         if had_gradients:
-            self._gradients = after(Event.STEP, self._gradients)
+            self._gradients = GradientState.APPLIED
             self.lookups.look_ahead(flushes=not self._synchronizes)
 
     def _refuse_stale_gradients(self, had_gradients: bool) -> None:
@@ -306,14 +299,14 @@ class StepScheduler:
         """Apply delayed rows on all ranks, which meet before; completes an interrupted step; collective."""
         self.refuse_closed()
         self._channels.meet()
-        self.split_step.end_interrupted()
+        self.split_step.end()
         self.split_step.flush()
 
     def drop_gradients(self) -> None:
         """Forget the gradients of backwards since the last step."""
         self.expected.drop_gradients()
         self.split_step.drop()
-        self._gradients = after(Event.ZERO_GRAD, self._gradients)
+        self._gradients = GradientState.NEW
 
     def drop_zeroed(self) -> None:
         """Forget gradients if the model's were zeroed by hand."""
@@ -336,14 +329,14 @@ class StepScheduler:
 
     def close(self) -> None:
         """Remove the hooks."""
-        self.phase = after(Event.CLOSE, self.phase)
+        self.closed, self._in_forward = True, False
         for handle in self._handles:
             handle.remove()
         self._handles = []
 
     def refuse_closed(self) -> None:
         """Raise ``RuntimeError`` if the tables were closed."""
-        if self.phase is Phase.CLOSED:
+        if self.closed:
             raise RuntimeError(
                 f"the tables were closed: build the model again to train on{see('the-state-was-closed')}"
             )

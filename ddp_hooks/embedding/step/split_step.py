@@ -25,11 +25,11 @@ Sums: TypeAlias = dict[int, RowSum]  # by table
 
 @dataclass
 class _Sent:
-    """Gradient on its way, and the factor that it is multiplied by when it is applied."""
+    """Gradient on its way."""
 
     exchange: GradientExchange
     prior: Work
-    factor: float = 1.0
+    factor: float = 1.0  # the gradient is multiplied by it when it is applied
 
     @property
     def table(self) -> int:
@@ -41,33 +41,20 @@ class _Sent:
         return part if self.factor == 1.0 else part._replace(values=part.values * self.factor)
 
 
-@dataclass
-class _Delayed:
-    """Rows that a step has left for later."""
-
-    sent: list[_Sent]
-    work: Work | None = None  # None until the step ends
-
-
 class SplitStep:
-    """Gradients since the last step, and delayed rows of that step.
-
-    Attributes:
-        stats: of the last step.
-        clip: gradients in the norm of this step.
-        is_unscaled: a gradient scaler has unscaled this step's gradients.
-    """
+    """Gradients since the last step, and delayed rows of that step."""
 
     def __init__(self, channels: Channels, updates: TableUpdates) -> None:
-        self.stats = TableStats()
-        self.clip: ClippedOf = "none"
-        self.is_unscaled = False
+        self.stats = TableStats()  # of the last step
+        self.clip: ClippedOf = "none"  # gradients in the norm of this step
+        self.is_unscaled = False  # a gradient scaler has unscaled this step's gradients
         self._channels = channels
         self._tally = channels.tally
         self._updates = updates
         self._sent: list[_Sent] = []  # by backwards since the last step
         self._sums: Sums = {}  # complete gradients, taken out of _sent
-        self._delayed: _Delayed | None = None
+        self._delayed: list[_Sent] = []  # of the last step, which has left some of their rows for later
+        self._delayed_work: Work | None = None  # None until the step ends
 
     @property
     def has_gradients(self) -> bool:
@@ -77,7 +64,7 @@ class SplitStep:
     @property
     def is_interrupted(self) -> bool:
         """True if a step has begun and has not ended: its delayed rows are still to be sent."""
-        return self._delayed is not None and self._delayed.work is None
+        return bool(self._delayed) and self._delayed_work is None
 
     # -- gradients
 
@@ -88,7 +75,6 @@ class SplitStep:
         self._sent.append(_Sent(exchange, work))
 
     def drop(self) -> None:
-        """Forget the gradients."""
         self._sent, self._sums, self.clip, self.is_unscaled = [], {}, "none", False
 
     def multiply(self, factor: float) -> None:
@@ -127,12 +113,8 @@ class SplitStep:
     # -- the step
 
     def begin(self, upcoming: BatchRows | None) -> None:
-        """Apply the last step's delayed rows, and this step's prior rows.
-
-        Args:
-            upcoming: the next batch, if it is known.
-        """
-        self.end_interrupted()
+        """Apply the last step's delayed rows, and this step's prior rows; ``upcoming`` is the next batch if known."""
+        self.end()
         self.flush()
         if not self.has_gradients:
             return
@@ -142,22 +124,20 @@ class SplitStep:
         else:
             self._wait_for_prior()
             parts = {sent.table: sent.scaled(sent.exchange.prior) for sent in self._sent if sent.exchange.called}
-            delayed = [sent for sent in self._sent if not sent.exchange.is_complete]
-            self._delayed = _Delayed(delayed) if delayed else None
+            self._delayed = [sent for sent in self._sent if not sent.exchange.is_complete]
             self._count_rows()
         with self._tally.updates.measure(self._channels.recorder, "updates of tables"):
             self._updates.apply(parts)
         self.stats = self._tally.next_stats(self.stats, self.clip)
         self.drop()
 
-    def end(self, after: Sequence[Work]) -> None:
-        """Send delayed rows after more urgent work."""
-        if self._delayed is not None and self._delayed.work is None:
-            self._delayed.work = self._send_delayed([sent.exchange for sent in self._delayed.sent], after)
+    def end(self, after: Sequence[Work] = ()) -> None:
+        """Send delayed rows after more urgent work, unless they were sent; on all ranks.
 
-    def end_interrupted(self) -> None:
-        """Send the delayed rows of a step that an exception has ended; on all ranks."""
-        self.end(())
+        Also completes a step that an exception has ended.
+        """
+        if self.is_interrupted:
+            self._delayed_work = self._send_delayed([sent.exchange for sent in self._delayed], after)
 
     def flush(self) -> None:
         """Wait for delayed rows, and apply them; does not communicate.
@@ -166,24 +146,23 @@ class SplitStep:
             RuntimeError: a step was interrupted before it sent them.
             LaneError, LaneTimeout: they did not arrive.
         """
-        if self._delayed is None:
-            return
-        if self._delayed.work is None:
+        if self.is_interrupted:
             raise RuntimeError(
                 "a step of the tables was interrupted by an exception before it had sent its delayed rows, so a part "
                 "of them is not updated: go on with the next forward of training, or call tables.full_state_dict() "
                 f"on all ranks, either of which completes it{see('tables-miss-a-step')}"
             )
-        sent, work = self._delayed.sent, self._delayed.work
-        self._delayed = None
+        sent, work = self._delayed, self._delayed_work
+        if work is None:
+            return
+        self._delayed, self._delayed_work = [], None
         self._channels.wait(work, self._tally.gradients)
         # A forward under inference_mode() may come here; optimizers cannot keep tensors that are made in it.
         with torch.inference_mode(False), self._tally.updates.measure(self._channels.recorder, "delayed updates"):
             self._updates.apply({one.table: one.scaled(one.exchange.delayed) for one in sent})
 
     def _must_be_complete(self, upcoming: BatchRows | None) -> bool:
-        """Return True if no row may be delayed: gradients were read, come from several backwards, or were split for
-        another batch than the next one."""
+        # No row may be delayed if gradients were read, come from several backwards, or were split for another batch.
         tables = [sent.table for sent in self._sent]
         several = bool(self._sums) or len(set(tables)) < len(tables)
         return several or any(sent.exchange.upcoming is not upcoming for sent in self._sent)

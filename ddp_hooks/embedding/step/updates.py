@@ -59,11 +59,7 @@ class TableUpdates:
         return self._deferred.running
 
     def begin(self) -> None:
-        """Begin a step with the optimizer's present settings.
-
-        Raises:
-            ValueError: with these settings updates cannot be split by rows.
-        """
+        """Begin a step with the optimizer's present settings, which must allow to split updates by rows."""
         for group in self._optimizer.param_groups:
             problem = find_problem(type(self._optimizer), group)
             if problem is not None:

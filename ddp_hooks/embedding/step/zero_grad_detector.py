@@ -80,8 +80,7 @@ class ZeroGradDetector:
 def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
     """Return True if a parameter has no gradient, or zeros, as far as this rank can see.
 
-    Args:
-        waits: read also where that waits for a device; otherwise a gradient there does not count as zeros.
+    Without ``waits`` a gradient whose reading waits for a device does not count as zeros.
     """
     gradient = parameter.grad
     if gradient is None:
