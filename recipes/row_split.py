@@ -23,7 +23,7 @@ from ddp_hooks.comm import Algorithm, Send, run_on_fabric
 from ddp_hooks.embedding.exchange.gradients import GradientExchange, RowSum, send_delayed
 from ddp_hooks.embedding.exchange.ids import NO_ERROR, BatchRows, Purpose, exchange_ids
 from ddp_hooks.embedding.exchange.lookup import Lookup, look_up
-from ddp_hooks.embedding.step.updates import TableUpdates
+from ddp_hooks.embedding.step.split_step import TableUpdates
 from ddp_hooks.embedding.table import Table, column_bounds
 
 NUM_ROWS, DIM = 12, 6

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 from ddp_hooks.comm import agree, calling, read_metadata, see
 from ddp_hooks.comm.torch_compat.state_dict import StateDictCall, inside_state_dict_api, optimizers_beside_model
-from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.step.scheduler import StepScheduler
 from ddp_hooks.embedding.table import Table, gather_columns
 
@@ -24,21 +23,16 @@ logger = logging.getLogger("ddp_hooks")
 
 
 class TableCheckpoint:
-    """Reads and writes the weights of tables and the state of their optimizer, after the scheduler's delayed rows."""
+    """Reads and writes weights and optimizer state of tables; methods are those of ``EmbeddingTables``."""
 
     def __init__(
-        self,
-        model: nn.Module,
-        tables: Sequence[Table],
-        optimizer: torch.optim.Optimizer,
-        channels: Channels,
-        scheduler: StepScheduler,
+        self, model: nn.Module, tables: Sequence[Table], optimizer: torch.optim.Optimizer, scheduler: StepScheduler
     ) -> None:
         self._model = model
         self._tables = tables
         self._optimizer = optimizer
-        self._channels = channels
         self._scheduler = scheduler
+        self._channels = channels = scheduler.channels
         self._rank, self._world_size, self._group = channels.rank, channels.world_size, channels.group
         self._kept_weights: list[Tensor] | None = None  # whole tables, until the next step
         self._kept_state: dict[str, Any] | None = None  # the optimizer's whole state, until the next step
@@ -51,31 +45,23 @@ class TableCheckpoint:
 
     @property
     def is_whole(self) -> bool:
-        """True if ``state_dict()`` returns whole tables on this rank."""
         return bool(self._scheduler.local_tables or self._kept_weights or self._world_size == 1)
 
     # -- whole tables
 
     def gather_weights(self, to: int | None, device: torch.device) -> list[Tensor] | None:
-        """Gather whole tables on rank ``to``, or on all ranks; collective."""
         gathered = [self._gather(table, table.weight.detach(), to) for table in self._tables]
         return [full.to(device) for full in gathered if full is not None] if to in (None, self._rank) else None
 
     def gather_optimizer_state(self, to: int | None) -> dict[str, Any] | None:
-        """Gather the optimizer's ``state_dict`` for whole tables, on the CPU; collective."""
-        own = self._own_state()
-        gathered: dict[int, dict[str, Any]] = {}
-        for position, table in enumerate(self._in_optimizer_order()):
-            state = own["state"].get(position)
-            if state is not None:
-                gathered[position] = {
-                    key: _on_host(self._gather(table, value, to) if _has_columns(table, value) else value)
-                    for key, value in state.items()
-                }
-        return {**own, "state": gathered} if to in (None, self._rank) else None
+        def whole(table: Table, key: str, value: Any) -> Any:
+            value = self._gather(table, value, to) if _has_columns(table, value) else value
+            return value.detach().cpu().clone() if isinstance(value, Tensor) else value
+
+        gathered = self._map_state(self._own_state(), whole)
+        return gathered if to in (None, self._rank) else None
 
     def full_state_dict(self) -> dict[str, Any]:
-        """Return the model's ``state_dict`` with whole tables, on the CPU; collective."""
         before, self._kept_weights = self._kept_weights, self.gather_weights(None, torch.device("cpu"))
         try:
             state: dict[str, Any] = self._model.state_dict()
@@ -84,26 +70,20 @@ class TableCheckpoint:
         return state
 
     def consolidate(self, to: int | None) -> None:
-        """Keep whole tables and optimizer state on rank ``to``, or on all ranks, until the next step; collective."""
         self._kept_weights = self.gather_weights(to, torch.device("cpu"))
         self._kept_state = self.gather_optimizer_state(to)
 
     def discard_whole(self) -> None:
-        """Forget what :meth:`consolidate` has gathered."""
         self._kept_weights = self._kept_state = None
 
     def discard_old(self) -> None:
-        """Forget whatever was gathered or looked up from weights that change now."""
         self._scheduler.lookups.discard_ahead()
         self.discard_whole()
 
     # -- weights of modules
 
     def weight_of(self, table: Table, caller: str) -> Tensor:
-        """Return a whole table, or a DTensor for FSDP2 and ``torch.distributed.checkpoint.state_dict``.
-
-        Raises ``RuntimeError`` in the name of ``caller`` if this rank has some columns only.
-        """
+        """Return a whole table, or a DTensor for FSDP2 and ``torch.distributed.checkpoint.state_dict``."""
         if self._scheduler.local_tables is not None:
             return self._scheduler.local_tables[table.index]
         if self._kept_weights is not None and not inside_state_dict_api():
@@ -148,7 +128,6 @@ class TableCheckpoint:
             table.weight.copy_(columns)
 
     def convert(self, table: Table, function: Callable[[Tensor], Tensor]) -> None:
-        """Apply ``model.to()`` and the like to this rank's columns."""
         self._scheduler.split_step.flush()
         self.discard_old()
         weight = table.weight
@@ -164,17 +143,15 @@ class TableCheckpoint:
     # -- columns of this rank, for torch.distributed.checkpoint
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return this rank's columns of weights and optimizer state as DTensors."""
-        own = self._own_state()
+        own = self._map_state(self._own_state(), self._as_dtensor_if_columns)
         found: dict[str, Any] = {"param_groups": own["param_groups"]}
         for position, table in enumerate(self._in_optimizer_order()):
-            for key, value in {"weight": table.weight.detach(), **own["state"].get(position, {})}.items():
-                entry = self._as_dtensor_if_columns(table, value)
-                found[f"{table.name}.{key}"] = entry if isinstance(entry, Tensor) else torch.as_tensor(entry)
+            found[f"{table.name}.weight"] = self._as_dtensor(table, table.weight.detach())
+            for key, value in own["state"].get(position, {}).items():
+                found[f"{table.name}.{key}"] = value if isinstance(value, Tensor) else torch.as_tensor(value)
         return found
 
     def load_sharded(self, path: str | os.PathLike[str], prefix: str) -> None:
-        """Load what :meth:`sharded_state_dict` has returned, on any number of ranks; collective."""
         from torch.distributed.checkpoint import load
         from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
@@ -230,28 +207,13 @@ class TableCheckpoint:
         if self._wants_columns:
             return None
         if self._world_size > 1 and inside_state_dict_api():
-            tables = self._in_optimizer_order()
-            state = {
-                position: {key: self._as_dtensor_if_columns(tables[position], value) for key, value in values.items()}
-                for position, values in state_dict["state"].items()
-            }
-            return {**state_dict, "state": state}
+            return self._map_state(state_dict, self._as_dtensor_if_columns)
         return self._kept_state
 
     def _before_load_state_dict(self, _: Any, state_dict: dict[str, Any]) -> dict[str, Any] | None:
-        """Cut this rank's columns out of a whole state."""
         self._scheduler.split_step.flush()
         self.discard_whole()
-        if self._wants_columns:
-            return None
-        keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
-        table_of = dict(zip(keys, self._in_optimizer_order(), strict=False))  # torch refuses other numbers of them
-        state = {
-            key: {name: self._cut(table_of[key], name, value) for name, value in values.items()}
-            for key, values in state_dict["state"].items()
-            if key in table_of
-        }
-        return {**state_dict, "state": state}
+        return None if self._wants_columns else self._map_state(state_dict, self._cut)
 
     def _cut(self, table: Table, key: str, value: Any) -> Any:
         if not isinstance(value, Tensor) or value.dim() < 2:
@@ -264,10 +226,8 @@ class TableCheckpoint:
         return self._own_columns(table, value).contiguous()
 
     def _meet_before_gather(self) -> None:
-        """Let ranks meet if ``torch.distributed.checkpoint.state_dict`` is about to gather their columns.
-
-        It gathers in a group of torch's, whose waits name nobody and last half an hour by default.
-        """
+        # torch.distributed.checkpoint.state_dict gathers columns in a group of torch's, whose waits name nobody and
+        # last half an hour by default.
         call = StateDictCall.current()
         if call is not None and call.gathers:
             with calling(f"{call.name}()"):
@@ -293,7 +253,6 @@ class TableCheckpoint:
 
     @contextmanager
     def _own_columns_only(self) -> Iterator[None]:
-        """Let the optimizer's hooks leave states as they are."""
         self._wants_columns = True
         try:
             yield
@@ -303,6 +262,17 @@ class TableCheckpoint:
     def _own_state(self) -> dict[str, Any]:
         with self._own_columns_only():
             return self._optimizer.state_dict()
+
+    def _map_state(self, state_dict: dict[str, Any], change: Callable[[Table, str, Any], Any]) -> dict[str, Any]:
+        """Return the optimizer's ``state_dict`` with every entry of its state changed, in the optimizer's order."""
+        keys = [key for group in state_dict["param_groups"] for key in group["params"]]  # numbers, or names
+        table_of = dict(zip(keys, self._in_optimizer_order(), strict=False))  # torch refuses other numbers of them
+        state = {
+            key: {name: change(table, name, value) for name, value in state_dict["state"][key].items()}
+            for key, table in table_of.items()
+            if key in state_dict["state"]
+        }
+        return {**state_dict, "state": state}
 
     def _own_columns(self, table: Table, given: Tensor) -> Tensor:
         """Return this rank's columns of (num_rows, dim); collective for a DTensor with another placement."""
@@ -327,7 +297,7 @@ class TableCheckpoint:
         shape = torch.Size(table.shape)
         return DTensor.from_local(columns, mesh, [Shard(1)], run_check=False, shape=shape, stride=(table.dim, 1))
 
-    def _as_dtensor_if_columns(self, table: Table, value: Any) -> Any:
+    def _as_dtensor_if_columns(self, table: Table, _: str, value: Any) -> Any:
         return self._as_dtensor(table, value) if _has_columns(table, value) else value
 
     def _gather(self, table: Table, columns: Tensor, to: int | None) -> Tensor | None:
@@ -335,12 +305,7 @@ class TableCheckpoint:
 
 
 def _has_columns(table: Table, value: Any) -> bool:
-    """Return True if an entry of the optimizer's state has one number per element of this rank's columns."""
     return isinstance(value, Tensor) and value.dim() == 2 and value.shape == table.weight.shape
-
-
-def _on_host(value: Any) -> Any:
-    return value.detach().cpu().clone() if isinstance(value, Tensor) else value
 
 
 def _is_sharded_by_fsdp2(model: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ddp_hooks.comm.torch_compat.frames import is_inside
 from ddp_hooks.comm.torch_compat.state_dict import inside_state_dict_api
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.step.scheduler import StepScheduler
@@ -18,12 +19,6 @@ class ShardedEmbedding(nn.Module):
 
     Its weight is no parameter of the module, so DDP, FSDP2 and the model's optimizer do not see it;
     ``tables.optimizer`` updates it.
-
-    Args:
-        tables: the ``EmbeddingTables``, which live as long as the module.
-        scheduler, checkpoint: of these tables.
-        table: the module's table.
-        is_first: True for the first of the modules that share the table.
     """
 
     def __init__(
@@ -33,12 +28,12 @@ class ShardedEmbedding(nn.Module):
         self.num_embeddings = table.num_rows
         self.embedding_dim = table.dim
         self.padding_idx = table.padding_idx
-        self.tables = tables
+        self.tables = tables  # which live as long as the module
         self._scheduler = scheduler
         self._checkpoint = checkpoint
         self._table = table
-        self._is_first = is_first
-        self._parameters = _HiddenParameters(checkpoint, table.weight if is_first else None)
+        self._is_first = is_first  # of the modules that share the table
+        self._parameters = _HiddenParameters(checkpoint, table, is_first)
 
     @property
     def weight(self) -> Tensor:
@@ -65,7 +60,6 @@ class ShardedEmbedding(nn.Module):
         return self._scheduler.embed(self._table, input)
 
     def extra_repr(self) -> str:
-        """Describe the module as ``nn.Embedding`` does, with the number of own columns."""
         padding = f", padding_idx={self.padding_idx}" if self.padding_idx is not None else ""
         columns = self._table.weight.shape[1]
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}, {columns} columns here"
@@ -80,15 +74,9 @@ class ShardedEmbedding(nn.Module):
         destination[prefix + "weight"] = self._checkpoint.weight_to_save(self._table)
 
     def _load_from_state_dict(
-        self,
-        state_dict: Any,
-        prefix: str,
-        local_metadata: Any,
-        strict: bool,
-        missing_keys: list[str],
-        unexpected_keys: list[str],
-        error_msgs: list[str],
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, *messages: list[str]
     ) -> None:
+        missing_keys, _, error_msgs = messages
         key, shape = prefix + "weight", self._table.shape
         full = state_dict.get(key)
         if full is None:
@@ -106,18 +94,22 @@ class ShardedEmbedding(nn.Module):
 
 
 class _HiddenParameters(dict[str, Any]):
-    """Parameters of the module: this rank's columns for ``torch.distributed.checkpoint.state_dict``, otherwise none.
+    """Parameters of the module: this rank's columns where torch looks for parameters by name, otherwise none.
 
-    That API looks up the names of an optimizer's parameters in the model.
+    ``torch.distributed.checkpoint.state_dict`` does so for those of an optimizer, and ``requires_grad_()`` of modules
+    around the table is meant for the table, too.
     """
 
-    def __init__(self, checkpoint: TableCheckpoint, weight: nn.Parameter | None) -> None:
+    def __init__(self, checkpoint: TableCheckpoint, table: Table, is_first: bool) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        self._weight = weight
+        self._table = table
+        self._is_first = is_first
 
     def items(self) -> Any:
-        if self._weight is not None and inside_state_dict_api():
+        if is_inside("torch.nn.modules.module", "requires_grad_"):
+            return {"weight": self._table.weight}.items()
+        if self._is_first and inside_state_dict_api():
             self._checkpoint.warn_if_left_out()
-            return {"weight": self._weight}.items()
+            return {"weight": self._table.weight}.items()
         return super().items()

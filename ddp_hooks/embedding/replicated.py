@@ -9,7 +9,6 @@ No ``from __future__ import annotations`` here: DDP compares the hook's annotati
 
 import weakref
 from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -30,7 +29,6 @@ from ddp_hooks.comm import (
     at_exit,
     bruck_all_gather,
     check_waits,
-    pairwise_exchange,
     see,
     wrong_state,
 )
@@ -43,18 +41,8 @@ from ddp_hooks.comm.torch_compat.ddp import (
     sparse_parameters,
 )
 from ddp_hooks.embedding.exchange.gradients import RowSum, mean_of_rows
-from ddp_hooks.embedding.exchange.packing import as_rows, message_bytes, new_message, parts_of
+from ddp_hooks.embedding.exchange.packing import as_rows, exchange_parts, message_bytes, new_message, parts_of
 from ddp_hooks.intercept.local_gradients import LocalGradients
-
-
-@dataclass
-class _Bucket:
-    """Sparse bucket on its way."""
-
-    gradient: Tensor
-    future: torch.futures.Future[Tensor]
-    work: Work
-    result: list[Tensor]
 
 
 class EmbeddingState:
@@ -94,7 +82,8 @@ class EmbeddingState:
         self._group = group
         self._stall = Stall()
         self._dense: Callable[[dist.GradBucket], torch.futures.Future[Tensor]] | None = None
-        self._buckets: list[_Bucket] = []
+        # Work, and what DDP waits for and gets, of sparse buckets on their way.
+        self._buckets: list[tuple[Work, torch.futures.Future[Tensor], list[Tensor]]] = []
         self._closed = False
         leave_to_another(ddp, set(names))
         self._handle = at_exit(self.close, self._lanes.abandon, self._is_stuck)
@@ -107,9 +96,7 @@ class EmbeddingState:
     def use_for_dense(self, hook: Callable[[Any, dist.GradBucket], Any], state: Any) -> None:
         """Reduce dense buckets with another hook, such as ``dear_hook`` or ``topk_hook``, instead of DDP's all-reduce.
 
-        Args:
-            hook: the hook.
-            state: its state, made after this one.
+        ``state`` is the hook's, made after this one.
         """
         self._dense = lambda bucket: hook(state, bucket)
 
@@ -145,7 +132,7 @@ class EmbeddingState:
         work = self._lanes.run(self._mean(buffer, result), f"sparse gradient of {name}")
         if not self._buckets:  # DDP's own callback, which waits for the future, will be queued after this one
             queue_engine_callback(self._end_backward)
-        self._buckets.append(_Bucket(buffer, future, work, result))
+        self._buckets.append((work, future, result))
         return future
 
     def close(self) -> None:
@@ -163,10 +150,10 @@ class EmbeddingState:
 
     def _end_backward(self) -> None:
         buckets, self._buckets = self._buckets, []
-        for bucket in buckets:
-            with self._stall.measure(self._recorder, bucket.work.label):
-                bucket.work.wait()
-            bucket.future.set_result(bucket.result[0])
+        for work, future, result in buckets:
+            with self._stall.measure(self._recorder, work.label):
+                work.wait()
+            future.set_result(result[0])
 
     def _all_reduce(self, buffer: Tensor) -> torch.futures.Future[Tensor]:
         work = dist.all_reduce(buffer.div_(self._lanes.world_size), group=self._group, async_op=True)
@@ -185,11 +172,11 @@ class EmbeddingState:
     def _is_stuck(self) -> bool:
         return self._lanes.stuck
 
-    def __deepcopy__(self, memo: Any) -> "EmbeddingState":
-        raise TypeError("a DDP module with EmbeddingState cannot be copied: the copy would lose its hook")
-
     def __reduce__(self) -> Any:
-        raise TypeError("a DDP module with EmbeddingState cannot be pickled: save ddp.module.state_dict() instead")
+        raise TypeError(
+            "a DDP module with EmbeddingState cannot be copied or pickled: the copy would lose its hook. "
+            "Copy ddp.module, or save ddp.module.state_dict()"
+        )
 
 
 def embedding_hook(state: EmbeddingState, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
@@ -221,11 +208,14 @@ def _mean_of_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Roun
         mine = (owner == peer).nonzero().view(-1)
         parts.append(RowSum(own.rows[mine], own.values.index_select(0, mine)))
     counts = yield from _all_gather_counts([len(part.rows) for part in parts], rank, world_size, own.rows.device)
-    outgoing = [_pack(part) for part in parts]
-    incoming = [new_message(_nbytes(own, row[rank]), own.rows.device)[0] for row in counts]
-    incoming[rank] = outgoing[rank]
-    yield from pairwise_exchange(outgoing, incoming, rank)
-    return _mean([_unpack(message, row[rank], own) for message, row in zip(incoming, counts, strict=True)])
+    received = yield from exchange_parts(
+        rank,
+        world_size,
+        own.rows.device,
+        nbytes=lambda sender, receiver: _nbytes(own, counts[sender][receiver]),
+        write=lambda receiver, slots: _write(parts[receiver], slots),
+    )
+    return _mean([_read(slots, row[rank], own) for slots, row in zip(received, counts, strict=True)])
 
 
 def _mean(received: Sequence[RowSum]) -> RowSum:
@@ -233,11 +223,13 @@ def _mean(received: Sequence[RowSum]) -> RowSum:
 
 
 def _all_gather(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, list[RowSum]]:
-    """Return the rows of every rank."""
-    counts = yield from _all_gather_counts([len(own.rows)], rank, world_size, own.rows.device)
-    sizes = [message_bytes(_nbytes(own, count)) for (count,) in counts]
-    messages = yield from bruck_all_gather(_pack(own), sizes, range(world_size), rank)
-    return [_unpack(message, count, own) for message, (count,) in zip(messages, counts, strict=True)]
+    counts = [row[0] for row in (yield from _all_gather_counts([len(own.rows)], rank, world_size, own.rows.device))]
+    message, slots = new_message(_nbytes(own, len(own.rows)), own.rows.device)
+    _write(own, slots)
+    sizes = [message_bytes(_nbytes(own, count)) for count in counts]
+    messages = yield from bruck_all_gather(message, sizes, range(world_size), rank)
+    found = zip(messages, counts, strict=True)
+    return [_read(parts_of(message, _nbytes(own, count)), count, own) for message, count in found]
 
 
 def _all_gather_counts(
@@ -253,17 +245,14 @@ def _nbytes(like: RowSum, count: int) -> list[int]:
     return [count * num_columns * like.values.element_size(), count * like.rows.element_size()]
 
 
-def _pack(part: RowSum) -> Tensor:
-    num_rows, num_columns = part.values.shape
-    message, (values, rows) = new_message(_nbytes(part, num_rows), part.values.device)
-    as_rows(values, num_rows, num_columns, part.values.dtype).copy_(part.values)
-    rows.view(part.rows.dtype).copy_(part.rows)
-    return message
+def _write(part: RowSum, slots: Sequence[Tensor]) -> None:
+    as_rows(slots[0], len(part.rows), part.values.shape[1], part.values.dtype).copy_(part.values)
+    slots[1].view(part.rows.dtype).copy_(part.rows)
 
 
-def _unpack(message: Tensor, count: int, like: RowSum) -> RowSum:
-    values, rows = parts_of(message, _nbytes(like, count))
-    return RowSum(rows.view(like.rows.dtype), as_rows(values, count, like.values.shape[1], like.values.dtype))
+def _read(slots: Sequence[Tensor], count: int, like: RowSum) -> RowSum:
+    values = as_rows(slots[0], count, like.values.shape[1], like.values.dtype)
+    return RowSum(slots[1].view(like.rows.dtype), values)
 
 
 def _find_problem(ddp: Any, timeout_s: object, stall_warning_s: object) -> str | None:

@@ -1,15 +1,14 @@
-"""``requires_grad_()`` of modules reaches the tables inside them, as it reaches other layers.
+"""Frozen tables.
 
-A table's weight is no parameter of its module, so loops over parameters do not reach it. If such a loop has frozen
-everything around a table, the user may have meant the table, too: training refuses to go on.
+``requires_grad_()`` of modules reaches the tables inside them, but loops over parameters do not: a table's weight is no
+parameter of its module. If such a loop has frozen everything around a table, the user may have meant the table, too.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections import defaultdict
-from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from torch import nn
 
@@ -25,36 +24,29 @@ class _Surroundings(NamedTuple):
 
 
 class RequiresGradSync:
-    """Passes ``requires_grad_()`` of modules on to tables, and refuses loops that leave tables out."""
+    """Trains and freezes tables, and refuses loops that leave tables out."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self._tables = tables
-        self._around: dict[int, _Surroundings] = {}  # by table, until the user sets requires_grad of the table
+        self._around: dict[int, _Surroundings] = {}  # by table, until the user sets requires_grad of the table itself
 
     def attach(self, root: nn.Module) -> None:
-        """Extend ``requires_grad_()`` of every module between ``root`` and a table."""
-        inside: dict[nn.Module, set[int]] = defaultdict(set)  # tables in a module
+        """Note what is trained around the tables, which are in ``root`` now."""
         for table in self._tables:
-            for path in (table.name, *table.aliases):
-                names = path.split(".")
-                around = [root.get_submodule(".".join(names[:end])) for end in reversed(range(len(names)))]
-                for module in around:
-                    inside[module].add(table.index)
-                self._around.setdefault(table.index, _surroundings_among(around, root))
-        for module, indices in inside.items():
-            self._extend_requires_grad(module, indices)
+            names = table.name.split(".")
+            around = [root.get_submodule(".".join(names[:end])) for end in reversed(range(len(names)))]
+            self._around[table.index] = _surroundings_among(around, root)
 
     def set(self, index: int, requires_grad: bool) -> None:
-        """Train or freeze a table from now on."""
         self._tables[index].weight.requires_grad_(requires_grad)
         self._around.pop(index, None)
 
     def refuse_ambiguous(self) -> None:
         """Raise ``RuntimeError`` if everything around a table was frozen, and the user did not say if the table is."""
         for index, around in self._around.items():
+            name, weight = self._tables[index].name, self._tables[index].weight
             alive = [parameter for reference in around.parameters if (parameter := reference()) is not None]
-            if alive and not any(parameter.requires_grad for parameter in alive):
-                name = self._tables[index].name
+            if alive and weight.requires_grad and not any(parameter.requires_grad for parameter in alive):
                 raise RuntimeError(
                     f"all parameters of {around.name} were frozen since shard_embeddings(), and a loop over parameters "
                     f"does not reach the sharded table {name}, which is no parameter of its module: call "
@@ -62,18 +54,6 @@ class RequiresGradSync:
                     f'tables.requires_grad_(True, ["{name}"]) to go on training it'
                     f"{see('set-up-changed-later')}"
                 )
-
-    def _extend_requires_grad(self, module: nn.Module, indices: Collection[int]) -> None:
-        reference = weakref.ref(module)
-
-        def requires_grad_(requires_grad: bool = True) -> Any:
-            for index in indices:
-                self.set(index, requires_grad)
-            present = reference()
-            assert present is not None
-            return nn.Module.requires_grad_(present, requires_grad)
-
-        module.requires_grad_ = requires_grad_  # type: ignore[method-assign]
 
 
 def _surroundings_among(modules: Sequence[nn.Module], root: nn.Module) -> _Surroundings:

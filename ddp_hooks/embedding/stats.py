@@ -1,4 +1,4 @@
-"""Cost of exchanging tables: statistics of a step, and the running totals that they are made of."""
+"""Cost of exchanging tables."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal, TypeAlias, get_args
 from ddp_hooks.comm import Algorithm, Send, Stall
 
 ClippedOf: TypeAlias = Literal["all", "dense_only", "none"]
-Kind: TypeAlias = Literal["id", "lookup", "prior", "delayed", "order", "columns"]
+Kind: TypeAlias = Literal["id", "lookup", "prior", "delayed", "columns"]
 _IN_STATS: tuple[Kind, ...] = ("id", "lookup", "prior", "delayed")
 
 
@@ -65,13 +65,11 @@ class Tally:
     _before: dict[str, float] = field(default_factory=dict)
 
     def counted(self, kind: Kind, algorithm: Algorithm) -> Algorithm:
-        """Run the algorithm and count the bytes that it sends."""
         for messages in algorithm:
             self.sent[kind] += sum(m.tensor.nbytes for m in messages if isinstance(m, Send))
             yield messages
 
     def next_stats(self, last: TableStats, clip: ClippedOf) -> TableStats:
-        """Return what has come since the last step."""
         now: dict[str, float] = {
             "num_ids": self.num_ids,
             "num_prior_rows": self.num_prior_rows,

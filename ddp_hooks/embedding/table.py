@@ -6,11 +6,27 @@ from collections.abc import Generator
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ddp_hooks.comm import Algorithm, Recv, Round, Send, pairwise_exchange, round_of
 
 _CHUNK_BYTES = 32 << 20  # of whole rows in one round, which bounds the memory of messages
+
+
+@dataclass
+class Selected:
+    """Weight that becomes a table."""
+
+    places: list[tuple[str, nn.Embedding]]  # paths and modules that have it, in the order of the model
+    others: list[tuple[str, nn.Module, str]]  # path, module and attribute of other layers that share it
+
+    @property
+    def name(self) -> str:
+        return self.places[0][0]
+
+    @property
+    def module(self) -> nn.Embedding:
+        return self.places[0][1]
 
 
 @dataclass
@@ -24,12 +40,11 @@ class Table:
     dim: int  # columns of the whole table
     bounds: tuple[int, ...]  # rank r owns columns [bounds[r], bounds[r + 1])
     rank: int  # of this process
-    weight: torch.nn.Parameter  # (num_rows, own columns), contiguous
+    weight: nn.Parameter  # (num_rows, own columns), contiguous
     padding_idx: int | None  # row without gradient
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Shape of the whole table."""
         return self.num_rows, self.dim
 
     @property
@@ -40,7 +55,6 @@ class Table:
         return self.bounds[rank + 1] - self.bounds[rank]
 
     def nbytes(self, num_rows: int, rank: int) -> int:
-        """Return the bytes of ``num_rows`` rows of a rank's columns."""
         return num_rows * self.num_columns(rank) * self.weight.element_size()
 
     def cut(self, full: Tensor, rank: int) -> Tensor:

@@ -10,22 +10,19 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ddp_hooks.comm import Work, at_exit, calling, see, whole
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
-from ddp_hooks.embedding.config import TableConfig
-from ddp_hooks.embedding.exchange.channels import Channels, CoordinatedChannels, Exchanger
+from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.exchange.ids import BatchRows
 from ddp_hooks.embedding.module import ShardedEmbedding
-from ddp_hooks.embedding.selection import Selected
 from ddp_hooks.embedding.stats import TableStats
 from ddp_hooks.embedding.step.optimizer_hooks import OptimizerHooks
 from ddp_hooks.embedding.step.prefetch import BatchIds, PrefetchedLoader, ids_by_table
 from ddp_hooks.embedding.step.scheduler import StepScheduler
-from ddp_hooks.embedding.step.updates import TableUpdates
-from ddp_hooks.embedding.table import Table, scatter_columns
+from ddp_hooks.embedding.step.split_step import TableUpdates
+from ddp_hooks.embedding.table import Selected, Table, scatter_columns
 from ddp_hooks.intercept import co_optimizers
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 
@@ -48,34 +45,23 @@ class EmbeddingTables:
     """
 
     def __init__(
-        self,
-        model: nn.Module,
-        tables: Sequence[Table],
-        optimizer: torch.optim.Optimizer,
-        group: dist.ProcessGroup,
-        config: TableConfig,
-        coordinator: Exchanger | None = None,
+        self, model: nn.Module, tables: Sequence[Table], optimizer: torch.optim.Optimizer, channels: Channels
     ) -> None:
-        self.config = config
+        self.config = channels.config
         self.optimizer = optimizer
         self._root = model
-        self._tables = list(tables)
+        self._tables = tables
         self._index_of = {name: table.index for table in tables for name in (table.name, *table.aliases)}
         self._device = tables[0].weight.device
-        if coordinator is None:
-            self._channels = Channels(group, self._device, config)
-        else:
-            self._channels = CoordinatedChannels(
-                group, self._device, config, coordinator, tables[0].name, len(tables)
-            )
+        self._channels = channels
         updates = TableUpdates(optimizer, [table.weight for table in tables])
-        self._scheduler = StepScheduler(model, self._tables, self._channels, updates)
+        self._scheduler = StepScheduler(model, tables, channels, updates)
         self._step = self._scheduler.split_step
-        self._checkpoint = TableCheckpoint(model, self._tables, optimizer, self._channels, self._scheduler)
-        self._optimizers = OptimizerHooks(optimizer, updates, self._scheduler, self._checkpoint.discard_whole)
+        self._checkpoint = TableCheckpoint(model, tables, optimizer, self._scheduler)
+        self._optimizers = OptimizerHooks(optimizer, self._scheduler, self._checkpoint.discard_whole)
         self.announcements = self._scheduler.lookups.queue  # batches that loaders have handed out
         self._replaced: list[weakref.ref[Tensor]] = []  # whole weights, by table
-        self._at_exit = at_exit(self.close, self._channels.abandon, self._channels.is_stuck)
+        self._at_exit = at_exit(self.close, channels.abandon, channels.is_stuck)
         co_optimizers.join_module(model, self)
 
     # -- training loop
@@ -127,13 +113,9 @@ class EmbeddingTables:
         self._scheduler.drop_gradients()
 
     def requires_grad_(self, requires_grad: bool = True, names: Iterable[str] | None = None) -> None:
-        """Train or freeze tables from now on; all ranks do the same, between two steps.
+        """Train or freeze tables, by ``names`` or all, from now on; all ranks do the same, between two steps.
 
         ``requires_grad_()`` of modules around a table does it, too. A loop over parameters does not reach tables.
-
-        Args:
-            requires_grad: True trains them.
-            names: names of tables; None: all tables.
 
         Raises:
             ValueError: a name belongs to no table.
@@ -220,7 +202,7 @@ class EmbeddingTables:
             self._at_exit.remove()
             self._channels.close()
 
-    # -- clipping and scaling, with the model (see ddp_hooks.intercept.co_optimizers)
+    # -- clipping and scaling, with the model: methods of a CoOptimizer
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
         """Raise ``RuntimeError``: ``ddp_hooks.clip_grad_norm_([parameters or state, tables], max_norm)`` clips all."""
@@ -248,33 +230,26 @@ class EmbeddingTables:
             self._scheduler.zeroing.watch()  # the model's gradients may have been clipped to nothing
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of a small tensor over the ranks; collective."""
         return self._channels.reduce_small(value.to(self._device), "sum_over_ranks()")
 
     def largest_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the largest values of a small tensor over the ranks; collective."""
         return self._channels.reduce_small(value.to(self._device), "largest_over_ranks()", largest=True)
 
     def yield_link_to(self, works: Sequence[Work]) -> None:
-        """Send this step's delayed rows after ``works``."""
         self._optimizers.urgent_works = works
 
     def unscale(self, inverse_scale: float) -> bool:
-        """Multiply gradients when they are applied; return True if some of this rank's are not finite."""
         self._step.multiply(inverse_scale)
         self._step.is_unscaled = True
         return self.found_nonfinite()
 
     def found_nonfinite(self) -> bool:
-        """Return True if some of this rank's gradients are not finite, before or after the sum over ranks."""
         return self._step.found_nonfinite()
 
     def would_miss_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if ``optimizer`` is the model's, and no optimizer will apply the tables' gradients."""
         return self._optimizers.would_miss_step(optimizer)
 
     def on_grads_restored(self) -> None:
-        """Watch the model's gradients, which have taken the place of guards, for zeroing."""
         self._scheduler.drop_zeroed()  # guards may have been zeroed before
         self._scheduler.zeroing.watch()
 

@@ -542,7 +542,7 @@ _EMBEDDING = (
     ),
     Fault(
         "embedding: a step of two parts counts twice",
-        "ddp_hooks/embedding/step/updates.py",
+        "ddp_hooks/embedding/step/split_step.py",
         'state["step"] = copied(self._counts[index])',
         'state["step"] = copied(state["step"])',
         ("tests/embedding/test_exact.py",),
@@ -550,7 +550,7 @@ _EMBEDDING = (
     ),
     Fault(
         "embedding: making a state counts as a step",
-        "ddp_hooks/embedding/step/updates.py",
+        "ddp_hooks/embedding/step/split_step.py",
         'state["step"] = state["step"] * 0',
         'state["step"] = state["step"] * 1',
         ("tests/embedding/test_checkpoint.py",),
@@ -615,8 +615,8 @@ _EMBEDDING = (
     Fault(
         "embedding: every table is saved with the first one's state",
         "ddp_hooks/embedding/checkpoint.py",
-        'own["state"].get(position)',
-        'own["state"].get(0)',
+        'state_dict["state"][key].items()',
+        'state_dict["state"][keys[0]].items()',
         ("tests/embedding/test_checkpoint.py",),
     ),
     Fault(

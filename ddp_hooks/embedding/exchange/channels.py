@@ -15,6 +15,7 @@ from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Round, Stal
 from ddp_hooks.comm.executors.small import SmallExchange
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
+from ddp_hooks.embedding.table import Table
 
 _KINDS = get_args(Kind)
 _NAMES_PER_TABLE = 4  # names of one kind that a coordinator knows; fewer are in flight
@@ -32,12 +33,9 @@ class Exchanger(Protocol):
 
 
 class Channels:
-    """Runs the exchanges of tables, each kind in its lane, in the order of submission.
+    """Runs the exchanges of tables, each kind in its lane, in the order of submission; creation is collective."""
 
-    Creation is collective over ``group``.
-    """
-
-    def __init__(self, group: dist.ProcessGroup, device: torch.device, config: TableConfig) -> None:
+    def __init__(self, group: dist.ProcessGroup, config: TableConfig, tables: Sequence[Table]) -> None:
         self.group = group
         self.config = config
         self.tally = Tally()
@@ -46,7 +44,7 @@ class Channels:
         self.recorder = Recorder(False)
         self.lanes: list[Lanes] = []
         self._counts: dict[Kind, int] = defaultdict(int)
-        self._open(device)
+        self._open(tables[0].weight.device)
 
     def _open(self, device: torch.device) -> None:
         settings = LaneSettings(timeout_s=self.config.timeout_s, stall_warning_s=self.config.stall_warning_s)
@@ -59,18 +57,14 @@ class Channels:
             self.lanes.append(self._control)
 
     def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Work:
-        """Submit an exchange that begins when the work in ``after`` is done.
-
-        Each kind has its own tags. Ranks that submit different kinds time out and name them, instead of exchanging
-        wrong data.
-        """
-        lanes = {"id": self._control, "order": self._control, "delayed": self.patient}.get(kind, self.urgent)
+        """Submit an exchange that begins when the work in ``after`` is done."""
+        # Each kind has its own tags: ranks that submit different kinds time out, instead of exchanging wrong data.
+        lanes = {"id": self._control, "delayed": self.patient}.get(kind, self.urgent)
         tag = special_tag(_KINDS.index(kind), self._counts[kind])
         self._counts[kind] += 1
         return lanes.run(self.tally.counted(kind, algorithm), label, after, tag)
 
     def result_of(self, kind: Kind, algorithm: Generator[Round, None, Result], label: str) -> Result:
-        """Run an exchange, and return what it returns."""
         found: list[Result] = []
 
         def keep() -> Algorithm:
@@ -80,58 +74,42 @@ class Channels:
         return found[0]
 
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
-        """Reduce a few numbers over the ranks; see :meth:`ddp_hooks.comm.Lanes.reduce_small`."""
         return self.urgent.reduce_small(value, what, largest)
 
     def meet(self) -> None:
-        """Wait until every rank has made the same call (see :func:`ddp_hooks.comm.calling`); raises ``LaneError`` and
-        ``LaneTimeout``, which name the calls. A lane would name the missing message only.
-        """
+        """Wait until every rank has made the same call; errors name the calls, and not only a missing message."""
         gather_objects(None, self.group, "an exchange of whole tables", self.config)
 
     def wait(self, work: Work, stall: Stall) -> None:
-        """Wait for an exchange, and add the time to ``stall``; raises ``LaneError`` and ``LaneTimeout``."""
         with nullcontext() if work.done else stall.measure(self.recorder, work.label):
             work.wait()
 
     def close(self) -> None:
-        """Finish what was submitted, and end the lanes."""
         for lanes in self.lanes:
             lanes.close()
 
     def abandon(self, error: BaseException) -> None:
-        """End without the other ranks, because of ``error``."""
         for lanes in self.lanes:
             lanes.abandon(error)
 
     def is_stuck(self) -> bool:
-        """Return True if a lane still waits for another rank after it was told to end."""
         return any(lanes.stuck for lanes in self.lanes)
 
 
 class CoordinatedChannels(Channels):
-    """Exchanges through a coordinator, by priority: urgent ones before gradients, delayed rows after them.
-
-    ``name`` distinguishes these tables from other users of the coordinator.
-    """
+    """Exchanges through a coordinator, by priority: urgent ones before gradients, delayed rows after them."""
 
     def __init__(
-        self,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        config: TableConfig,
-        coordinator: Exchanger,
-        name: str,
-        num_tables: int,
+        self, group: dist.ProcessGroup, config: TableConfig, tables: Sequence[Table], coordinator: Exchanger
     ) -> None:
         self._coordinator = coordinator
-        self._name = name
-        self._num_names = _NAMES_PER_TABLE * max(4, num_tables)
+        self._name = tables[0].name  # distinguishes these tables from other users of the coordinator
+        self._num_names = _NAMES_PER_TABLE * max(4, len(tables))
         self._requested: dict[str, Any] = {}
-        super().__init__(group, device, config)
+        super().__init__(group, config, tables)
 
     def _open(self, device: torch.device) -> None:
-        """Use the coordinator's lanes."""
+        pass  # the coordinator has lanes
 
     def run(self, kind: Kind, algorithm: Algorithm, label: str, after: Sequence[Work] = ()) -> Any:
         name = f"{kind} {self._counts[kind] % self._num_names} of {self._name}"

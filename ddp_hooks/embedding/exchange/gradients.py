@@ -1,8 +1,7 @@
 """Gradient rows of a table on their way to the owners of their columns, in two parts (EmbRace, Algorithm 1).
 
 *Prior* rows are looked up by some rank in the next batch, so they must arrive before the next lookup. *Delayed* rows
-are the rest; they may arrive one step later. Every rank knows which rows every rank looks up, hence both parts of
-everybody's gradient.
+are the rest. Every rank knows which rows every rank looks up, hence both parts of everybody's gradient.
 """
 
 from __future__ import annotations
@@ -63,11 +62,8 @@ class GradientExchange:
     """One table's gradient of one synchronised backward: this rank sends all columns of its rows, and receives its
     own columns of all rows.
 
-    Args:
-        table: owner of the gradient.
-        lookups: with gradients of the same calls on every rank; the gradients are taken out of them.
-        upcoming: next batch, whose rows are known when the exchange begins; None: all rows are prior.
-        splits: False: all rows are prior.
+    Gradients are taken out of ``lookups``, which are of the same calls on every rank. The rows of ``upcoming``, the
+    next batch, are known when the exchange begins. Without it, or without ``splits``, all rows are prior.
     """
 
     def __init__(self, table: Table, lookups: Sequence[Lookup], upcoming: BatchRows | None, splits: bool) -> None:
@@ -91,7 +87,6 @@ class GradientExchange:
 
     @property
     def is_complete(self) -> bool:
-        """True if nothing is left to send."""
         return self._values is None and self.prior is not None
 
     def send_prior(self) -> Algorithm:
@@ -108,11 +103,9 @@ class GradientExchange:
             self.receive_delayed(RowSum(weight.new_zeros(0, dtype=torch.int64), weight[:0]))
 
     def delayed_part(self) -> _Part:
-        """Return this rank's rows that are still to be sent."""
         return self._part([~mask for mask in self._is_prior])
 
     def receive_delayed(self, rows: RowSum) -> None:
-        """Complete the exchange."""
         self.delayed = rows
         self._values = self._touched = None
 
@@ -186,12 +179,10 @@ class _Part:
     touched: Tensor  # (m,) bool, rows of this rank that have a gradient
 
     def nbytes(self, sender: int, receiver: int) -> tuple[int, int]:
-        """Return the bytes that one rank sends another: columns of rows, and flags."""
         count = len(self.rows[sender])
         return self.exchange.table.nbytes(count, receiver), count + 1
 
     def write(self, body: Tensor, flags: Tensor, receiver: int) -> None:
-        """Fill the slots of a message to ``receiver``."""
         table = self.exchange.table
         slot = as_rows(body, len(self.values), table.num_columns(receiver), self.values.dtype)
         slot.copy_(table.cut(self.values, receiver))

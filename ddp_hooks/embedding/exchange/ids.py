@@ -1,8 +1,7 @@
 """Rows that every rank looks up: exchanged once per batch, and known to all ranks afterwards.
 
 A rank that looks up a row later sends a gradient for it, so vectors and gradients travel without indices. Rows of the
-next batch decide which gradient rows are prior (EmbRace, Algorithm 1; PAPER_NOTES 13: the paper's costs leave this
-exchange out).
+next batch decide which gradient rows are prior (EmbRace, Algorithm 1).
 """
 
 from __future__ import annotations

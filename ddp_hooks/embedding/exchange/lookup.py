@@ -1,8 +1,12 @@
-"""Lookups: every rank sends every other rank its columns of the rows which that rank wants."""
+"""Lookups: every rank sends every other rank its columns of the rows which that rank wants.
+
+And bookkeeping of lookups whose gradients are still to come, and of tables that may send theirs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -70,3 +74,81 @@ def look_up(lookups: Sequence[Lookup], batch: BatchRows) -> Algorithm:
         for peer, parts in enumerate(received):
             table.cut(vectors, peer).copy_(as_rows(parts[position], num_rows, table.num_columns(peer), dtype))
         lookup.by_rank, lookup.vectors = rows, vectors
+
+
+class ExpectedGradients:
+    """Lookups of forwards, until their gradients are sent or a step ends what has begun.
+
+    Tables send in the same order on all ranks: the last one first, as backwards come mostly. A table may send when it
+    had as many backwards as calls on this rank.
+    """
+
+    def __init__(self, tables: Sequence[Table]) -> None:
+        self.calls: dict[int, int] = defaultdict(int)  # by table, since it last sent
+        self.backwards: dict[int, int] = defaultdict(int)  # of those calls
+        self.backward_ended = True  # of the last forward; so the next one may drop its vectors
+        self._tables = tables
+        self._lookups: dict[int, list[Lookup]] = defaultdict(list)  # by table, with gradients that were not sent
+        self._queue: list[int] = []  # tables that send in this backward
+        self._latest: list[Lookup] = []  # of the last forward
+
+    def lookups(self) -> Iterator[Lookup]:
+        return (lookup for lookups in self._lookups.values() for lookup in lookups)
+
+    # -- forwards
+
+    def begin_forward(self) -> None:
+        """Drop the vectors of earlier forwards, but for those of the last one if a backward may repeat it."""
+        kept = set() if self.backward_ended else {id(lookup) for lookup in self._latest}
+        for lookup in self.lookups():
+            if id(lookup) not in kept:
+                lookup.vectors = None
+        for index in list(self._lookups):
+            if not self._tables[index].weight.requires_grad:  # no backward may ever come that sends them
+                self._lookups[index] = [lookup for lookup in self._lookups[index] if id(lookup) in kept]
+        self._latest, self.backward_ended = [], False
+
+    def expect(self, lookup: Lookup) -> None:
+        self._lookups[lookup.table.index].append(lookup)
+        self._latest.append(lookup)
+
+    def latest_first(self, index: int) -> Iterator[Lookup]:
+        """Iterate over a table's lookups in the order in which autograd repeats their forwards."""
+        return reversed(self._lookups[index])
+
+    # -- backwards
+
+    def begin_backward(self, synchronizes: bool = True) -> None:
+        """Queue the tables that were used; without synchronization none sends, and gradients add up."""
+        self._queue = [table.index for table in reversed(self._tables) if self._lookups[table.index] and synchronizes]
+
+    def take_complete(self, force: bool = False) -> Iterator[list[Lookup]]:
+        """Remove and yield the lookups of each table that may send now; with ``force`` all that were used may."""
+        while self._queue and (force or self.backwards[self._queue[0]] == self.calls[self._queue[0]]):
+            index = self._queue.pop(0)
+            self.calls[index] = self.backwards[index] = 0
+            yield self._lookups.pop(index)
+
+    # -- steps
+
+    @property
+    def has_gradients(self) -> bool:
+        return any(lookup.gradient is not None for lookup in self.lookups())
+
+    def multiply(self, factor: float) -> None:
+        for lookup in self.lookups():
+            if lookup.gradient is not None:
+                lookup.gradient.mul_(factor)
+
+    def drop_gradients(self) -> None:
+        """Forget gradients that were not sent; the same forwards may bring more."""
+        for lookup in self.lookups():
+            lookup.drop_gradient()
+
+    def clear(self) -> None:
+        """End what earlier forwards have begun: a step has passed, so their gradients come too late."""
+        for lookup in self.lookups():
+            lookup.closed = True
+        self._lookups.clear()
+        self.calls.clear()
+        self.backwards.clear()

@@ -24,7 +24,6 @@ def message_bytes(nbytes: Sequence[int]) -> int:
 
 
 def parts_of(message: Tensor, nbytes: Sequence[int]) -> list[Tensor]:
-    """Return views of the parts of a message."""
     starts = itertools.accumulate((_padded(size) for size in nbytes), initial=0)
     return [message[start : start + size] for start, size in zip(starts, nbytes, strict=False)]
 

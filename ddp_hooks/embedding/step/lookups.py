@@ -13,9 +13,8 @@ from torch.autograd.function import once_differentiable
 from ddp_hooks.comm import Work, see
 from ddp_hooks.comm.torch_compat.autograd import in_backward
 from ddp_hooks.embedding.exchange.channels import Channels
-from ddp_hooks.embedding.exchange.expected import ExpectedGradients
 from ddp_hooks.embedding.exchange.ids import CHANGED, NO_ERROR, BatchRows, Ids, Purpose, RankError, exchange_ids
-from ddp_hooks.embedding.exchange.lookup import Lookup, look_up
+from ddp_hooks.embedding.exchange.lookup import ExpectedGradients, Lookup, look_up
 from ddp_hooks.embedding.step.prefetch import PrefetchQueue
 from ddp_hooks.embedding.step.split_step import SplitStep
 from ddp_hooks.embedding.table import Table
@@ -84,13 +83,11 @@ class Lookups:
         self.current = prepared
 
     def end_forward(self) -> None:
-        """Exchange the ids of the next batch."""
         if self.current is not None and self.sync_error is None:
             upcoming, self._upcoming = self._upcoming, None
             self.ahead = self._exchange_ids(upcoming or BatchRows(None), Purpose.AHEAD)
 
     def wait_for_next_ids(self) -> None:
-        """Wait until the rows of the next batch are known, or an error of some rank."""
         if self.ahead is not None:
             self._channels.wait(self.ahead.ids_known, self._channels.tally.gradients)
             self.sync_error = self.sync_error or self.ahead.batch.sync_error
@@ -106,7 +103,6 @@ class Lookups:
             self._fetch(self.ahead)
 
     def discard_ahead(self) -> None:
-        """Forget vectors of the next batch: weights have changed."""
         if self.ahead is not None:
             if self.ahead.fetched is not None:
                 self.ahead.fetched.wait()
@@ -125,7 +121,6 @@ class Lookups:
         return PreparedBatch(batch, channels.run("id", algorithm, "ids of a batch"))
 
     def _fetch(self, prepared: PreparedBatch) -> dict[int, Lookup]:
-        """Request the vectors of a batch; return its lookups by table."""
         rows = prepared.batch.rows or {}
         lookups = {table.index: Lookup(table, rows[table.index]) for table in self._tables if table.index in rows}
         algorithm = look_up(list(lookups.values()), prepared.batch)
@@ -139,11 +134,6 @@ class Lookups:
         """Return the lookup with the vectors of ``ids``, and their positions in it.
 
         None means that ranks cannot go on; all of them raise when backward ends.
-
-        Raises:
-            ValueError: some rank asks for an invalid id.
-            RuntimeError: ranks are desynchronized, or activation checkpointing asks for other ids than before.
-            LaneError, LaneTimeout: vectors did not arrive.
         """
         if in_backward():
             return self._find_again(table, ids)
@@ -207,7 +197,7 @@ class GatherVectors(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, lookup: Lookup, positions: Tensor, on_gradient: OnGradient) -> Tensor:
-        """Return ``lookup.vectors[positions]``; ``anchor`` is empty and requires a gradient, so the result does."""
+        # The anchor is empty and requires a gradient, so the result does.
         ctx.lookup, ctx.on_gradient, ctx.is_first = lookup, on_gradient, True
         ctx.save_for_backward(positions)
         assert lookup.vectors is not None
@@ -216,7 +206,6 @@ class GatherVectors(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        """Hand the gradient over."""
         (positions,) = ctx.saved_tensors
         ctx.on_gradient(ctx.lookup, positions, gradient, ctx.is_first)
         ctx.is_first = False

@@ -14,31 +14,19 @@ from ddp_hooks.comm import Work, see
 from ddp_hooks.comm.torch_compat.optimizer import evaluated_once, inside_grad_scaler, is_inner_step, with_closure
 from ddp_hooks.comm.torch_compat.state_dict import inside_making_state, makes_state
 from ddp_hooks.embedding.step.scheduler import StepScheduler
-from ddp_hooks.embedding.step.updates import TableUpdates
 from ddp_hooks.intercept import around_step, extend_zero_grad
 
 
 class OptimizerHooks:
-    """Turns steps of optimizers into steps of the tables.
-
-    ``before_step`` runs before each step of ``optimizer``, the tables' own.
-
-    Attributes:
-        followed: optimizer with which the tables step and zero gradients, or None.
-        urgent_works: sent before this step's delayed rows.
-    """
+    """Turns steps of optimizers into steps of the tables; ``before_step`` runs before each step of their own."""
 
     def __init__(
-        self,
-        optimizer: torch.optim.Optimizer,
-        updates: TableUpdates,
-        scheduler: StepScheduler,
-        before_step: Callable[[], None],
+        self, optimizer: torch.optim.Optimizer, scheduler: StepScheduler, before_step: Callable[[], None]
     ) -> None:
-        self.followed: torch.optim.Optimizer | None = None
-        self.urgent_works: Sequence[Work] = ()
+        self.followed: torch.optim.Optimizer | None = None  # tables step and zero gradients with it
+        self.urgent_works: Sequence[Work] = ()  # sent before this step's delayed rows
         self._optimizer = optimizer
-        self._updates = updates
+        self._updates = scheduler.split_step.updates
         self._scheduler = scheduler
         self._before_step = before_step
         self._steps_with_followed = False
@@ -50,7 +38,6 @@ class OptimizerHooks:
         ]
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None:
-        """Step and zero gradients together with ``optimizer``."""
         self.followed, self._scheduler.is_followed = optimizer, True
         self._of_followed = [
             *around_step(optimizer, self._before_followed_step, self._after_followed_step),
@@ -58,19 +45,15 @@ class OptimizerHooks:
         ]
 
     def unfollow(self) -> None:
-        """Step with no other optimizer."""
         for handle in self._of_followed:
             handle.remove()
         self.followed, self._scheduler.is_followed, self._of_followed = None, False, []
 
     def close(self) -> None:
-        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
-        self._handles = []
 
     def would_miss_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True if ``optimizer`` is the model's, and no optimizer will apply the tables' gradients."""
         if self.followed is not None or not self._scheduler.split_step.has_gradients:
             return False
         ours = {id(parameter) for parameter in self._scheduler.whole_model().parameters()}
@@ -136,7 +119,7 @@ class OptimizerHooks:
     # -- any optimizer
 
     def refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise ``RuntimeError`` if torch's scaler lets ``optimizer`` step, and the tables' gradients stay scaled."""
+        """Raise if torch's scaler lets ``optimizer`` step, and the tables' gradients stay scaled."""
         step = self._scheduler.split_step
         if step.is_unscaled or not (step.has_gradients and inside_grad_scaler()):
             return

@@ -45,11 +45,9 @@ class PrefetchQueue:
         self._by_epoch[epoch] = announcement
 
     def withdraw(self, epoch: object) -> None:
-        """Remove the batch of an iteration that has ended."""
         self._by_epoch.pop(epoch, None)
 
     def snapshot(self) -> dict[object, Announcement]:
-        """Return what is in the queue, for :meth:`restore`."""
         return dict(self._by_epoch)
 
     def restore(self, snapshot: dict[object, Announcement]) -> None:
@@ -57,7 +55,6 @@ class PrefetchQueue:
         self._by_epoch = {epoch: batch for epoch, batch in self._by_epoch.items() if snapshot.get(epoch) is batch}
 
     def take(self) -> Announcement | None:
-        """Remove and return the batch of the forward that begins, or None."""
         if not self._by_epoch:
             return None
         announcement = self._by_epoch.popitem()[1]

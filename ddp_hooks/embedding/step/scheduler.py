@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Work, bruck_all_gather, see
+from ddp_hooks.comm import Work, see
 from ddp_hooks.comm.torch_compat.autograd import (
     backward_reaches_leaves,
     in_backward,
@@ -36,14 +36,12 @@ from ddp_hooks.comm.torch_compat.autograd import (
 from ddp_hooks.comm.torch_compat.ddp import ddp_in_forward
 from ddp_hooks.comm.torch_compat.overrides import tensors_in
 from ddp_hooks.embedding.exchange.channels import Channels
-from ddp_hooks.embedding.exchange.expected import ExpectedGradients
 from ddp_hooks.embedding.exchange.gradients import GradientExchange
 from ddp_hooks.embedding.exchange.ids import as_ids
-from ddp_hooks.embedding.exchange.lookup import Lookup
+from ddp_hooks.embedding.exchange.lookup import ExpectedGradients, Lookup
 from ddp_hooks.embedding.requires_grad_sync import RequiresGradSync
 from ddp_hooks.embedding.step.lookups import GatherVectors, Lookups
-from ddp_hooks.embedding.step.split_step import SplitStep
-from ddp_hooks.embedding.step.updates import TableUpdates
+from ddp_hooks.embedding.step.split_step import SplitStep, TableUpdates
 from ddp_hooks.embedding.step.zero_grad_detector import ZeroGradDetector
 from ddp_hooks.embedding.table import Table
 from ddp_hooks.intercept import NonCopyableHook, extend_zero_grad
@@ -58,10 +56,7 @@ class GradientState(Enum):
 
 
 class StepScheduler:
-    """Decides when tables look up, send gradients and apply them.
-
-    A step begins with a forward of ``root``, the model.
-    """
+    """Decides when tables look up, send gradients and apply them; a step begins with a forward of ``root``."""
 
     def __init__(self, root: nn.Module, tables: Sequence[Table], channels: Channels, updates: TableUpdates) -> None:
         self.closed = False
@@ -74,8 +69,7 @@ class StepScheduler:
         self.requires_grad = RequiresGradSync(tables)
         self._root = root
         self._tables = tables
-        self._channels = channels
-        self._tally = channels.tally
+        self.channels = channels
         self._anchor = torch.zeros(0, device=tables[0].weight.device, requires_grad=True)
         # A backward may be inside of a forward, and activation checkpointing repeats the forward within a backward.
         self._in_forward = False  # with gradients
@@ -102,7 +96,9 @@ class StepScheduler:
         self.refuse_closed()
         self.requires_grad.refuse_ambiguous()
         ddp = ddp_in_forward()
-        self._note_ddp(ddp)
+        if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
+            self._ddp = weakref.ref(ddp)
+            self._handles.append(extend_zero_grad(ddp, lambda _: self.drop_gradients()))
         self._synchronizes = not self._accumulates and (ddp is None or ddp.require_backward_grad_sync)
         self.drop_zeroed()
         self.split_step.end()
@@ -117,12 +113,16 @@ class StepScheduler:
         self.lookups.begin_forward()
 
     def embed(self, table: Table, ids: Tensor) -> Tensor:
-        """Return the vectors of ``ids``, (*ids.shape, dim), for a table's forward."""
         self.refuse_closed()
         if ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"ids for {table.name} must be int32 or int64, got {ids.dtype}")
         if self.local_tables is not None:
-            return self._embed_locally(table, ids, self.local_tables)
+            if torch.is_grad_enabled() and self._root.training:
+                raise RuntimeError(
+                    "a training forward inside of tables.local(), where tables are copies: leave it before training "
+                    f"on, and evaluate under torch.no_grad(){see('called-at-the-wrong-moment')}"
+                )
+            return nn.functional.embedding(ids, self.local_tables[table.index], table.padding_idx)
         values = as_ids(ids)
         found = self.lookups.find(table, values, self._in_forward)
         shape = *ids.shape, table.dim
@@ -133,22 +133,14 @@ class StepScheduler:
         is_trained, has_grad = table.weight.requires_grad, torch.is_grad_enabled()
         # A forward that is repeated in backward was counted before.
         counts = is_trained and (self._in_forward or has_grad) and not in_backward()
-        self.expected.note_call(table.index, counts)
-        self._tally.num_ids += len(values) if counts else 0
+        self.expected.calls[table.index] += counts
+        self.channels.tally.num_ids += len(values) if counts else 0
         if is_trained and has_grad:
             vectors = GatherVectors.apply(self._anchor, lookup, positions, self._receive_gradient)
         else:
             assert lookup.vectors is not None
             vectors = lookup.vectors.index_select(0, positions)
         return vectors.view(shape)
-
-    def _embed_locally(self, table: Table, ids: Tensor, whole: Sequence[Tensor]) -> Tensor:
-        if torch.is_grad_enabled() and self._root.training:
-            raise RuntimeError(
-                "a training forward inside of tables.local(), where tables are copies: leave it before training on, "
-                f"and evaluate under torch.no_grad(){see('called-at-the-wrong-moment')}"
-            )
-        return nn.functional.embedding(ids, whole[table.index], table.padding_idx)
 
     # -- 2. the model's forward ends
 
@@ -158,7 +150,7 @@ class StepScheduler:
         self._in_forward = False
         error = sys.exc_info()[1] if output is None else None
         if error is not None:
-            for lanes in self._channels.lanes:
+            for lanes in self.channels.lanes:
                 lanes.annotate(error, "forward")
             return
         self.lookups.end_forward()
@@ -202,12 +194,12 @@ class StepScheduler:
         self._begin_backward()
         lookup.add_gradient(positions, gradient)
         if is_first:
-            self.expected.count_backward(lookup.table.index)
+            self.expected.backwards[lookup.table.index] += 1
         self._send_complete()
 
     def _end_backward(self) -> None:
         self._in_backward = False
-        self.expected.end_backward()
+        self.expected.backward_ended = True
         # After DDP has made its buckets the gradients, and hooks have put their guards there. Before that gradients are
         # not reduced, so ranks would see different ones.
         queue_after_hooks(self.zeroing.watch)
@@ -216,23 +208,12 @@ class StepScheduler:
         if not self._synchronizes:
             self.lookups.look_ahead(flushes=True)  # no step comes before the next forward
             return
-        if not self.expected.order:
-            self.expected.order = self._agree_on_order()
         self.expected.begin_backward()
         self._send_complete(force=True)
 
-    def _agree_on_order(self) -> list[int]:
-        """Return the first rank's order of tables."""
-        mine = torch.tensor(self.expected.own_order())
-        everyone = range(self._channels.world_size)
-        gather = bruck_all_gather(mine, [len(mine)] * len(everyone), everyone, self._channels.rank)
-        order: list[int] = self._channels.result_of("order", gather, "the order of tables")[0].tolist()
-        return order
-
     def _send_complete(self, force: bool = False) -> None:
-        """Send the gradients that are complete, in the agreed order."""
         ahead = self.lookups.ahead
-        splits = self._channels.config.schedule == "2d"
+        splits = self.channels.config.schedule == "2d"
         for lookups in self.expected.take_complete(force):
             exchange = GradientExchange(lookups[0].table, lookups, self.lookups.next_rows, splits)
             self.split_step.send(exchange, ahead.ids_known if ahead is not None else None)
@@ -240,13 +221,6 @@ class StepScheduler:
     # -- 4. the step
 
     def begin_step(self) -> None:
-        """Apply prior rows, and look up the next batch.
-
-        Raises:
-            RuntimeError: gradients were not sent, zeroed beside the tables, or applied before.
-            ValueError: the optimizer's settings have become such that rows cannot be split.
-            LaneError, LaneTimeout: rows did not arrive.
-        """
         self.refuse_closed()
         self._refuse_desynchronized()
         if self.local_tables is not None:
@@ -298,12 +272,11 @@ class StepScheduler:
     def flush_together(self) -> None:
         """Apply delayed rows on all ranks, which meet before; completes an interrupted step; collective."""
         self.refuse_closed()
-        self._channels.meet()
+        self.channels.meet()
         self.split_step.end()
         self.split_step.flush()
 
     def drop_gradients(self) -> None:
-        """Forget the gradients of backwards since the last step."""
         self.expected.drop_gradients()
         self.split_step.drop()
         self._gradients = GradientState.NEW
@@ -315,7 +288,6 @@ class StepScheduler:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Add up gradients of forwards inside, on this rank."""
         before, self._accumulates = self._accumulates, True
         try:
             yield
@@ -328,24 +300,15 @@ class StepScheduler:
         return self._root if ddp is None else ddp
 
     def close(self) -> None:
-        """Remove the hooks."""
         self.closed, self._in_forward = True, False
         for handle in self._handles:
             handle.remove()
-        self._handles = []
 
     def refuse_closed(self) -> None:
-        """Raise ``RuntimeError`` if the tables were closed."""
         if self.closed:
             raise RuntimeError(
                 f"the tables were closed: build the model again to train on{see('the-state-was-closed')}"
             )
-
-    def _note_ddp(self, ddp: DistributedDataParallel | None) -> None:
-        """Extend the ``zero_grad`` of the DDP module in which the model runs."""
-        if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
-            self._ddp = weakref.ref(ddp)
-            self._handles.append(extend_zero_grad(ddp, lambda _: self.drop_gradients()))
 
     def _refuse_desynchronized(self) -> None:
         if self.lookups.sync_error is not None:

@@ -1,32 +1,118 @@
-"""From gradients to updates: one optimizer step, applied in two parts.
+"""From gradients to updates: one step of the tables' optimizer, applied in two parts.
 
 Prior rows are applied in the step. Delayed rows are sent when the step ends, so that waiting for them never
-communicates. They are applied before anybody looks them up, when the next step begins at the latest.
+communicates. They are applied before anybody looks them up, when the next step begins at the latest, with the same
+learning rate and as the same step. (The paper counts a step with the delayed part only, section 5.7; the first prior
+update would then divide by 1 - beta ** 0.) Splitting is exact for optimizers that update a row from its gradient and
+its state alone, and leave rows without a gradient as they are.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
+from torch import Tensor
 
 from ddp_hooks.comm import Work, see
 from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.exchange.gradients import GradientExchange, RowSum, send_delayed, sum_of_rows
 from ddp_hooks.embedding.exchange.ids import BatchRows
+from ddp_hooks.embedding.rowwise import RowwiseAdamW
 from ddp_hooks.embedding.stats import ClippedOf, TableStats
-from ddp_hooks.embedding.step.updates import TableUpdates
+from ddp_hooks.overlap import DeferredUpdates, copied
 
+ROWWISE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowwiseAdamW)
 Sums: TypeAlias = dict[int, RowSum]  # by table
+
+
+def problem_of_optimizer(optimizer_class: Any, options: Mapping[str, Any]) -> str | None:
+    """Return why an optimizer's updates cannot be split by rows, or None."""
+    name = getattr(optimizer_class, "__name__", repr(optimizer_class))
+    if optimizer_class not in ROWWISE:
+        return (
+            f"{name} is not known to update rows one by one and to leave the others alone: give tables an "
+            f"optimizer_class of {', '.join(kind.__name__ for kind in ROWWISE)} (SparseAdam for Adam, RowwiseAdamW for "
+            f"AdamW)"
+        )
+    for option in ("momentum", "dampening", "nesterov") if optimizer_class is torch.optim.SGD else ():
+        if options.get(option):
+            return (
+                f"SGD's {option} moves rows that have no gradient, so updates cannot be split by rows: leave it out, "
+                f"or use SparseAdam"
+            )
+    if optimizer_class is not RowwiseAdamW and options.get("weight_decay"):
+        return (
+            f"weight_decay of {name} does not work with gradients of a few rows: leave it out, or use RowwiseAdamW"
+        )
+    return None
+
+
+class TableUpdates:
+    """Applies steps of ``optimizer`` to ``weights``, the tables' columns in the order of the tables."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, weights: Sequence[torch.nn.Parameter]) -> None:
+        self._optimizer = optimizer
+        self._weights = weights
+        self._parts: dict[int, RowSum] = {}
+        self._counts: dict[int, Any] = {}  # by table: steps before the present one
+        self._deferred = DeferredUpdates(optimizer, weights, self._gradient_of)
+
+    @property
+    def running(self) -> bool:
+        return self._deferred.running
+
+    def begin(self) -> None:
+        for group in self._optimizer.param_groups:
+            problem = problem_of_optimizer(type(self._optimizer), group)
+            if problem is not None:
+                raise ValueError(f"the tables' optimizer was changed: {problem} (OneCycleLR: cycle_momentum=False)")
+        self._deferred.note_settings()
+        self._counts = {}
+
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def apply(self, parts: Mapping[int, RowSum]) -> None:
+        """Update rows, by table; all calls until the next :meth:`begin` are one step, and update different rows."""
+        if not parts:
+            return
+        states = {index: self._optimizer.state[self._weights[index]] for index in parts}
+        for index, state in states.items():
+            if index in self._counts:
+                state["step"] = copied(self._counts[index])
+        before = {index: copied(state.get("step", 0)) for index, state in states.items()}
+        self._parts = dict(parts)
+        self._deferred.run(list(parts))
+        self._parts = {}
+        # An optimizer may not count steps, or begin to in its first one.
+        self._counts.update({index: before[index] for index, state in states.items() if "step" in state})
+
+    def begin_making_state(self) -> None:
+        """Replace the dense zeros of a step with which torch makes the optimizer's state by gradients of no rows."""
+        for weight in self._weights:
+            if weight.grad is not None:
+                rows = torch.empty(0, dtype=torch.long, device=weight.device)
+                weight.grad = _sparse(rows, weight.new_empty(0, weight.shape[1]), weight.shape)
+
+    def end_making_state(self) -> None:
+        """Take back the count of such a step."""
+        for state in self._optimizer.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
+
+    def _gradient_of(self, index: int) -> Tensor:
+        rows, values = self._parts[index]
+        shape = self._weights[index].shape
+        if not shape[1]:  # torch reads past the end of rows without columns; the step counts nevertheless
+            rows, values = rows[:0], values[:0]
+        return _sparse(rows, values, shape)
 
 
 @dataclass
 class _Sent:
-    """Gradient on its way."""
-
     exchange: GradientExchange
     prior: Work
     factor: float = 1.0  # the gradient is multiplied by it when it is applied
@@ -36,7 +122,6 @@ class _Sent:
         return self.exchange.table.index
 
     def scaled(self, part: RowSum | None) -> RowSum:
-        """Return a part that has arrived, multiplied."""
         assert part is not None
         return part if self.factor == 1.0 else part._replace(values=part.values * self.factor)
 
@@ -50,7 +135,7 @@ class SplitStep:
         self.is_unscaled = False  # a gradient scaler has unscaled this step's gradients
         self._channels = channels
         self._tally = channels.tally
-        self._updates = updates
+        self.updates = updates
         self._sent: list[_Sent] = []  # by backwards since the last step
         self._sums: Sums = {}  # complete gradients, taken out of _sent
         self._delayed: list[_Sent] = []  # of the last step, which has left some of their rows for later
@@ -58,7 +143,6 @@ class SplitStep:
 
     @property
     def has_gradients(self) -> bool:
-        """True if a backward has sent gradients that no step has applied."""
         return bool(self._sent or self._sums)
 
     @property
@@ -78,22 +162,17 @@ class SplitStep:
         self._sent, self._sums, self.clip, self.is_unscaled = [], {}, "none", False
 
     def multiply(self, factor: float) -> None:
-        """Multiply the gradients that were sent so far; takes effect when they are applied."""
         for sent in self._sent:
             sent.factor *= factor
         self._sums = {index: part._replace(values=part.values * factor) for index, part in self._sums.items()}
 
     def found_nonfinite(self) -> bool:
-        """Return True if some of this rank's gradients are not finite, before or after the sum over ranks."""
         self._wait_for_prior()
         finite = all(sent.exchange.finite for sent in self._sent)
         return not (finite and all(bool(torch.isfinite(part.values).all()) for part in self._sums.values()))
 
     def complete(self) -> Sums:
-        """Return this rank's columns of all gradient rows, by table, to read or scale; collective.
-
-        No row of these gradients is delayed afterwards.
-        """
+        """Return this rank's columns of all gradient rows, none of which is delayed any more; collective."""
         self._wait_for_prior()
         exchanges = [sent.exchange for sent in self._sent]
         left = [exchange for exchange in exchanges if not exchange.is_complete]
@@ -118,7 +197,7 @@ class SplitStep:
         self.flush()
         if not self.has_gradients:
             return
-        self._updates.begin()
+        self.updates.begin()
         if self._must_be_complete(upcoming):
             parts = self.complete()
         else:
@@ -127,25 +206,17 @@ class SplitStep:
             self._delayed = [sent for sent in self._sent if not sent.exchange.is_complete]
             self._count_rows()
         with self._tally.updates.measure(self._channels.recorder, "updates of tables"):
-            self._updates.apply(parts)
+            self.updates.apply(parts)
         self.stats = self._tally.next_stats(self.stats, self.clip)
         self.drop()
 
     def end(self, after: Sequence[Work] = ()) -> None:
-        """Send delayed rows after more urgent work, unless they were sent; on all ranks.
-
-        Also completes a step that an exception has ended.
-        """
+        """Send delayed rows after more urgent work, unless they were sent; completes an interrupted step."""
         if self.is_interrupted:
             self._delayed_work = self._send_delayed([sent.exchange for sent in self._delayed], after)
 
     def flush(self) -> None:
-        """Wait for delayed rows, and apply them; does not communicate.
-
-        Raises:
-            RuntimeError: a step was interrupted before it sent them.
-            LaneError, LaneTimeout: they did not arrive.
-        """
+        """Wait for delayed rows, and apply them; does not communicate."""
         if self.is_interrupted:
             raise RuntimeError(
                 "a step of the tables was interrupted by an exception before it had sent its delayed rows, so a part "
@@ -159,7 +230,7 @@ class SplitStep:
         self._channels.wait(work, self._tally.gradients)
         # A forward under inference_mode() may come here; optimizers cannot keep tensors that are made in it.
         with torch.inference_mode(False), self._tally.updates.measure(self._channels.recorder, "delayed updates"):
-            self._updates.apply({one.table: one.scaled(one.exchange.delayed) for one in sent})
+            self.updates.apply({one.table: one.scaled(one.exchange.delayed) for one in sent})
 
     def _must_be_complete(self, upcoming: BatchRows | None) -> bool:
         # No row may be delayed if gradients were read, come from several backwards, or were split for another batch.
@@ -178,3 +249,7 @@ class SplitStep:
     def _send_delayed(self, exchanges: Sequence[GradientExchange], after: Sequence[Work]) -> Work:
         names = ", ".join(dict.fromkeys(exchange.table.name for exchange in exchanges))
         return self._channels.run("delayed", send_delayed(exchanges), f"delayed rows of {names}", after)
+
+
+def _sparse(rows: Tensor, values: Tensor, shape: torch.Size) -> Tensor:
+    return torch.sparse_coo_tensor(rows[None], values, shape, is_coalesced=True, check_invariants=False)
