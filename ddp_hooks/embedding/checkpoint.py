@@ -163,10 +163,13 @@ class TableCheckpoint:
         agree({"entries": sorted(keys)}, problem, self._group, "the checkpoint", self._channels.config)
         own = self._own_state()
         target: dict[str, Any] = {"param_groups": own["param_groups"]}
-        tables = {table.name: (position, table) for position, table in enumerate(self._in_optimizer_order())}
-        entries = [key for key in keys if key.rpartition(".")[0] in tables]
-        for key in entries:
-            _, table = tables[key.rpartition(".")[0]]
+        entries = [
+            (key, position, table, key.rpartition(".")[2])
+            for position, table in enumerate(self._in_optimizer_order())
+            for key in keys
+            if key.rpartition(".")[0] == table.name
+        ]
+        for key, _, table, _ in entries:
             stored = metadata[f"{prefix}.{key}"]
             assert isinstance(stored, TensorStorageMetadata)
             if tuple(stored.size) == table.shape:
@@ -175,9 +178,7 @@ class TableCheckpoint:
                 target[key] = torch.zeros(stored.size, dtype=stored.properties.dtype)
         load({prefix: target}, checkpoint_id=path, process_group=self._group)
         state: dict[int, dict[str, Any]] = {}
-        for key in entries:
-            name, _, entry = key.rpartition(".")
-            position, table = tables[name]
+        for key, position, table, entry in entries:
             value = target[key].to_local() if tuple(target[key].shape) == table.shape else target[key]
             if entry == "weight":
                 with torch.no_grad():

@@ -201,7 +201,6 @@ def mean_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None,
 
 
 def _mean_of_own_rows(own: RowSum, rank: int, world_size: int) -> Generator[Round, None, RowSum]:
-    """Return the mean over ranks of the rows with ``row % world_size == rank``."""
     owner = own.rows % world_size
     parts = []
     for peer in range(world_size):

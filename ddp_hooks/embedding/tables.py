@@ -36,12 +36,9 @@ class EmbeddingTables:
     call :meth:`step` after it. With :meth:`prefetch` the next batch's rows travel early, and the rest of the gradient
     travels while the model computes.
 
-    Collective methods raise ``LaneError`` if a rank died or made another call, and ``LaneTimeout`` if some rank made
-    none within ``TableConfig(timeout_s=...)``.
-
-    Attributes:
-        optimizer: a ``torch.optim.Optimizer`` of the tables, for schedulers and its settings.
-        config: the settings.
+    ``optimizer`` is a ``torch.optim.Optimizer`` of the tables, for schedulers and its settings, and ``config`` are the
+    settings of the exchange. Methods that wait for other ranks raise ``LaneError`` if a rank died or made another call,
+    and ``LaneTimeout`` after ``TableConfig(timeout_s=...)``.
     """
 
     def __init__(
@@ -104,7 +101,6 @@ class EmbeddingTables:
 
         Raises:
             RuntimeError: gradients were not sent, zeroed beside the tables, or applied before.
-            LaneError, LaneTimeout: rows did not arrive.
         """
         self.optimizer.step()
 
@@ -164,12 +160,11 @@ class EmbeddingTables:
         with calling("local()"):
             scheduler.flush_together()
             scheduler.local_tables = self._checkpoint.gather_weights(None, self._device)
-        snapshot = self.announcements.snapshot()
         try:
-            yield
+            with self.announcements.without_evaluation():
+                yield
         finally:
             scheduler.local_tables = None
-            self.announcements.restore(snapshot)
 
     def stats(self) -> TableStats:
         """Return the last step's cost on this rank."""
@@ -180,7 +175,6 @@ class EmbeddingTables:
 
         Raises:
             RuntimeError: a step was interrupted before it sent them.
-            LaneError, LaneTimeout: they did not arrive.
         """
         self._step.flush()
 
@@ -307,11 +301,9 @@ class EmbeddingTables:
 
     @calling("load_sharded()")
     def load_sharded(self, path: str | os.PathLike[str], prefix: str = "tables") -> None:
-        """Restore tables and optimizer from a ``torch.distributed.checkpoint``, on any number of ranks; collective.
+        """Restore tables and optimizer from the folder of a ``torch.distributed.checkpoint``; collective.
 
-        Args:
-            path: the checkpoint's folder.
-            prefix: key under which :meth:`sharded_state_dict` was saved.
+        On any number of ranks. ``prefix`` is the key under which :meth:`sharded_state_dict` was saved.
 
         Raises:
             ValueError: the checkpoint has no such table.
@@ -349,6 +341,3 @@ class EmbeddingTables:
     def rows_of(self, given: BatchIds) -> BatchRows:
         """Return the rows of a batch from what the function given to :meth:`prefetch` returned."""
         return BatchRows.of(ids_by_table(given, self._index_of), self._tables, self.config.deduplicate)
-
-    def __reduce__(self) -> Any:
-        raise TypeError("sharded tables cannot be copied or pickled: save tables.full_state_dict() instead")

@@ -535,8 +535,8 @@ _EMBEDDING = (
     Fault(
         "embedding: an id behind the last row passes",
         "ddp_hooks/embedding/exchange/ids.py",
-        "ids.max() < num_rows)",
-        "ids.max() <= num_rows)",
+        "(values >= tables[index].num_rows)",
+        "(values > tables[index].num_rows)",
         ("tests/embedding/test_refusals.py",),
         "out_of_range",
     ),

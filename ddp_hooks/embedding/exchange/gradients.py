@@ -85,10 +85,6 @@ class GradientExchange:
         self._touched: Tensor | None = None  # (m,), bool
         self._is_prior: list[Mask] = []  # by rank
 
-    @property
-    def is_complete(self) -> bool:
-        return self._values is None and self.prior is not None
-
     def send_prior(self) -> Algorithm:
         """Exchange prior rows; fills :attr:`prior`. Does nothing if ranks turn out to be desynchronized."""
         if self.upcoming is not None and self.upcoming.sync_error is not None:
@@ -117,8 +113,7 @@ class GradientExchange:
         merged = by_lookup[0] if single else [np.unique(np.concatenate(each)) for each in zip(*by_lookup, strict=True)]
         self._rows = [rows if padding is None else rows[rows != padding] for rows in merged]
         mine = self._rows[rank]
-        values: Tensor | None = None
-        used: Tensor | None = None
+        own: tuple[Tensor, Tensor] | None = None  # values, and which of them are used
         for by_rank, gradient, touched in self._lookups:
             if gradient is None or touched is None:
                 continue
@@ -126,17 +121,14 @@ class GradientExchange:
             kept = np.arange(len(rows)) if padding is None else np.flatnonzero(rows != padding)
             gradient, touched = _take(gradient, kept), _take(touched, kept)
             if single:
-                values, used = gradient, touched
+                own = gradient, touched
                 continue
-            if values is None or used is None:
-                values, used = self._zeros(len(mine))
+            own = own or self._zeros(len(mine))
             places = torch.from_numpy(np.searchsorted(mine, rows[kept])).to(gradient.device)
-            values.index_add_(0, places, gradient)
-            used[places[touched]] = True  # a row may come several times
-        if values is None or used is None:
-            values, used = self._zeros(len(mine))
-        self._values, self._touched = values, used
-        self._lookups = []
+            own[0].index_add_(0, places, gradient)
+            own[1][places[touched]] = True  # a row may come several times
+        values, self._touched = own or self._zeros(len(mine))
+        self._values, self._lookups = values, []
         # A finite sum has finite terms; a sum that is not finite may have overflowed.
         self.finite = bool(torch.isfinite(values.sum())) or bool(torch.isfinite(values).all())
 
@@ -163,9 +155,8 @@ class GradientExchange:
 
 def send_delayed(exchanges: Sequence[GradientExchange]) -> Algorithm:
     """Exchange the delayed rows of several tables in one message per rank; fills their ``delayed``."""
-    left = [exchange for exchange in exchanges if exchange.delayed is None]
-    sums = yield from _exchange([exchange.delayed_part() for exchange in left])
-    for exchange, rows in zip(left, sums, strict=True):
+    sums = yield from _exchange([exchange.delayed_part() for exchange in exchanges])
+    for exchange, rows in zip(exchanges, sums, strict=True):
         exchange.receive_delayed(rows)
 
 

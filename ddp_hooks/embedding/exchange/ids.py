@@ -70,17 +70,11 @@ class BatchRows:
         """Return the rows of these ids by table; an id out of range becomes the batch's ``error``."""
         error, rows = NO_ERROR, {}
         for index, values in ids.items():
-            bad = _first_out_of_range(values, tables[index].num_rows)
-            if bad is not None and not error.kind:
-                error = RankError(OUT_OF_RANGE, index, bad)
+            bad = values[(values < 0) | (values >= tables[index].num_rows)]
+            if len(bad) and not error.kind:
+                error = RankError(OUT_OF_RANGE, index, int(bad[0]))
             rows[index] = np.unique(values) if deduplicate else np.sort(values)
         return BatchRows(rows, error)
-
-
-def _first_out_of_range(ids: Ids, num_rows: int) -> int | None:
-    if not len(ids) or (ids.min() >= 0 and ids.max() < num_rows):
-        return None
-    return int(ids[(ids < 0) | (ids >= num_rows)][0])
 
 
 def exchange_ids(

@@ -113,7 +113,6 @@ class ExpectedGradients:
         self._latest.append(lookup)
 
     def latest_first(self, index: int) -> Iterator[Lookup]:
-        """Iterate over a table's lookups in the order in which autograd repeats their forwards."""
         return reversed(self._lookups[index])
 
     # -- backwards
@@ -141,7 +140,6 @@ class ExpectedGradients:
                 lookup.gradient.mul_(factor)
 
     def drop_gradients(self) -> None:
-        """Forget gradients that were not sent; the same forwards may bring more."""
         for lookup in self.lookups():
             lookup.drop_gradient()
 

@@ -69,10 +69,8 @@ class Lookups:
         if announced is None or self._channels.config.schedule == "none":
             return
         self._upcoming = announced.upcoming
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None and ahead.batch is announced.current and self._is_known(ahead):
-            prepared = ahead
-        else:
+        prepared, self.ahead = self.ahead, None
+        if prepared is None or prepared.batch is not announced.current or not self._is_known(prepared):
             prepared = self._exchange_ids(announced.current, Purpose.NOW)
         lookups = prepared.lookups
         if lookups is None:

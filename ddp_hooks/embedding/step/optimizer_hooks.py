@@ -92,14 +92,13 @@ class OptimizerHooks:
     ) -> tuple[Any, Any] | None:
         if is_inner_step(optimizer) or makes_state(kwargs):
             return None
-        replaced = with_closure(args, kwargs, self._step_after)
+        # The user's closure runs backward; the tables' step follows inside of it, so that no hook zeroes between them.
+        replaced = with_closure(
+            args, kwargs, lambda closure: evaluated_once(closure, self._step_with_followed, "sharded tables support")
+        )
         if replaced is None:
             self._step_with_followed()
         return None if isinstance(optimizer, torch.optim.LBFGS) else replaced
-
-    def _step_after(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the user's closure, which runs backward, followed by the tables' step: no hook zeroes between them."""
-        return evaluated_once(closure, self._step_with_followed, "sharded tables support")
 
     def _after_followed_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         if is_inner_step(optimizer) or makes_state(kwargs):
@@ -119,7 +118,6 @@ class OptimizerHooks:
     # -- any optimizer
 
     def refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise if torch's scaler lets ``optimizer`` step, and the tables' gradients stay scaled."""
         step = self._scheduler.split_step
         if step.is_unscaled or not (step.has_gradients and inside_grad_scaler()):
             return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -47,12 +47,14 @@ class PrefetchQueue:
     def withdraw(self, epoch: object) -> None:
         self._by_epoch.pop(epoch, None)
 
-    def snapshot(self) -> dict[object, Announcement]:
-        return dict(self._by_epoch)
-
-    def restore(self, snapshot: dict[object, Announcement]) -> None:
-        """Remove batches that were added since the snapshot, by loaders of an evaluation."""
-        self._by_epoch = {epoch: batch for epoch, batch in self._by_epoch.items() if snapshot.get(epoch) is batch}
+    @contextmanager
+    def without_evaluation(self) -> Iterator[None]:
+        """Remove, at the end, batches that loaders of an evaluation have added inside."""
+        before = dict(self._by_epoch)
+        try:
+            yield
+        finally:
+            self._by_epoch = {epoch: batch for epoch, batch in self._by_epoch.items() if before.get(epoch) is batch}
 
     def take(self) -> Announcement | None:
         if not self._by_epoch:
@@ -63,10 +65,7 @@ class PrefetchQueue:
         return announcement
 
     def drop_evaluation(self, expected: BatchRows | None) -> None:
-        """Remove the batch of a forward without gradients that begins, if its loader is none for training.
-
-        ``expected`` is the next training batch that ranks have told each other.
-        """
+        """Remove the batch of a forward without gradients, unless its loader trains or it is the ``expected`` batch."""
         if not self._by_epoch or expected is None or expected.rows is None:
             return
         epoch, announcement = next(reversed(self._by_epoch.items()))

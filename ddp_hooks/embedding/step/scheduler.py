@@ -39,11 +39,10 @@ from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.exchange.gradients import GradientExchange
 from ddp_hooks.embedding.exchange.ids import as_ids
 from ddp_hooks.embedding.exchange.lookup import ExpectedGradients, Lookup
-from ddp_hooks.embedding.requires_grad_sync import RequiresGradSync
 from ddp_hooks.embedding.step.lookups import GatherVectors, Lookups
 from ddp_hooks.embedding.step.split_step import SplitStep, TableUpdates
 from ddp_hooks.embedding.step.zero_grad_detector import ZeroGradDetector
-from ddp_hooks.embedding.table import Table
+from ddp_hooks.embedding.table import RequiresGradSync, Table
 from ddp_hooks.intercept import NonCopyableHook, extend_zero_grad
 
 

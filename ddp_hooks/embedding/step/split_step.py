@@ -94,11 +94,9 @@ class TableUpdates:
         """Replace the dense zeros of a step with which torch makes the optimizer's state by gradients of no rows."""
         for weight in self._weights:
             if weight.grad is not None:
-                rows = torch.empty(0, dtype=torch.long, device=weight.device)
-                weight.grad = _sparse(rows, weight.new_empty(0, weight.shape[1]), weight.shape)
+                weight.grad = _sparse(weight.new_empty(0, dtype=torch.long), weight.detach()[:0], weight.shape)
 
     def end_making_state(self) -> None:
-        """Take back the count of such a step."""
         for state in self._optimizer.state.values():
             if "step" in state:
                 state["step"] = state["step"] * 0
@@ -174,8 +172,7 @@ class SplitStep:
     def complete(self) -> Sums:
         """Return this rank's columns of all gradient rows, none of which is delayed any more; collective."""
         self._wait_for_prior()
-        exchanges = [sent.exchange for sent in self._sent]
-        left = [exchange for exchange in exchanges if not exchange.is_complete]
+        left = [sent.exchange for sent in self._sent if sent.exchange.delayed is None]
         if left:
             self._channels.wait(self._send_delayed(left, ()), self._tally.gradients)
         parts: dict[int, list[RowSum]] = defaultdict(list)
@@ -203,7 +200,7 @@ class SplitStep:
         else:
             self._wait_for_prior()
             parts = {sent.table: sent.scaled(sent.exchange.prior) for sent in self._sent if sent.exchange.called}
-            self._delayed = [sent for sent in self._sent if not sent.exchange.is_complete]
+            self._delayed = [sent for sent in self._sent if sent.exchange.delayed is None]
             self._count_rows()
         with self._tally.updates.measure(self._channels.recorder, "updates of tables"):
             self.updates.apply(parts)

@@ -44,7 +44,7 @@ class ZeroGradDetector:
             self._parameter = weakref.ref(parameter)
             self._guard = gradient if isinstance(gradient, GradientGuard) else None
             self._was_nonzero = not _is_gone(parameter)
-            if self._guard is None and _is_local(gradient) and not _is_on_cpu(gradient):
+            if self._guard is None and _is_local(gradient) and not gradient.is_cpu:
                 self._version = version_of(gradient)
                 self._before = gradient.detach().reshape(-1)[:_MAX_NUMEL].any()
             if self._was_nonzero:
@@ -87,7 +87,7 @@ def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
         return not is_suspended(parameter)
     if isinstance(gradient, GradientGuard):
         return gradient.zeroed
-    if not _is_local(gradient) or not (waits or _is_on_cpu(gradient)):
+    if not _is_local(gradient) or not (waits or gradient.is_cpu):
         return False
     return not bool(gradient.detach().reshape(-1)[:_MAX_NUMEL].any())
 
@@ -95,7 +95,3 @@ def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
 def _is_local(gradient: Tensor) -> bool:
     """Return True if reading it takes no other rank."""
     return not hasattr(gradient, "full_tensor") and gradient.layout is torch.strided
-
-
-def _is_on_cpu(gradient: Tensor) -> bool:
-    return gradient.device.type == "cpu"
