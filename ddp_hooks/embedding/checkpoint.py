@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import agree, calling, read_metadata, see
+from ddp_hooks.comm import Algorithm, agree, calling, read_metadata, see
 from ddp_hooks.comm.torch_compat.state_dict import StateDictCall, inside_state_dict_api, optimizers_beside_model
 from ddp_hooks.embedding.step.scheduler import StepScheduler
 from ddp_hooks.embedding.table import Table, gather_columns
@@ -34,7 +34,7 @@ class TableCheckpoint:
         self._scheduler = scheduler
         self._channels = channels = scheduler.channels
         self._rank, self._world_size, self._group = channels.rank, channels.world_size, channels.group
-        self._kept_weights: list[Tensor] | None = None  # whole tables, until the next step
+        self.kept_weights: list[Tensor] | None = None  # whole tables, until the next step
         self._kept_state: dict[str, Any] | None = None  # the optimizer's whole state, until the next step
         self._wants_columns = False  # this object asks for, or loads, the optimizer's own columns
         self._has_warned = False
@@ -42,10 +42,6 @@ class TableCheckpoint:
         optimizer.register_state_dict_pre_hook(self._before_state_dict)
         optimizer.register_state_dict_post_hook(self._after_state_dict)
         optimizer.register_load_state_dict_pre_hook(self._before_load_state_dict)
-
-    @property
-    def is_whole(self) -> bool:
-        return bool(self._scheduler.local_tables or self._kept_weights or self._world_size == 1)
 
     # -- whole tables
 
@@ -62,19 +58,19 @@ class TableCheckpoint:
         return gathered if to in (None, self._rank) else None
 
     def full_state_dict(self) -> dict[str, Any]:
-        before, self._kept_weights = self._kept_weights, self.gather_weights(None, torch.device("cpu"))
+        before, self.kept_weights = self.kept_weights, self.gather_weights(None, torch.device("cpu"))
         try:
             state: dict[str, Any] = self._model.state_dict()
         finally:
-            self._kept_weights = before
+            self.kept_weights = before
         return state
 
     def consolidate(self, to: int | None) -> None:
-        self._kept_weights = self.gather_weights(to, torch.device("cpu"))
+        self.kept_weights = self.gather_weights(to, torch.device("cpu"))
         self._kept_state = self.gather_optimizer_state(to)
 
     def discard_whole(self) -> None:
-        self._kept_weights = self._kept_state = None
+        self.kept_weights = self._kept_state = None
 
     def discard_old(self) -> None:
         self._scheduler.lookups.discard_ahead()
@@ -86,8 +82,8 @@ class TableCheckpoint:
         """Return a whole table, or a DTensor for FSDP2 and ``torch.distributed.checkpoint.state_dict``."""
         if self._scheduler.local_tables is not None:
             return self._scheduler.local_tables[table.index]
-        if self._kept_weights is not None and not inside_state_dict_api():
-            return self._kept_weights[table.index]
+        if self.kept_weights is not None and not inside_state_dict_api():
+            return self.kept_weights[table.index]
         is_closed = self._scheduler.closed
         if self._world_size == 1:
             self._scheduler.split_step.flush()
@@ -302,7 +298,13 @@ class TableCheckpoint:
         return self._as_dtensor(table, value) if _has_columns(table, value) else value
 
     def _gather(self, table: Table, columns: Tensor, to: int | None) -> Tensor | None:
-        return self._channels.result_of("columns", gather_columns(table, columns, to), f"all columns of {table.name}")
+        found: list[Tensor | None] = []
+
+        def algorithm() -> Algorithm:
+            found.append((yield from gather_columns(table, columns, to)))
+
+        self._channels.run("columns", algorithm(), f"all columns of {table.name}").wait()
+        return found[0]
 
 
 def _has_columns(table: Table, value: Any) -> bool:

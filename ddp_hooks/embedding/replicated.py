@@ -1,8 +1,6 @@
 """Sparse gradients of tables that every rank keeps whole: partition the rows, sum them up, and send the sums to all.
 
-Gloo's all-reduce of sparse tensors gathers every rank's rows on every rank, N - 1 times the gradient (Table 2 of the
-paper, AllGather), and each rank adds them up. Here the rank ``row % N`` adds up a row, and only sums travel to all
-ranks: a row that many ranks have travels once. (Two ranks exchange their rows.)
+Gloo sends every rank's rows to every rank. Here the rank ``row % N`` adds up a row, and only sums travel to all ranks.
 
 No ``from __future__ import annotations`` here: DDP compares the hook's annotations by identity.
 """
@@ -111,10 +109,7 @@ class EmbeddingState:
         return self._stall.seconds
 
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-        """Start reducing a bucket; DDP calls it during backward, through :func:`embedding_hook`.
-
-        Backward raises ``LaneError`` or ``LaneTimeout`` at its end if a rank died or did not send.
-        """
+        """Start reducing a bucket; the backward raises ``LaneError`` or ``LaneTimeout`` at its end."""
         if self._closed:
             raise RuntimeError(
                 "EmbeddingState was closed: wrap the model in a new DistributedDataParallel to train on"

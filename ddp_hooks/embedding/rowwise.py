@@ -22,11 +22,9 @@ class RowwiseAdamW(torch.optim.Optimizer):
     Args:
         params: parameters with sparse gradients (``nn.Embedding(sparse=True)``), or tables of
             :func:`~ddp_hooks.shard_embeddings`.
-        lr: learning rate.
         betas: decay of the running averages of the gradient and its square, each in [0, 1).
         eps: added to the denominator.
         weight_decay: a row with a gradient is multiplied by ``1 - lr * weight_decay`` before its update.
-        maximize: maximize the objective.
     """
 
     def __init__(
@@ -50,11 +48,7 @@ class RowwiseAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> Any:
-        """Update the rows that have a gradient.
-
-        Raises:
-            RuntimeError: a gradient is not sparse.
-        """
+        """Update the rows that have a gradient; raises ``RuntimeError`` if a gradient is not sparse."""
         loss = None
         if closure is not None:
             with torch.enable_grad():

@@ -1,12 +1,11 @@
-"""Sharded tables of a model, as users hold them (EmbRace). A step is described in
-:mod:`ddp_hooks.embedding.step.scheduler`."""
+"""Sharded tables of a model, as users hold them (EmbRace); the scheduler describes a step."""
 
 from __future__ import annotations
 
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import torch
@@ -140,12 +139,17 @@ class EmbeddingTables:
         self._scheduler.refuse_closed()
         return PrefetchedLoader(self.announcements, loader, lambda batch: self.rows_of(ids(batch)))
 
-    def no_sync(self) -> AbstractContextManager[None]:
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
         """Add up gradients of forwards inside on this rank, and send them with the next one outside.
 
         For models without DDP; DDP's own ``no_sync()`` counts for tables, too.
         """
-        return self._scheduler.no_sync()
+        before, self._scheduler.accumulates = self._scheduler.accumulates, True
+        try:
+            yield
+        finally:
+            self._scheduler.accumulates = before
 
     @contextmanager
     def local(self) -> Iterator[None]:
@@ -265,9 +269,7 @@ class EmbeddingTables:
         Load it with ``tables.optimizer.load_state_dict``, on any number of ranks.
         """
         self._scheduler.flush_together()
-        state = self._checkpoint.gather_optimizer_state(None)
-        assert state is not None
-        return state
+        return self._checkpoint.gather_optimizer_state(None) or {}
 
     @calling("consolidate()")
     def consolidate(self, to: int | None = 0) -> None:
@@ -288,7 +290,8 @@ class EmbeddingTables:
     @property
     def is_whole(self) -> bool:
         """True if ``state_dict()`` has whole tables on this rank: after :meth:`consolidate`, in :meth:`local`."""
-        return self._checkpoint.is_whole
+        whole_tables = self._scheduler.local_tables or self._checkpoint.kept_weights
+        return bool(whole_tables) or self._channels.world_size == 1
 
     @calling("sharded_state_dict()")
     def sharded_state_dict(self) -> dict[str, Any]:

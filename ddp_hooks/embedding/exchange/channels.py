@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from typing import Any, Protocol, TypeVar, get_args
+from typing import Any, Protocol, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Round, Stall, Work, gather_objects, special_tag
+from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Recorder, Stall, Work, gather_objects, special_tag
 from ddp_hooks.comm.executors.small import SmallExchange
 from ddp_hooks.embedding.config import TableConfig
 from ddp_hooks.embedding.stats import Kind, Tally
@@ -21,8 +21,6 @@ _KINDS = get_args(Kind)
 _NAMES_PER_TABLE = 4  # names of one kind that a coordinator knows; fewer are in flight
 # Priorities with a coordinator, whose gradients have priority 0.
 _DELAYED, _URGENT = -1, 1
-
-Result = TypeVar("Result")
 
 
 class Exchanger(Protocol):
@@ -63,15 +61,6 @@ class Channels:
         tag = special_tag(_KINDS.index(kind), self._counts[kind])
         self._counts[kind] += 1
         return lanes.run(self.tally.counted(kind, algorithm), label, after, tag)
-
-    def result_of(self, kind: Kind, algorithm: Generator[Round, None, Result], label: str) -> Result:
-        found: list[Result] = []
-
-        def keep() -> Algorithm:
-            found.append((yield from algorithm))
-
-        self.run(kind, keep(), label).wait()
-        return found[0]
 
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
         return self.urgent.reduce_small(value, what, largest)

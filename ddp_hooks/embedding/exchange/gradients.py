@@ -6,7 +6,7 @@ are the rest. Every rank knows which rows every rank looks up, hence both parts 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -31,23 +31,19 @@ class RowSum(NamedTuple):
     values: Tensor  # (n, columns)
 
 
-def mean_of_rows(rows: Sequence[Ids], values: Iterable[Tensor]) -> RowSum:
+def mean_of_rows(rows: Sequence[Ids], values: Sequence[Tensor]) -> RowSum:
     """Return the mean over ranks of their rows, added in the order of ranks, in float32 or wider.
 
     ``rows`` and ``values`` are per rank, (n,) and (n, columns); a row may come several times.
     """
     union = np.unique(np.concatenate(rows))
-    total, dtype = None, torch.float32
+    dtype, device = values[0].dtype, values[0].device
+    wide = torch.promote_types(dtype, torch.float32)
+    total = torch.zeros(len(union), values[0].shape[1], dtype=wide, device=device)
     for own, part in zip(rows, values, strict=True):
-        if total is None:
-            dtype = part.dtype
-            wide = torch.promote_types(dtype, torch.float32)
-            total = torch.zeros(len(union), part.shape[1], dtype=wide, device=part.device)
-        places = torch.from_numpy(np.searchsorted(union, own)).to(part.device)
-        total.index_add_(0, places, part.to(total.dtype))
-    assert total is not None
+        total.index_add_(0, torch.from_numpy(np.searchsorted(union, own)).to(device), part.to(wide))
     total.div_(len(rows))  # before rounding: a sum of 16-bit numbers may be out of their range
-    return RowSum(torch.from_numpy(union).to(total.device), total.to(dtype))
+    return RowSum(torch.from_numpy(union).to(device), total.to(dtype))
 
 
 def sum_of_rows(parts: Sequence[RowSum]) -> RowSum:
@@ -59,10 +55,9 @@ def sum_of_rows(parts: Sequence[RowSum]) -> RowSum:
 
 
 class GradientExchange:
-    """One table's gradient of one synchronised backward: this rank sends all columns of its rows, and receives its
-    own columns of all rows.
+    """One table's gradient of one synchronised backward, taken out of ``lookups`` of the same calls on every rank.
 
-    Gradients are taken out of ``lookups``, which are of the same calls on every rank. The rows of ``upcoming``, the
+    This rank sends all columns of its rows, and receives its own columns of all rows. The rows of ``upcoming``, the
     next batch, are known when the exchange begins. Without it, or without ``splits``, all rows are prior.
     """
 
@@ -102,8 +97,7 @@ class GradientExchange:
         return self._part([~mask for mask in self._is_prior])
 
     def receive_delayed(self, rows: RowSum) -> None:
-        self.delayed = rows
-        self._values = self._touched = None
+        self.delayed, self._values, self._touched = rows, None, None
 
     def _merge(self) -> None:
         """Build one set of rows per rank from all lookups; rows of padding are left out."""
@@ -186,22 +180,17 @@ class _Part:
         self.exchange.called = any(bool(flag[-1]) for flag in flags)
         touched = [np.flatnonzero(flag[:-1]) for flag in flags]
         columns = self.exchange.table.num_columns(self.exchange.table.rank)
-        bodies = (
-            as_rows(body, len(rows), columns, self.values.dtype)
-            for (body, _), rows in zip(received, self.rows, strict=True)
-        )
-        return mean_of_rows(
-            [rows[places] for rows, places in zip(self.rows, touched, strict=True)],
-            (_take(body, places) for body, places in zip(bodies, touched, strict=True)),
-        )
+        rows, values = [], []
+        for (body, _), sent, places in zip(received, self.rows, touched, strict=True):
+            rows.append(sent[places])
+            values.append(_take(as_rows(body, len(sent), columns, self.values.dtype), places))
+        return mean_of_rows(rows, values)
 
 
 def _exchange(parts: Sequence[_Part]) -> Generator[Round, None, list[RowSum]]:
-    """Send every rank its columns of these parts in one message each; return their means over ranks.
-
-    A flag per row says if it has a gradient: a lazy optimizer must not touch a row that was looked up and not used. One
-    more flag says if the rank used the table at all.
-    """
+    """Send every rank its columns of these parts in one message each; return their means over ranks."""
+    # A flag per row says if it has a gradient: a lazy optimizer must not touch a row that was looked up and not used.
+    # One more flag says if the rank used the table at all.
     if not parts:
         return []
 

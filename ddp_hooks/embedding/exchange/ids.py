@@ -82,8 +82,8 @@ def exchange_ids(
 ) -> Algorithm:
     """Send every rank the rows that this rank looks up, and receive theirs; fills ``batch``.
 
-    Two all-gathers of ceil(log2 P) rounds: of a few numbers, and of ids (int32 if every row number fits). With an
-    ``error`` of some rank, in this forward or its batch, no ids travel. ``ranks`` are global ranks, for messages.
+    Two all-gathers of ceil(log2 P) rounds: of a few numbers, and of ids (int32 if every row number fits). With an error
+    of some rank, in this forward or its batch, no ids travel. ``ranks`` are global ranks, for messages.
     """
     rows = batch.rows or {}
     counts = [len(rows[table.index]) if table.index in rows else _ABSENT for table in tables]

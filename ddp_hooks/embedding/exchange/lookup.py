@@ -84,8 +84,7 @@ class ExpectedGradients:
     """
 
     def __init__(self, tables: Sequence[Table]) -> None:
-        self.calls: dict[int, int] = defaultdict(int)  # by table, since it last sent
-        self.backwards: dict[int, int] = defaultdict(int)  # of those calls
+        self.open_calls: dict[int, int] = defaultdict(int)  # by table: calls without a backward, since it last sent
         self.backward_ended = True  # of the last forward; so the next one may drop its vectors
         self._tables = tables
         self._lookups: dict[int, list[Lookup]] = defaultdict(list)  # by table, with gradients that were not sent
@@ -94,8 +93,6 @@ class ExpectedGradients:
 
     def lookups(self) -> Iterator[Lookup]:
         return (lookup for lookups in self._lookups.values() for lookup in lookups)
-
-    # -- forwards
 
     def begin_forward(self) -> None:
         """Drop the vectors of earlier forwards, but for those of the last one if a backward may repeat it."""
@@ -115,20 +112,16 @@ class ExpectedGradients:
     def latest_first(self, index: int) -> Iterator[Lookup]:
         return reversed(self._lookups[index])
 
-    # -- backwards
-
     def begin_backward(self, synchronizes: bool = True) -> None:
         """Queue the tables that were used; without synchronization none sends, and gradients add up."""
         self._queue = [table.index for table in reversed(self._tables) if self._lookups[table.index] and synchronizes]
 
     def take_complete(self, force: bool = False) -> Iterator[list[Lookup]]:
         """Remove and yield the lookups of each table that may send now; with ``force`` all that were used may."""
-        while self._queue and (force or self.backwards[self._queue[0]] == self.calls[self._queue[0]]):
+        while self._queue and (force or not self.open_calls[self._queue[0]]):
             index = self._queue.pop(0)
-            self.calls[index] = self.backwards[index] = 0
+            self.open_calls[index] = 0
             yield self._lookups.pop(index)
-
-    # -- steps
 
     @property
     def has_gradients(self) -> bool:
@@ -148,5 +141,4 @@ class ExpectedGradients:
         for lookup in self.lookups():
             lookup.closed = True
         self._lookups.clear()
-        self.calls.clear()
-        self.backwards.clear()
+        self.open_calls.clear()

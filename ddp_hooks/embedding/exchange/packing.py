@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Generator, Sequence
 
 import torch
@@ -20,12 +19,12 @@ def new_message(nbytes: Sequence[int], device: torch.device) -> tuple[Tensor, li
 
 
 def message_bytes(nbytes: Sequence[int]) -> int:
-    return sum(_padded(size) for size in nbytes)
+    return sum(-(-size // _ALIGNMENT) * _ALIGNMENT for size in nbytes)
 
 
 def parts_of(message: Tensor, nbytes: Sequence[int]) -> list[Tensor]:
-    starts = itertools.accumulate((_padded(size) for size in nbytes), initial=0)
-    return [message[start : start + size] for start, size in zip(starts, nbytes, strict=False)]
+    starts = [message_bytes(nbytes[:position]) for position in range(len(nbytes))]
+    return [message[start : start + size] for start, size in zip(starts, nbytes, strict=True)]
 
 
 def as_rows(part: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
@@ -55,7 +54,3 @@ def exchange_parts(
         received.append(parts)
     yield from pairwise_exchange(outgoing, incoming, rank)
     return received
-
-
-def _padded(nbytes: int) -> int:
-    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

@@ -19,8 +19,6 @@ from ddp_hooks.embedding.step.prefetch import PrefetchQueue
 from ddp_hooks.embedding.step.split_step import SplitStep
 from ddp_hooks.embedding.table import Table
 
-OnGradient = Callable[[Lookup, Tensor, Tensor, bool], None]
-
 
 @dataclass
 class PreparedBatch:
@@ -57,8 +55,6 @@ class Lookups:
     def next_rows(self) -> BatchRows | None:
         """Rows of the next batch; this rank's at least."""
         return self.ahead.batch if self.ahead is not None else None
-
-    # -- forwards of the model
 
     def begin_forward(self) -> None:
         """Look up the batch that was announced for this forward, unless the last step has; raises ``ValueError``."""
@@ -126,13 +122,8 @@ class Lookups:
         prepared.lookups = lookups
         return lookups
 
-    # -- forwards of a table
-
     def find(self, table: Table, ids: Ids, in_forward: bool) -> tuple[Lookup, Tensor] | None:
-        """Return the lookup with the vectors of ``ids``, and their positions in it.
-
-        None means that ranks cannot go on; all of them raise when backward ends.
-        """
+        """Return the lookup of ``ids``, and their positions; None: ranks cannot go on, and raise when backward ends."""
         if in_backward():
             return self._find_again(table, ids)
         prepared = self.current if in_forward else None
@@ -191,12 +182,12 @@ class Lookups:
 
 
 class GatherVectors(torch.autograd.Function):
-    """Select vectors of a lookup; the backward hands their gradient to ``on_gradient``."""
+    """Select vectors of a lookup; the backward hands their gradient to ``receive``."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, positions: Tensor, on_gradient: OnGradient) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor, lookup: Lookup, positions: Tensor, receive: Callable[..., None]) -> Tensor:
         # The anchor is empty and requires a gradient, so the result does.
-        ctx.lookup, ctx.on_gradient, ctx.is_first = lookup, on_gradient, True
+        ctx.lookup, ctx.receive, ctx.is_first = lookup, receive, True
         ctx.save_for_backward(positions)
         assert lookup.vectors is not None
         return lookup.vectors.index_select(0, positions)
@@ -205,6 +196,6 @@ class GatherVectors(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         (positions,) = ctx.saved_tensors
-        ctx.on_gradient(ctx.lookup, positions, gradient, ctx.is_first)
+        ctx.receive(ctx.lookup, positions, gradient, ctx.is_first)
         ctx.is_first = False
         return None, None, None, None

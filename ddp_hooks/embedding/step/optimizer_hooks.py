@@ -59,10 +59,8 @@ class OptimizerHooks:
         ours = {id(parameter) for parameter in self._scheduler.whole_model().parameters()}
         return any(id(parameter) in ours for group in optimizer.param_groups for parameter in group["params"])
 
-    # -- the tables' own optimizer
-
     def _before_own_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        if self._updates.running:
+        if self._updates.deferred.running:
             return
         if makes_state(kwargs):
             self._updates.begin_making_state()
@@ -78,14 +76,12 @@ class OptimizerHooks:
     def _after_own_step(self, *_: Any) -> None:
         if inside_making_state():
             self._updates.end_making_state()
-        elif not (self._updates.running or self._steps_with_followed):
+        elif not (self._updates.deferred.running or self._steps_with_followed):
             self._scheduler.end_step()
 
     def _drop_gradients(self, _: bool) -> None:
         if not inside_making_state():  # torch zeroes the gradients that it has made itself
             self._scheduler.drop_gradients()
-
-    # -- the followed optimizer
 
     def _before_followed_step(
         self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
@@ -114,8 +110,6 @@ class OptimizerHooks:
             self._optimizer.step()  # schedulers look for this call
         finally:
             self._steps_with_followed = False
-
-    # -- any optimizer
 
     def refuse_stock_scaler(self, optimizer: torch.optim.Optimizer) -> None:
         step = self._scheduler.split_step

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
@@ -90,15 +91,11 @@ class PrefetchedLoader(Generic[Batch]):
         self._rows_of = rows_of
 
     def __iter__(self) -> Iterator[Batch]:
-        iterator = iter(self._loader)
-        end, epoch = object(), object()
-        upcoming: Any = next(iterator, end)
-        next_rows = self._rows_of(upcoming) if upcoming is not end else None
+        epoch = object()
+        prepared: Iterator[tuple[Any, Any]] = ((batch, self._rows_of(batch)) for batch in self._loader)
+        end = [(None, None)]
         try:
-            while next_rows is not None:
-                batch, rows = upcoming, next_rows
-                upcoming = next(iterator, end)
-                next_rows = self._rows_of(upcoming) if upcoming is not end else None
+            for (batch, rows), (_, next_rows) in itertools.pairwise(itertools.chain(prepared, end)):
                 self._queue.announce(epoch, Announcement(self._loader, rows, next_rows))
                 yield batch
         finally:

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from enum import Enum, auto
 from typing import Any
 
@@ -74,7 +73,7 @@ class StepScheduler:
         self._in_forward = False  # with gradients
         self._in_backward = False  # that tables have noticed
         self._gradients = GradientState.NEW
-        self._accumulates = False  # inside of no_sync()
+        self.accumulates = False  # inside of tables.no_sync()
         self._synchronizes = True  # the last forward did not run under no_sync()
         self._is_opaque = False  # the last forward returned no tensor whose backward could be noticed
         self._ddp: weakref.ref[DistributedDataParallel] | None = None
@@ -98,7 +97,7 @@ class StepScheduler:
         if ddp is not None and (self._ddp is None or self._ddp() is not ddp):
             self._ddp = weakref.ref(ddp)
             self._handles.append(extend_zero_grad(ddp, lambda _: self.drop_gradients()))
-        self._synchronizes = not self._accumulates and (ddp is None or ddp.require_backward_grad_sync)
+        self._synchronizes = not self.accumulates and (ddp is None or ddp.require_backward_grad_sync)
         self.drop_zeroed()
         self.split_step.end()
         if self.split_step.has_gradients and not self.is_followed:
@@ -132,7 +131,7 @@ class StepScheduler:
         is_trained, has_grad = table.weight.requires_grad, torch.is_grad_enabled()
         # A forward that is repeated in backward was counted before.
         counts = is_trained and (self._in_forward or has_grad) and not in_backward()
-        self.expected.calls[table.index] += counts
+        self.expected.open_calls[table.index] += counts
         self.channels.tally.num_ids += len(values) if counts else 0
         if is_trained and has_grad:
             vectors = GatherVectors.apply(self._anchor, lookup, positions, self._receive_gradient)
@@ -193,7 +192,7 @@ class StepScheduler:
         self._begin_backward()
         lookup.add_gradient(positions, gradient)
         if is_first:
-            self.expected.backwards[lookup.table.index] += 1
+            self.expected.open_calls[lookup.table.index] -= 1
         self._send_complete()
 
     def _end_backward(self) -> None:
@@ -284,14 +283,6 @@ class StepScheduler:
         """Forget gradients if the model's were zeroed by hand."""
         if self.zeroing.was_zeroed():
             self.drop_gradients()
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        before, self._accumulates = self._accumulates, True
-        try:
-            yield
-        finally:
-            self._accumulates = before
 
     def whole_model(self) -> nn.Module:
         """Return the outermost known module, whose parameters are trained beside the tables."""

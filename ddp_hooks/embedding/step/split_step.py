@@ -1,10 +1,9 @@
 """From gradients to updates: one step of the tables' optimizer, applied in two parts.
 
-Prior rows are applied in the step. Delayed rows are sent when the step ends, so that waiting for them never
-communicates. They are applied before anybody looks them up, when the next step begins at the latest, with the same
-learning rate and as the same step. (The paper counts a step with the delayed part only, section 5.7; the first prior
-update would then divide by 1 - beta ** 0.) Splitting is exact for optimizers that update a row from its gradient and
-its state alone, and leave rows without a gradient as they are.
+Prior rows are applied in the step. Delayed rows are sent when it ends, and applied before anybody looks them up, with
+the same learning rate and as the same step. (The paper counts a step with the delayed part only, section 5.7; the first
+prior update would then divide by 1 - beta ** 0.) Splitting is exact for optimizers that update a row from its gradient
+and its state alone, and leave rows without a gradient as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,7 +25,6 @@ from ddp_hooks.embedding.stats import ClippedOf, TableStats
 from ddp_hooks.overlap import DeferredUpdates, copied
 
 ROWWISE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowwiseAdamW)
-Sums: TypeAlias = dict[int, RowSum]  # by table
 
 
 def problem_of_optimizer(optimizer_class: Any, options: Mapping[str, Any]) -> str | None:
@@ -59,18 +57,14 @@ class TableUpdates:
         self._weights = weights
         self._parts: dict[int, RowSum] = {}
         self._counts: dict[int, Any] = {}  # by table: steps before the present one
-        self._deferred = DeferredUpdates(optimizer, weights, self._gradient_of)
-
-    @property
-    def running(self) -> bool:
-        return self._deferred.running
+        self.deferred = DeferredUpdates(optimizer, weights, self._gradient_of)
 
     def begin(self) -> None:
         for group in self._optimizer.param_groups:
             problem = problem_of_optimizer(type(self._optimizer), group)
             if problem is not None:
                 raise ValueError(f"the tables' optimizer was changed: {problem} (OneCycleLR: cycle_momentum=False)")
-        self._deferred.note_settings()
+        self.deferred.note_settings()
         self._counts = {}
 
     @torch.inference_mode(False)
@@ -85,7 +79,7 @@ class TableUpdates:
                 state["step"] = copied(self._counts[index])
         before = {index: copied(state.get("step", 0)) for index, state in states.items()}
         self._parts = dict(parts)
-        self._deferred.run(list(parts))
+        self.deferred.run(list(parts))
         self._parts = {}
         # An optimizer may not count steps, or begin to in its first one.
         self._counts.update({index: before[index] for index, state in states.items() if "step" in state})
@@ -115,10 +109,6 @@ class _Sent:
     prior: Work
     factor: float = 1.0  # the gradient is multiplied by it when it is applied
 
-    @property
-    def table(self) -> int:
-        return self.exchange.table.index
-
     def scaled(self, part: RowSum | None) -> RowSum:
         assert part is not None
         return part if self.factor == 1.0 else part._replace(values=part.values * self.factor)
@@ -135,7 +125,7 @@ class SplitStep:
         self._tally = channels.tally
         self.updates = updates
         self._sent: list[_Sent] = []  # by backwards since the last step
-        self._sums: Sums = {}  # complete gradients, taken out of _sent
+        self._sums: dict[int, RowSum] = {}  # by table: complete gradients, taken out of _sent
         self._delayed: list[_Sent] = []  # of the last step, which has left some of their rows for later
         self._delayed_work: Work | None = None  # None until the step ends
 
@@ -147,8 +137,6 @@ class SplitStep:
     def is_interrupted(self) -> bool:
         """True if a step has begun and has not ended: its delayed rows are still to be sent."""
         return bool(self._delayed) and self._delayed_work is None
-
-    # -- gradients
 
     def send(self, exchange: GradientExchange, ids_known: Work | None) -> None:
         """Send the prior rows of a gradient that is complete on this rank, when the next batch's ids are known."""
@@ -169,7 +157,7 @@ class SplitStep:
         finite = all(sent.exchange.finite for sent in self._sent)
         return not (finite and all(bool(torch.isfinite(part.values).all()) for part in self._sums.values()))
 
-    def complete(self) -> Sums:
+    def complete(self) -> dict[int, RowSum]:
         """Return this rank's columns of all gradient rows, none of which is delayed any more; collective."""
         self._wait_for_prior()
         left = [sent.exchange for sent in self._sent if sent.exchange.delayed is None]
@@ -180,13 +168,11 @@ class SplitStep:
             parts[index].append(part)
         for sent in self._sent:
             if sent.exchange.called:
-                parts[sent.table] += sent.scaled(sent.exchange.prior), sent.scaled(sent.exchange.delayed)
+                parts[sent.exchange.table.index] += sent.scaled(sent.exchange.prior), sent.scaled(sent.exchange.delayed)
         self._count_rows()
         self._sums = {index: sum_of_rows(several) for index, several in parts.items()}
         self._sent = []
         return self._sums
-
-    # -- the step
 
     def begin(self, upcoming: BatchRows | None) -> None:
         """Apply the last step's delayed rows, and this step's prior rows; ``upcoming`` is the next batch if known."""
@@ -199,7 +185,8 @@ class SplitStep:
             parts = self.complete()
         else:
             self._wait_for_prior()
-            parts = {sent.table: sent.scaled(sent.exchange.prior) for sent in self._sent if sent.exchange.called}
+            called = [sent for sent in self._sent if sent.exchange.called]
+            parts = {sent.exchange.table.index: sent.scaled(sent.exchange.prior) for sent in called}
             self._delayed = [sent for sent in self._sent if sent.exchange.delayed is None]
             self._count_rows()
         with self._tally.updates.measure(self._channels.recorder, "updates of tables"):
@@ -227,11 +214,11 @@ class SplitStep:
         self._channels.wait(work, self._tally.gradients)
         # A forward under inference_mode() may come here; optimizers cannot keep tensors that are made in it.
         with torch.inference_mode(False), self._tally.updates.measure(self._channels.recorder, "delayed updates"):
-            self.updates.apply({one.table: one.scaled(one.exchange.delayed) for one in sent})
+            self.updates.apply({one.exchange.table.index: one.scaled(one.exchange.delayed) for one in sent})
 
     def _must_be_complete(self, upcoming: BatchRows | None) -> bool:
         # No row may be delayed if gradients were read, come from several backwards, or were split for another batch.
-        tables = [sent.table for sent in self._sent]
+        tables = [sent.exchange.table.index for sent in self._sent]
         several = bool(self._sums) or len(set(tables)) < len(tables)
         return several or any(sent.exchange.upcoming is not upcoming for sent in self._sent)
 

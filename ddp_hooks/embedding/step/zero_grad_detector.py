@@ -30,10 +30,7 @@ class ZeroGradDetector:
         self._before: Tensor | None = None  # on a device that nobody waits for: True if the gradient was not zero
 
     def watch(self) -> None:
-        """Choose a small parameter with a gradient, not zero if there is one; gradients are complete now.
-
-        All ranks choose alike, because gradients are reduced or behind guards.
-        """
+        """Choose a small parameter with a gradient; all ranks choose alike, as gradients are reduced or guarded."""
         self._parameter, self._was_nonzero, self._guard, self._before = None, False, None, None
         for parameter in sorted(self._model().parameters(), key=Tensor.numel):
             gradient = parameter.grad
@@ -44,7 +41,7 @@ class ZeroGradDetector:
             self._parameter = weakref.ref(parameter)
             self._guard = gradient if isinstance(gradient, GradientGuard) else None
             self._was_nonzero = not _is_gone(parameter)
-            if self._guard is None and _is_local(gradient) and not gradient.is_cpu:
+            if self._guard is None and _is_local(gradient) and not _is_on_cpu(gradient):
                 self._version = version_of(gradient)
                 self._before = gradient.detach().reshape(-1)[:_MAX_NUMEL].any()
             if self._was_nonzero:
@@ -87,7 +84,7 @@ def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
         return not is_suspended(parameter)
     if isinstance(gradient, GradientGuard):
         return gradient.zeroed
-    if not _is_local(gradient) or not (waits or gradient.is_cpu):
+    if not _is_local(gradient) or not (waits or _is_on_cpu(gradient)):
         return False
     return not bool(gradient.detach().reshape(-1)[:_MAX_NUMEL].any())
 
@@ -95,3 +92,7 @@ def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
 def _is_local(gradient: Tensor) -> bool:
     """Return True if reading it takes no other rank."""
     return not hasattr(gradient, "full_tensor") and gradient.layout is torch.strided
+
+
+def _is_on_cpu(gradient: Tensor) -> bool:
+    return gradient.device.type == "cpu"
