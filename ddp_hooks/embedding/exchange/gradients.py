@@ -149,8 +149,9 @@ class GradientExchange:
 
 def send_delayed(exchanges: Sequence[GradientExchange]) -> Algorithm:
     """Exchange the delayed rows of several tables in one message per rank; fills their ``delayed``."""
-    sums = yield from _exchange([exchange.delayed_part() for exchange in exchanges])
-    for exchange, rows in zip(exchanges, sums, strict=True):
+    left = [exchange for exchange in exchanges if exchange.delayed is None]
+    sums = yield from _exchange([exchange.delayed_part() for exchange in left])
+    for exchange, rows in zip(left, sums, strict=True):
         exchange.receive_delayed(rows)
 
 

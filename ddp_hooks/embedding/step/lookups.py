@@ -53,7 +53,6 @@ class Lookups:
 
     @property
     def next_rows(self) -> BatchRows | None:
-        """Rows of the next batch; this rank's at least."""
         return self.ahead.batch if self.ahead is not None else None
 
     def begin_forward(self) -> None:

@@ -265,8 +265,6 @@ class StepScheduler:
         fetched = [ahead.fetched] if ahead is not None and ahead.fetched is not None else []
         self.split_step.end([*fetched, *urgent])
 
-    # -- between steps
-
     def flush_together(self) -> None:
         """Apply delayed rows on all ranks, which meet before; completes an interrupted step; collective."""
         self.refuse_closed()
