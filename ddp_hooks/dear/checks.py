@@ -11,21 +11,13 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import compare, in_storage_order, see
-from ddp_hooks.comm.torch_compat.ddp import (
-    comm_hook_registered,
-    delays_all_reduce,
-    first_managed_sparse_parameter,
-    managed_parameters,
-    problem_of_reduced_set,
-    uses_mixed_precision,
-)
-from ddp_hooks.comm.torch_compat.distributed import backend_of
+from ddp_hooks.comm.torch_compat.ddp import managed_parameters
 from ddp_hooks.comm.torch_compat.optimizer import optimizes_in_backward
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.effects import Setup, find_setting_without_effect
 from ddp_hooks.dear.layout.memory import overlapping
 from ddp_hooks.dear.refusals import has_state, state_of
-from ddp_hooks.intercept import ELEMENTWISE, PARAMETERWISE
+from ddp_hooks.intercept import ELEMENTWISE, PARAMETERWISE, ddp_checks
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 
 
@@ -33,27 +25,15 @@ def find_problem(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
 ) -> str | None:
     """Return the first reason why DeAR cannot be right here, with a remedy; None if there is none."""
-    if not isinstance(ddp, DistributedDataParallel):
-        return f"DearState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return (
-            f"DearState needs the torch.optim.Optimizer that steps on the model, got {type(optimizer).__name__}: "
-            f"pass the inner optimizer if it is wrapped"
-        )
-    problem = find_problem_of_hooks(optimizer)
-    if problem is not None:
-        return problem
-    if not isinstance(config, DearConfig):
-        return f"DearState takes its settings as DearConfig(...), got {type(config).__name__}"
-    if state_of(optimizer) is not None:
-        return (
-            "the optimizer already steps under a DearState. If it is of this model, go on with it, or close() it "
-            "first; if it is of another model, give every model an optimizer of its own"
-        )
     return (
-        _problem_of_ddp(ddp)
-        or _problem_of_optimizer(ddp, optimizer, config)
-        or _problem_of_parameters(ddp)
+        ddp_checks.find_problem_of_types(ddp, config, DearConfig, "DearState")
+        or ddp_checks.find_problem_of_optimizer_type(optimizer, "DearState")
+        or find_problem_of_hooks(optimizer)
+        or _problem_of_other_states(ddp, optimizer)
+        or ddp_checks.find_problem_of_ddp(ddp)
+        or _problem_of_optimizer(optimizer, config)
+        or ddp_checks.find_problem_of_parameters(ddp, "DearState")
+        or _problem_of_parameters(ddp, optimizer)
         or find_setting_without_effect(config, _setup(ddp, optimizer, config))
     )
 
@@ -77,16 +57,7 @@ def fingerprint(
     ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
 ) -> dict[str, object]:
     """Return everything that must be equal on all ranks, by name."""
-    from ddp_hooks import __version__
-
-    entries: dict[str, object] = {
-        "torch version": torch.__version__,
-        "ddp_hooks version": __version__,
-        "DearConfig": config,
-        "find_unused_parameters": ddp.find_unused_parameters,
-        "static_graph": ddp.static_graph,
-        "optimizer": type(optimizer).__qualname__,
-    }
+    entries = ddp_checks.fingerprint(ddp, config) | {"optimizer": type(optimizer).__qualname__}
     for index, group in enumerate(optimizer.param_groups):
         settings = {
             key: value.tolist() if isinstance(value, torch.Tensor) else value  # on whichever device
@@ -94,46 +65,30 @@ def fingerprint(
             if key not in ("params", "param_names")
         }
         entries[f"optimizer group {index}"] = f"{len(group['params'])} parameters, {settings}"
-    for name, p in managed_parameters(ddp).items():
-        entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
     return entries
 
 
-def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
-    if not ddp.gradient_as_bucket_view:
+def _problem_of_other_states(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> str | None:
+    if state_of(optimizer) is not None:
         return (
-            "DearState reduces gradients in DDP's buckets after backward has returned, but with "
-            "gradient_as_bucket_view=False DDP copies the buckets back meanwhile: pass "
-            "DistributedDataParallel(..., gradient_as_bucket_view=True)"
-        )
-    if uses_mixed_precision(ddp):
-        return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
-    if comm_hook_registered(ddp):
-        return (
-            "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
-            "state, close() it, and wrap the model again"
+            "the optimizer already steps under a DearState. If it is of this model, go on with it, or close() it "
+            "first; if it is of another model, give every model an optimizer of its own"
         )
     if has_state(ddp.module):
         return (
             "the module already has a DearState, so another optimizer or state would step on the same "
             "parameters: use one optimizer with several param_groups, or close() the first state"
         )
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
-    if delays_all_reduce(ddp):
-        return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
-    sparse = first_managed_sparse_parameter(ddp)
-    if sparse is not None:
+    if not ddp.gradient_as_bucket_view:
         return (
-            f"{sparse} has sparse gradients, which DeAR cannot scatter: construct it with sparse=False, split it "
-            f"with shard_embeddings(), or create an EmbeddingState before, which reduces it"
+            "DearState reduces gradients in DDP's buckets after backward has returned, but with "
+            "gradient_as_bucket_view=False DDP copies the buckets back meanwhile: pass "
+            "DistributedDataParallel(..., gradient_as_bucket_view=True)"
         )
     return None
 
 
-def _problem_of_optimizer(
-    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, config: DearConfig
-) -> str | None:
+def _problem_of_optimizer(optimizer: torch.optim.Optimizer, config: DearConfig) -> str | None:
     if isinstance(optimizer, torch.optim.LBFGS):
         return "LBFGS evaluates its closure several times per step; DeAR supports one: use another optimizer"
     kind = type(optimizer)
@@ -149,47 +104,33 @@ def _problem_of_optimizer(
             f"{kind.__name__} is not known to update every element by itself, and would step on shards of "
             f'parameters: use DearConfig(update="replicated"), which lets it see whole ones, or one of {known}{vouch}'
         )
-    changed = problem_of_reduced_set(ddp, "DearState")
-    if changed is not None:
-        return changed
+    return None
+
+
+def _problem_of_parameters(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer) -> str | None:
+    parameters = managed_parameters(ddp)
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    for name, parameter in managed_parameters(ddp).items():
+    for name, parameter in parameters.items():
         if id(parameter) not in held:
             return (
                 f"{name} is reduced by DDP but not in the optimizer: add it, freeze it with requires_grad_(False) "
                 f"before wrapping, or use one optimizer with several param_groups"
             )
-    return None
-
-
-def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
-    parameters = managed_parameters(ddp)
-    if not parameters:
-        return "the model has no parameters to train"
-    names, tensors = list(parameters), list(parameters.values())
-    for name, tensor in parameters.items():
-        if tensor.is_complex():
+        if parameter.is_complex():
             return (
-                f"{name} is {tensor.dtype}, and gradients are reduced as real numbers: hold it as "
+                f"{name} is {parameter.dtype}, and gradients are reduced as real numbers: hold it as "
                 f"nn.Parameter(torch.view_as_real(...)), and use torch.view_as_complex(...) of it in the forward"
             )
-        if optimizes_in_backward(tensor):
-            return f"{name} is updated inside backward by its own optimizer: use a plain optimizer.step()"
-    devices = {tensor.device for tensor in tensors}
-    if len(devices) > 1:
-        return f"the parameters must be on one device, found {sorted(map(str, devices))}"
-    device = next(iter(devices))
-    backend = backend_of(ddp.process_group, device)
-    if device.type != "cpu" and backend != "nccl":
-        return f"parameters on {device.type} need the nccl backend, found {backend}"
-    for name, tensor in parameters.items():
-        if tensor.dtype == torch.float16:
+        if parameter.dtype == torch.float16:
             return (
                 f"{name} is float16, and sums over ranks could overflow before they are divided: keep parameters in "
                 f"float32 under torch.autocast, or use bfloat16"
             )
-    shared = overlapping(tensors)
+        if optimizes_in_backward(parameter):
+            return f"{name} is updated inside backward by its own optimizer: use a plain optimizer.step()"
+    shared = overlapping(list(parameters.values()))
     if shared is not None:
+        names = list(parameters)
         return (
             f"{names[shared[0]]} and {names[shared[1]]} share memory but are different parameters: tie them by "
             f"assigning the same Parameter object"

@@ -1,6 +1,6 @@
 """Guards and hooks between users and DDP: whatever cannot be right raises in place of being silently wrong."""
 
-from ddp_hooks.intercept import co_optimizers
+from ddp_hooks.intercept import co_optimizers, ddp_checks
 from ddp_hooks.intercept.co_optimizers import CoOptimizer
 from ddp_hooks.intercept.guards import GradientGuard, SuspendedGuards, clipping_of_frameworks, is_suspended
 from ddp_hooks.intercept.module_hooks import NonCopyableHook, refuse_assigned_parameters
@@ -22,6 +22,7 @@ __all__ = [
     "around_step",
     "clipping_of_frameworks",
     "co_optimizers",
+    "ddp_checks",
     "extend_zero_grad",
     "is_suspended",
     "refuse_assigned_parameters",

@@ -9,16 +9,8 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import agree, see
-from ddp_hooks.comm.torch_compat.ddp import (
-    comm_hook_registered,
-    delays_all_reduce,
-    first_managed_sparse_parameter,
-    managed_parameters,
-    problem_of_reduced_set,
-    uses_mixed_precision,
-)
-from ddp_hooks.comm.torch_compat.distributed import backend_of
-from ddp_hooks.intercept import PARAMETERWISE
+from ddp_hooks.comm.torch_compat.ddp import managed_parameters
+from ddp_hooks.intercept import PARAMETERWISE, ddp_checks
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 from ddp_hooks.topk.choosing import candidates
 from ddp_hooks.topk.config import TopKConfig
@@ -39,14 +31,17 @@ def agree_on_setup(
     group = getattr(ddp, "process_group", None) or dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     problem = (
-        _problem_of_types(ddp, config)
-        or _problem_of_ddp(ddp)
-        or _problem_of_parameters(ddp)
+        ddp_checks.find_problem_of_types(ddp, config, TopKConfig, "TopKState")
+        or ddp_checks.find_problem_of_ddp(ddp)
+        or ddp_checks.find_problem_of_parameters(ddp, "TopKState")
+        or _problem_of_dtypes(ddp)
         or _problem_of_algorithm(ddp, config, dist.get_world_size(group))
         or (_problem_of_optimizer(optimizer, config) if optimizer is not None else None)
         or (_problem_of_pipeline(ddp, scaler, optimizer) if config.pipeline == "forward" else None)
     )
-    entries = _fingerprint(ddp, config, scaler is not None) if problem is None else {}
+    entries: dict[str, object] = {}
+    if problem is None:
+        entries = ddp_checks.fingerprint(ddp, config) | {"a gradient scaler": "none" if scaler is None else "given"}
     agree(entries, problem, group, "the set-up of TopKState", config)
     return group
 
@@ -65,72 +60,13 @@ def refuse_join(*_: Any, **__: Any) -> Any:
     )
 
 
-def _fingerprint(ddp: DistributedDataParallel, config: TopKConfig, scales: bool) -> dict[str, object]:
-    """Return everything that must be equal on all ranks, by name."""
-    from ddp_hooks import __version__
-
-    entries: dict[str, object] = {
-        "torch version": torch.__version__,
-        "ddp_hooks version": __version__,
-        "TopKConfig": config,
-        "a gradient scaler": "given" if scales else "none",
-        "find_unused_parameters": ddp.find_unused_parameters,
-        "static_graph": ddp.static_graph,
-    }
-    for name, p in managed_parameters(ddp).items():
-        entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
-    return entries
-
-
-def _problem_of_types(ddp: DistributedDataParallel, config: TopKConfig) -> str | None:
-    if not isinstance(ddp, DistributedDataParallel):
-        return f"TopKState needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
-    if not isinstance(config, TopKConfig):
-        return f"TopKState takes its settings as TopKConfig(...), got {type(config).__name__}"
-    return None
-
-
-def _problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
-    if uses_mixed_precision(ddp):
-        return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
-    if comm_hook_registered(ddp):
-        return (
-            "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
-            "state, close() it, and wrap the model again"
-        )
-    if getattr(ddp, "skip_all_reduce_unused_params", False):
-        return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
-    if delays_all_reduce(ddp):
-        return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
-    sparse = first_managed_sparse_parameter(ddp)
-    if sparse is not None:
-        return (
-            f"{sparse} has sparse gradients, with only the rows that are used: construct it with sparse=False, split "
-            f"it with shard_embeddings(), or create an EmbeddingState before, which reduces it"
-        )
-    return None
-
-
-def _problem_of_parameters(ddp: DistributedDataParallel) -> str | None:
-    parameters = managed_parameters(ddp)
-    if not parameters:
-        return "the model has no parameters to train"
-    changed = problem_of_reduced_set(ddp, "TopKState")
-    if changed is not None:
-        return changed
-    for name, parameter in parameters.items():
+def _problem_of_dtypes(ddp: DistributedDataParallel) -> str | None:
+    for name, parameter in managed_parameters(ddp).items():
         if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
             return (
                 f"{name} is {parameter.dtype}, which is not supported: use float32, float64, bfloat16 or float16, or "
                 f"keep it out of DDP with requires_grad_(False)"
             )
-    devices = {parameter.device for parameter in parameters.values()}
-    if len(devices) > 1:
-        return f"the parameters must be on one device, found {sorted(map(str, devices))}"
-    device = next(iter(devices))
-    backend = backend_of(ddp.process_group, device)
-    if device.type != "cpu" and backend != "nccl":
-        return f"parameters on {device.type} need the nccl backend, found {backend}"
     return None
 
 
@@ -151,17 +87,13 @@ def _problem_of_algorithm(ddp: DistributedDataParallel, config: TopKConfig, worl
 
 
 def _problem_of_optimizer(optimizer: torch.optim.Optimizer, config: TopKConfig) -> str | None:
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return (
-            f"TopKState takes the torch.optim.Optimizer that steps on the model, got {type(optimizer).__name__}: pass "
-            f"the inner optimizer if it is wrapped"
-        )
-    if config.momentum and any(group.get("momentum") for group in optimizer.param_groups):
+    problem = ddp_checks.find_problem_of_optimizer_type(optimizer, "TopKState")
+    if problem is None and config.momentum and any(group.get("momentum") for group in optimizer.param_groups):
         return (
             f"momentum={config.momentum!r} adds momentum before the selection, and {type(optimizer).__name__} has "
             f"momentum, too: give it to one of the two"
         )
-    return None
+    return problem
 
 
 def _problem_of_pipeline(

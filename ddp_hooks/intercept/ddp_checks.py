@@ -1,0 +1,91 @@
+"""Checks of the set-up that hooks of DDP share; each returns the first problem, with a remedy, or None."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks.comm.torch_compat.ddp import (
+    comm_hook_registered,
+    delays_all_reduce,
+    first_managed_sparse_parameter,
+    managed_parameters,
+    problem_of_reduced_set,
+    uses_mixed_precision,
+)
+from ddp_hooks.comm.torch_compat.distributed import backend_of
+
+
+def find_problem_of_types(ddp: object, config: object, config_type: type, state: str) -> str | None:
+    """Look at the types of model and settings that the user has passed to the class ``state``."""
+    if not isinstance(ddp, DistributedDataParallel):
+        return f"{state} needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
+    if not isinstance(config, config_type):
+        return f"{state} takes its settings as {config_type.__name__}(...), got {type(config).__name__}"
+    return None
+
+
+def find_problem_of_optimizer_type(optimizer: object, state: str) -> str | None:
+    """Look at the type of the optimizer that the user has passed to the class ``state``."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        return None
+    return (
+        f"{state} takes the torch.optim.Optimizer that steps on the model, got {type(optimizer).__name__}: pass the "
+        f"inner optimizer if it is wrapped"
+    )
+
+
+def find_problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
+    """Look at the settings by which DDP keeps gradients from a hook."""
+    if uses_mixed_precision(ddp):
+        return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
+    if comm_hook_registered(ddp):
+        return (
+            "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
+            "state, close() it, and wrap the model again"
+        )
+    if getattr(ddp, "skip_all_reduce_unused_params", False):
+        return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
+    if delays_all_reduce(ddp):
+        return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
+    sparse = first_managed_sparse_parameter(ddp)
+    if sparse is not None:
+        return (
+            f"{sparse} has sparse gradients, with only the rows that are used: construct it with sparse=False, split "
+            f"it with shard_embeddings(), or create an EmbeddingState before, which reduces it"
+        )
+    return None
+
+
+def find_problem_of_parameters(ddp: DistributedDataParallel, state: str) -> str | None:
+    """Look at the parameters that DDP reduces: their number, whether they are those to train, and their device."""
+    parameters = managed_parameters(ddp).values()
+    if not parameters:
+        return "the model has no parameters to train"
+    changed = problem_of_reduced_set(ddp, state)
+    if changed is not None:
+        return changed
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1:
+        return f"the parameters must be on one device, found {sorted(map(str, devices))}"
+    device = devices.pop()
+    backend = backend_of(ddp.process_group, device)
+    if device.type != "cpu" and backend != "nccl":
+        return f"parameters on {device.type} need the nccl backend, found {backend}"
+    return None
+
+
+def fingerprint(ddp: DistributedDataParallel, config: object) -> dict[str, object]:
+    """Return entries that must be equal on all ranks, by name: versions, settings, parameters."""
+    from ddp_hooks import __version__
+
+    entries: dict[str, object] = {
+        "torch version": torch.__version__,
+        "ddp_hooks version": __version__,
+        type(config).__name__: config,
+        "find_unused_parameters": ddp.find_unused_parameters,
+        "static_graph": ddp.static_graph,
+    }
+    for name, p in managed_parameters(ddp).items():
+        entries[f"parameter {name}"] = f"{tuple(p.shape)} {p.dtype} strides {p.stride()}"
+    return entries
