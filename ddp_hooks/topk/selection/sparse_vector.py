@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.selection.primitives import first_of, kth_largest, positions_of, stable_order
+from ddp_hooks.topk.selection.primitives import kth_largest, positions_of, stable_order
 
 
 @dataclass(frozen=True)
@@ -83,19 +83,10 @@ def largest(magnitudes: Tensor, k: int) -> Tensor:
     if not 0 < k < numel:
         return torch.full((numel,), k > 0, dtype=torch.bool, device=magnitudes.device)
     boundary = kth_largest(magnitudes, k)
-    if math.isnan(boundary):
-        return first_of(magnitudes.isnan(), k)
-    mask = ~(magnitudes < boundary)
-    return mask if int(mask.count_nonzero()) == k else above_and_ties(magnitudes, boundary, k)
-
-
-def above_and_ties(magnitudes: Tensor, threshold: float, k: int) -> Tensor:
-    """Return a mask of everything above a threshold; up to ``k`` entries are filled with the first that equal it."""
-    mask = ~(magnitudes <= threshold)
-    missing = k - int(mask.count_nonzero())
-    if missing > 0:
-        mask |= first_of(magnitudes == threshold, missing)
-    return mask
+    is_nan = math.isnan(boundary)
+    mask = torch.zeros_like(magnitudes, dtype=torch.bool) if is_nan else ~(magnitudes <= boundary)
+    ties = positions_of(magnitudes.isnan() if is_nan else magnitudes == boundary)
+    return mask.index_fill_(0, ties[: k - int(mask.count_nonzero())], True)
 
 
 def split_largest(vector: SparseVector, k: int) -> tuple[SparseVector, SparseVector]:

@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.selection.primitives import kth_largest, numpy_knows, positions_of
-from ddp_hooks.topk.selection.sparse_vector import SparseVector, above_and_ties, empty_like, largest
+from ddp_hooks.topk.selection.primitives import numpy_knows, positions_of
+from ddp_hooks.topk.selection.sparse_vector import SparseVector, empty_like, largest
 
 _CHUNK = 1 << 17  # elements that are handled at a time: they stay in the cache
 _SLACK = 1 << 16  # entries that a list may have beyond three times as many as are wanted, before it is shortened
@@ -72,105 +72,63 @@ def add_and_threshold(
     if not numpy_knows(values):
         if gradient is not None:
             gradient.add_to(values)
-        return _at_once(_with_added(values, received), threshold, most)
+        sums = _with_added(values, received)
+        positions = positions_of(~(sums.abs() < threshold))
+        return _largest_of(SparseVector(positions, sums.index_select(0, positions)), most)
     shortlist = _Shortlist(threshold, most, min(_CHUNK, values.numel()), values.numpy().dtype)
     with np.errstate(over="ignore", invalid="ignore"):  # error feedback finds infinities and NaN, on all ranks
         for first, part in _in_chunks(values, gradient, received):
             shortlist.extend(first, part)
-    return shortlist.largest() if len(shortlist) else empty_like(values)
+    return shortlist.largest() if shortlist.numel else empty_like(values)
 
 
 class _Shortlist:
     """Largest entries of the chunks seen so far, from left to right, and a few others.
 
-    As soon as it has ``most`` entries, it takes only magnitudes above the threshold, so that it stays short where many
-    are equal. Where the threshold is too low, the list is shortened now and then, which raises the threshold.
-
-    Args:
-        threshold: a magnitude that entries reach.
-        most: number of wanted entries.
-        room: length of the longest chunk.
-        dtype: type of the values.
+    Where the threshold is too low, or many entries equal it, the list is shortened to ``most`` entries now and then.
+    From then on only larger magnitudes than the smallest of the list are taken: of equals the first ones count.
     """
 
     def __init__(self, threshold: float, most: int, room: int, dtype: np.dtype) -> None:
         self._threshold = threshold
+        self._is_too_small: np.ufunc = np.less
         self._most = most
-        self._magnitudes, self._mask = np.empty(room, dtype), np.empty(room, bool)
+        self._magnitudes, self._mask = np.empty(room, dtype), np.empty(room, bool)  # of the longest chunk
         self._positions: list[np.ndarray] = []
         self._values: list[np.ndarray] = []
-        self._numel = 0
-
-    def __len__(self) -> int:
-        return self._numel
+        self.numel = 0
 
     def extend(self, first: int, part: np.ndarray) -> None:
         """List the large entries of the next chunk, (m,), which begins at ``first``."""
         if math.isnan(self._threshold):  # all entries of the list are NaN, and none is larger
             return
-        positions = self._found(np.abs(part, out=self._magnitudes[: len(part)]))
+        mask, magnitudes = self._mask[: len(part)], self._magnitudes[: len(part)]
+        self._is_too_small(np.abs(part, out=magnitudes), self._threshold, out=mask)
+        positions = np.logical_not(mask, out=mask).nonzero()[0]  # NaN is never too small
         if len(positions):
-            values = part[positions]
-            positions += first
-            self._append(positions, values)
-        if self._numel > 3 * self._most + _SLACK:
+            self._append(positions + first, part[positions])
+        if self.numel > 3 * self._most + _SLACK:
             self._shorten()
 
     def largest(self) -> SparseVector:
         """Return the ``most`` largest entries; the list has at least one."""
         positions, values = (torch.from_numpy(np.concatenate(parts)) for parts in (self._positions, self._values))
-        listed, magnitudes = SparseVector(positions, values), values.abs()
-        if len(listed) <= self._most:
-            return listed
-        if len(listed) - int((magnitudes <= self._threshold).count_nonzero()) < self._most:
-            return listed.at(above_and_ties(magnitudes, self._threshold, self._most))
-        return listed.at(largest(magnitudes, self._most))
-
-    def _found(self, magnitudes: np.ndarray) -> np.ndarray:
-        """Return where magnitudes are large enough, or NaN."""
-        missing = self._most - self._numel
-        if missing <= 0:
-            return self._not(np.less_equal, magnitudes).nonzero()[0]
-        mask = self._not(np.less, magnitudes)
-        if missing >= len(mask) or np.count_nonzero(mask) <= missing:
-            return mask.nonzero()[0]
-        end = missing
-        while np.count_nonzero(mask[:end]) < missing:
-            end *= 2
-        in_time = mask[:end].nonzero()[0][:missing]
-        start = int(in_time[-1]) + 1
-        late = self._not(np.less_equal, magnitudes[start:]).nonzero()[0]
-        late += start
-        return np.concatenate([in_time, late])
-
-    def _not(self, compare: np.ufunc, magnitudes: np.ndarray) -> np.ndarray:
-        """Return where a comparison with the threshold fails, as it does for NaN."""
-        mask = self._mask[: len(magnitudes)]
-        compare(magnitudes, self._threshold, out=mask)
-        return np.logical_not(mask, out=mask)
+        return _largest_of(SparseVector(positions, values), self._most)
 
     def _append(self, positions: np.ndarray, values: np.ndarray) -> None:
         self._positions.append(positions)
         self._values.append(values)
-        self._numel += len(positions)
+        self.numel += len(positions)
 
     def _shorten(self) -> None:
         entries = self.largest()
-        self._threshold = kth_largest(entries.values.abs(), self._most) if self._most else math.nan
-        self._positions, self._values, self._numel = [], [], 0
+        self._threshold = float(entries.values.abs().min()) if self._most else math.nan
+        self._is_too_small = np.less_equal
+        self._positions, self._values, self.numel = [], [], 0
         self._append(entries.indices.numpy(), entries.values.numpy())
 
 
-def _at_once(sums: Tensor, threshold: float, most: int) -> SparseVector:
-    """Do the work of :class:`_Shortlist` with operations on all of (n,)."""
-    magnitudes, longest = sums.abs(), 3 * most + _SLACK
-    mask = ~(magnitudes < threshold)
-    if int(mask.count_nonzero()) > longest:
-        mask = above_and_ties(magnitudes, threshold, most)
-        if int(mask.count_nonzero()) > longest:
-            mask = largest(magnitudes, most)
-    positions = positions_of(mask)
-    listed = SparseVector(positions, sums.index_select(0, positions))
+def _largest_of(listed: SparseVector, most: int) -> SparseVector:
     return listed if len(listed) <= most else listed.at(largest(listed.values.abs(), most))
 
 
