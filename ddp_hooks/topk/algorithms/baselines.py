@@ -6,6 +6,7 @@ Their selectors have the vector as one block.
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -41,17 +42,11 @@ def topkdsa(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec:
     region = yield from direct_reduce_scatter(feedback.take(selector.select(0), codec), bounds, rank, codec)
     region = feedback.round(region.shifted(bounds[rank]), codec).shifted(-bounds[rank])
     counts = yield from gather_count(len(region), plan, region.values.device)
-    dense = [codec.is_dense_shorter(length, count) for length, count in zip(lengths, counts, strict=True)]
-    sizes = [codec.dense_nbytes(lengths[r]) if dense[r] else codec.nbytes(lengths[r], counts[r]) for r in ranks]
-    if dense[rank]:
-        message = codec.encode_dense(region, lengths[rank])
-    else:
-        message = codec.encode(region, lengths[rank], counts[rank])
+    codec = replace(codec, may_be_dense=True)
+    sizes = [codec.nbytes(length, count) for length, count in zip(lengths, counts, strict=True)]
+    message = codec.encode(region, lengths[rank], counts[rank])
     messages = yield from bruck_all_gather(message, sizes, ranks, rank)
-    parts = [
-        codec.decode_dense(messages[r]) if dense[r] else codec.decode(messages[r], lengths[r], counts[r])
-        for r in ranks
-    ]
+    parts = [codec.decode(messages[r], lengths[r], counts[r]) for r in ranks]
     result = concatenated([part.shifted(bounds[r]) for r, part in enumerate(parts)])
     feedback.close(result)
     return result
@@ -90,16 +85,10 @@ def gtopk(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec: E
 def direct_reduce_scatter(
     vector: SparseVector, bounds: Sequence[int], rank: int, codec: EntryCodec
 ) -> Generator[Round, None, SparseVector]:
-    """Return the sum over all ranks of this rank's region of a sparse vector: P rounds, the first one for lengths.
+    """Return the sum, in the order of the ranks, of this rank's region of a vector of rounded values.
 
-    Args:
-        vector: values that :meth:`~ddp_hooks.topk.algorithms.codec.EntryCodec.round` has returned.
-        bounds: where the regions of ranks begin and end, the same on every rank.
-        rank: of this worker.
-        codec: wire format.
-
-    Returns:
-        The region's sum, formed in the order of the ranks, with indices in the region.
+    ``bounds`` are those of the ranks' regions; indices of the result count from the region's beginning. P rounds, the
+    first one for lengths.
     """
     world_size = len(bounds) - 1
     cuts = torch.searchsorted(vector.indices, torch.tensor(bounds, device=vector.indices.device))

@@ -32,23 +32,22 @@ class EntryCodec:
 
     format: Format
     dtype: torch.dtype
+    may_be_dense: bool = False  # send all elements of a block, without indices, where that is not longer
 
     def nbytes(self, numel: int, capacity: int) -> int:
         """Return the length of a message for up to ``capacity`` entries of a block of ``numel`` elements.
 
         A message for no entries is empty.
         """
-        if not capacity:
-            return 0
-        if self.format == "exact":
-            return capacity * (4 + self.dtype.itemsize)
-        return 4 * _num_runs(numel) + 4 * capacity
+        if self._is_dense(numel, capacity):
+            return numel * self._wire.itemsize
+        return self._entries_nbytes(numel, capacity)
 
     def round(self, values: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the values as they will arrive, and the rounding error; None if there is none."""
-        if self.format == "exact":
+        if self._wire == self.dtype:
             return values, None
-        arriving = values.to(torch.bfloat16).to(self.dtype)
+        arriving = values.to(self._wire).to(self.dtype)
         return arriving, values - arriving
 
     def encode(self, vector: SparseVector, numel: int, capacity: int) -> Tensor:
@@ -61,52 +60,51 @@ class EntryCodec:
         """
         if not capacity:
             return vector.values.new_empty(0, dtype=torch.uint8)
+        if self._is_dense(numel, capacity):
+            dense = vector.values.new_zeros(numel).index_copy_(0, vector.indices, vector.values)
+            return _bytes_of(dense.to(self._wire))
         missing = capacity - len(vector)
+        values = _bytes_of(pad(vector.values.to(self._wire), (0, missing)))
         if self.format == "exact":
-            indices = pad(vector.indices.to(torch.int32), (0, missing), value=numel)
-            return torch.cat([_bytes_of(pad(vector.values, (0, missing))), _bytes_of(indices)])
+            return torch.cat([values, _bytes_of(pad(vector.indices.to(torch.int32), (0, missing), value=numel))])
         edges = torch.arange(_num_runs(numel) + 1, device=vector.indices.device) * _RUN
         counts = torch.searchsorted(vector.indices, edges, out_int32=True).diff()
         places = pad(vector.indices.to(torch.uint16), (0, missing))  # modulo 65,536
-        values = pad(vector.values.to(torch.bfloat16), (0, missing))
-        return torch.cat([_bytes_of(counts), _bytes_of(places), _bytes_of(values)])
+        return torch.cat([_bytes_of(counts), _bytes_of(places), values])
 
     def decode(self, message: Tensor, numel: int, capacity: int) -> SparseVector:
-        """Return the entries of a message that :meth:`encode` has made."""
+        """Return the entries of a message that :meth:`encode` has made; of a dense one without zeros."""
         if not capacity:
             return empty_like(message.new_empty(0, dtype=self.dtype))
+        if self._is_dense(numel, capacity):
+            dense = _as(message, self._wire).to(self.dtype)
+            indices = torch.nonzero(dense).squeeze(1)
+            return SparseVector(indices, dense[indices])
         if self.format == "exact":
-            size = self.dtype.itemsize * capacity
-            values, indices = _as(message[:size], self.dtype), _as(message[size:], torch.int32).long()
+            values, indices = message.split([self.dtype.itemsize * capacity, 4 * capacity])
+            indices = _as(indices, torch.int32).long()
             num_entries = int((indices < numel).sum())
-            return SparseVector(indices[:num_entries], values[:num_entries])
+            return SparseVector(indices[:num_entries], _as(values, self.dtype)[:num_entries])
         num_runs = _num_runs(numel)
         counts, places, values = message.split([4 * num_runs, 2 * capacity, 2 * capacity])
         starts = torch.arange(num_runs, device=message.device) * _RUN
         indices = torch.repeat_interleave(starts, _as(counts, torch.int32))
         num_entries = indices.numel()
         indices += _as(places, torch.uint16)[:num_entries].long()
-        return SparseVector(indices, _as(values, torch.bfloat16)[:num_entries].to(self.dtype))
+        return SparseVector(indices, _as(values, self._wire)[:num_entries].to(self.dtype))
 
-    def is_dense_shorter(self, numel: int, count: int) -> bool:
-        """True if all elements of a block are no longer than ``count`` entries."""
-        return 0 < self.dense_nbytes(numel) <= self.nbytes(numel, count)
+    @property
+    def _wire(self) -> torch.dtype:
+        """Type of the values in a message."""
+        return self.dtype if self.format == "exact" else torch.bfloat16
 
-    def dense_nbytes(self, numel: int) -> int:
-        """Return the length of a message with all elements of a block."""
-        return numel * (self.dtype.itemsize if self.format == "exact" else 2)
+    def _entries_nbytes(self, numel: int, capacity: int) -> int:
+        if self.format == "exact" or not capacity:
+            return capacity * (4 + self.dtype.itemsize)
+        return 4 * _num_runs(numel) + 4 * capacity
 
-    def encode_dense(self, vector: SparseVector, numel: int) -> Tensor:
-        """Return a message with all elements of a block; entries as for :meth:`encode`."""
-        dense = vector.values.new_zeros(numel)
-        dense[vector.indices] = vector.values
-        return _bytes_of(dense if self.format == "exact" else dense.to(torch.bfloat16))
-
-    def decode_dense(self, message: Tensor) -> SparseVector:
-        """Return the entries, other than zeros, of a message that :meth:`encode_dense` has made."""
-        dense = _as(message, self.dtype if self.format == "exact" else torch.bfloat16).to(self.dtype)
-        indices = torch.nonzero(dense).squeeze(1)
-        return SparseVector(indices, dense[indices])
+    def _is_dense(self, numel: int, capacity: int) -> bool:
+        return self.may_be_dense and 0 < numel * self._wire.itemsize <= self._entries_nbytes(numel, capacity)
 
 
 def _num_runs(numel: int) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Recv, Round, Send, bruck_all_gather, round_of
+from ddp_hooks.comm import Round, bruck_all_gather, pairwise_exchange
 from ddp_hooks.topk.algorithms.baselines import direct_reduce_scatter, gather_count, gather_numbers
 from ddp_hooks.topk.algorithms.codec import EntryCodec
 from ddp_hooks.topk.algorithms.common import Exchange, Plan, even_bounds
@@ -117,22 +117,14 @@ def _spread(
         first, last = max(have[sender], get[receiver]), min(have[sender + 1], get[receiver + 1])
         return first, max(first, last)
 
-    parts, lengths = {}, {}
+    outgoing, incoming, lengths = [], [], []
     for peer in ranks:
         first, last = overlap(rank, peer)
-        parts[peer] = vector.at(slice(first - have[rank], last - have[rank]))
+        outgoing.append(codec.encode(vector.at(slice(first - have[rank], last - have[rank])), numel, last - first))
         first, last = overlap(peer, rank)
-        lengths[peer] = last - first
-    sources = [peer for peer in ranks if peer != rank and lengths[peer]]
-    targets = [peer for peer in ranks if peer != rank and len(parts[peer])]
-    device = vector.values.device
-    arriving = {
-        peer: torch.empty(codec.nbytes(numel, lengths[peer]), dtype=torch.uint8, device=device) for peer in sources
-    }
-    yield round_of(
-        *(Recv(peer, arriving[peer]) for peer in sources),
-        *(Send(peer, codec.encode(parts[peer], numel, len(parts[peer]))) for peer in targets),
-    )
-    received = {peer: codec.decode(arriving[peer], numel, lengths[peer]) for peer in sources}
-    received[rank] = parts[rank]
-    return concatenated([received[peer] for peer in sorted(received)]), [get[r + 1] - get[r] for r in ranks]
+        lengths.append(last - first)
+        incoming.append(outgoing[0].new_empty(codec.nbytes(numel, last - first)))
+    incoming[rank] = outgoing[rank]
+    yield from pairwise_exchange(outgoing, incoming, rank)
+    parts = [codec.decode(message, numel, length) for message, length in zip(incoming, lengths, strict=True)]
+    return concatenated(parts), [get[r + 1] - get[r] for r in ranks]
