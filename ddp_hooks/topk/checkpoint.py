@@ -5,36 +5,35 @@ The other entries of a state (order of the groups, memory and choice of algorith
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ddp_hooks.comm import in_order_of, is_dense, shaped_like
+from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.groups import GradientGroup, Kept
 
 _KINDS: tuple[Kept, ...] = ("residual", "velocity")
 
 
 def kept_by_name(
-    groups: Sequence[GradientGroup], parameters: Sequence[Tensor], names: Sequence[str]
+    groups: Sequence[GradientGroup], context: Context
 ) -> dict[str, dict[str, Tensor]]:
     """Return copies of residuals and velocities, by kind and name, in the shapes of the parameters."""
     result: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
     for group in groups:
         for kind, kept in group.kept().items():
             for index, values in kept.items():
-                like = parameters[index]
+                like = context.parameters[index]
                 shaped = shaped_like(like, values) if is_dense(like) else values.view(like.shape).clone()
-                result[kind][names[index]] = shaped
+                result[kind][context.names[index]] = shaped
     return result
 
 
 def restore(
     groups: Sequence[GradientGroup],
-    parameters: Sequence[Tensor],
-    names: Sequence[str],
+    context: Context,
     mine: Sequence[Mapping[str, Any]],
     everyones: Sequence[Mapping[str, Any]],
 ) -> None:
@@ -42,10 +41,10 @@ def restore(
 
     A group that has a residual on one rank has one on all ranks, so ``everyones`` says which groups have one.
     """
-    group_of = {index: group for group in groups for index in group.members.all}
+    group_of = {index: group for group in groups for index in group.members}
     for group in groups:
         group.clear()
-    for index, (name, like) in enumerate(zip(names, parameters, strict=True)):
+    for index, (name, like) in enumerate(zip(context.names, context.parameters, strict=True)):
         group = group_of[index]
         if any(name in state["residual"] for state in everyones):
             group.ensure_residual()
@@ -65,24 +64,15 @@ def fingerprint(saved: Mapping[str, Any], own: bool) -> dict[str, Any]:
 
 
 def find_problem(
-    saved: Sequence[Mapping[str, Any]],
-    own_rank: int | None,
-    world_size: int,
-    shapes: Mapping[str, torch.Size],
-    dense: Collection[str],
+    saved: Sequence[Mapping[str, Any]], own_rank: int | None, world_size: int, context: Context
 ) -> str | None:
     """Return the reason why states cannot be loaded, with a remedy; None if they can.
 
-    Args:
-        saved: the states to load.
-        own_rank: the rank, if it loads its own state; None: the states are those of all ranks.
-        world_size: present number of ranks.
-        shapes: of the parameters, by name.
-        dense: names of parameters that are summed in full now.
+    ``own_rank``: the rank, if it loads its own state; None: the states are those of all ranks.
     """
     if not saved:
         return "there is no state to load"
-    problem = next((found for state in saved if (found := _problem_of_content(state, shapes, dense))), None)
+    problem = next((found for state in saved if (found := _problem_of_content(state, context))), None)
     if problem is not None:
         return problem
     before, ranks = saved[0]["world_size"], [state["rank"] for state in saved]
@@ -100,9 +90,8 @@ def find_problem(
     return None
 
 
-def _problem_of_content(
-    state: Mapping[str, Any], shapes: Mapping[str, torch.Size], dense: Collection[str]
-) -> str | None:
+def _problem_of_content(state: Mapping[str, Any], context: Context) -> str | None:
+    shapes = {name: p.shape for name, p in zip(context.names, context.parameters, strict=True)}
     missing = {"rank", "world_size", "step", "num_skipped", "order", "chosen", "memories", *_KINDS} - set(state)
     if missing:
         return f"this is no state of TopKState: it lacks {sorted(missing)}"
@@ -115,6 +104,6 @@ def _problem_of_content(
                 return f"the state has a {kind} of {name}, which the model has not"
             if values.shape != shapes[name]:
                 return f"the {kind} of {name} has shape {tuple(values.shape)}, the parameter {tuple(shapes[name])}"
-            if kind == "residual" and name in dense:
+            if kind == "residual" and values.numel() < context.config.dense_below_numel:
                 return f"{name} is summed in full now, and its residual would be lost: keep dense_below_numel"
     return None

@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import statistics
 from collections.abc import Sequence
-from enum import Enum, auto
 from typing import Any, NamedTuple
 
 from ddp_hooks.comm import Lanes
@@ -53,18 +52,12 @@ def candidates(config: TopKConfig, world_size: int) -> list[Variant]:
     return variants + ([Variant("dense")] if config.algorithm == "auto" else [])
 
 
-class _Phase(Enum):
-    FIXED = auto()  # there is no choice
-    POSTPONED = auto()  # the first candidate is used, and nothing is tried
-    TRYING = auto()  # steps are timed, or will be
-    CHOSEN = auto()
-
-
 class VariantChooser:
     """Variant of each group in each step; ``lanes`` are those of the ranks that agree."""
 
     def __init__(self, config: TopKConfig, lanes: Lanes) -> None:
         self.chosen: list[Variant] | None = None  # per group, after trials
+        self.is_trying = False  # steps are timed, or will be
         self._candidates = candidates(config, lanes.world_size)
         self._warmup_steps = config.warmup_steps
         self._lanes = lanes
@@ -74,9 +67,9 @@ class VariantChooser:
     def begin(self, step: int, chosen: Sequence[Sequence[Any]] | None) -> None:
         """Go on with ``step``: with an earlier choice, if the settings allow it, or with new trials."""
         former, self.chosen = [Variant(*variant) for variant in chosen or ()], None
-        self._phase = _Phase.TRYING if len(self._candidates) > 1 else _Phase.FIXED
+        self.is_trying = len(self._candidates) > 1
         if former and self.is_trying and set(former) <= set(self._candidates):
-            self._phase, self.chosen = _Phase.CHOSEN, former
+            self.is_trying, self.chosen = False, former
         elif former and self._lanes.rank == 0:
             names = ", ".join(sorted({variant.name for variant in former}))
             now = "trying anew" if self.is_trying else f"using {self._candidates[0].name}"
@@ -86,12 +79,7 @@ class VariantChooser:
 
     def postpone(self) -> None:
         """Use the first candidate, and try nothing, until :meth:`begin` is called."""
-        self._phase, self.chosen = _Phase.POSTPONED, None
-
-    @property
-    def is_trying(self) -> bool:
-        """True if steps are timed, or will be."""
-        return self._phase is _Phase.TRYING
+        self.is_trying, self.chosen = False, None
 
     def variant_of(self, group: int, step: int) -> Variant:
         """Return the variant of a group in a step, counted from 0."""
@@ -115,7 +103,7 @@ class VariantChooser:
             for variant in self._candidates
         ]
         everyone: list[list[list[float]]] = self._lanes.gather_objects(mine, "the choice of algorithms, after trials")
-        self._phase, self.chosen = _Phase.CHOSEN, []
+        self.is_trying, self.chosen = False, []
         for group, name in enumerate(names):
             slowest_s = [max(times[number][group] for times in everyone) for number in range(len(self._candidates))]
             best = self._candidates[slowest_s.index(min(slowest_s))]

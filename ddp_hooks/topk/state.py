@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import logging
 import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
@@ -22,9 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Lanes, LaneSettings, Recorder, agree, at_exit, see
+from ddp_hooks.comm import agree, at_exit, see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
-from ddp_hooks.comm.torch_compat.ddp import managed_parameters
 from ddp_hooks.intercept import co_optimizers
 from ddp_hooks.intercept.causes import why_not_ended
 from ddp_hooks.intercept.local_gradients import LocalGradients
@@ -32,12 +30,12 @@ from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.algorithms import EntryCodec, Sparsity
 from ddp_hooks.topk.choosing import VariantChooser
 from ddp_hooks.topk.config import TopKConfig
-from ddp_hooks.topk.reduction.backward import Backward, Channels, Phase
+from ddp_hooks.topk.reduction.backward import Backward, Phase
+from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.forward import ForwardPipeline
 from ddp_hooks.topk.reduction.group_reduction import DenseReduction, Gradients, GroupReduction, SparseReduction
-from ddp_hooks.topk.reduction.grouping import Grouping
+from ddp_hooks.topk.reduction.grouping import Grouping, begin_tuning
 from ddp_hooks.topk.reduction.steps import Steps, TopKStats
-from ddp_hooks.topk.tunable_groups import begin_tuning
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -75,29 +73,31 @@ class TopKState:
         self.config = config = config if config is not None else TopKConfig()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
         group = checks.agree_on_setup(ddp, config, self._scaler, optimizer)
-        managed = managed_parameters(ddp)
-        self._names, self._parameters = list(managed), list(managed.values())
-        self._numels = [parameter.numel() for parameter in self._parameters]
-        self._index_of = {id(parameter): index for index, parameter in enumerate(self._parameters)}
-        self._finds_unused = ddp.find_unused_parameters and dist.get_world_size(group) > 1
-        # Weakly: the collector does not see that DDP's reducer holds the hook's state.
-        self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
-        self._channels = self._open_channels(group)
-        self._lanes = lanes = self._channels.lanes
-        self._chooser = VariantChooser(config, lanes)
-        self._grouping = Grouping(config, self._parameters, self._names, self._finds_unused)
-        self._steps = Steps(config, self._ddp, self._parameters, self._channels, self._grouping, self._chooser)
-        self._pipeline = self._build_pipeline(ddp, optimizer) if self._channels.early is not None else None
-        self.tuning = begin_tuning(config, lanes, self._parameters, self._names, self._grouping)
+        self._context = context = Context.open(ddp, config, group)
+        self._lanes = lanes = context.lanes
+        self._index_of = {id(parameter): index for index, parameter in enumerate(context.parameters)}
+        self._finds_unused = ddp.find_unused_parameters and lanes.world_size > 1
+        self._grouping = Grouping(context, self._finds_unused)
+        self.tuning = begin_tuning(context, self._grouping)
         """Search for a size of groups that ``config.tuner`` asks for; None without."""
-        self._steps.begin_counting()  # the tuner may have measured the link
+        self._chooser = VariantChooser(config, lanes)
         if self._is_tuning:
             self._chooser.postpone()
+        self._steps = Steps(context, self._grouping, self._chooser)
+        self._pipeline: ForwardPipeline | None = None
+        if context.early is not None:
+            assert optimizer is not None
+            self._pipeline = ForwardPipeline(
+                context, optimizer, checks.updates_parameters(optimizer, config), self._steps
+            )
+            self._grouping.tell(self._pipeline.plan)
+            for co_optimizer in co_optimizers.co_optimizers_in(ddp.module):
+                co_optimizer.follow(optimizer)  # after the pipeline, which may find that nobody is to step
         self._closed = False
         self._backward: Backward | None = None  # from its first bucket on
         self._local: LocalGradients | None = None
         if lanes.world_size > 1:
-            self._local = LocalGradients(ddp, self._parameters, self._names, "TopKState", "topk_hook")
+            self._local = LocalGradients(ddp, context.parameters, context.names, "TopKState", "topk_hook")
         ddp.join = ddp.join_hook = checks.refuse_join  # type: ignore[method-assign]
         if config.algorithm in ("spardl", "auto") and config.teams == lanes.world_size > 1 and lanes.rank == 0:
             logger.warning(
@@ -106,26 +106,8 @@ class TopKState:
         self._handles: list[Any] = [
             ddp.register_forward_pre_hook(self._before_forward),
             ddp.register_forward_hook(self._after_forward, always_call=True),
-            at_exit(self.close, self._channels.abandon, self._channels.is_stuck),
+            at_exit(self.close, context.abandon, context.is_stuck),
         ]
-
-    def _open_channels(self, group: dist.ProcessGroup) -> Channels:
-        config, device, recorder = self.config, self._parameters[0].device, Recorder(False)
-        settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
-        lanes = Lanes(group, config.lanes, device, settings, recorder)
-        waits_in_forward = config.pipeline == "forward" and lanes.world_size > 1
-        return Channels(lanes, Lanes(group, 1, device, settings, recorder) if waits_in_forward else None, recorder)
-
-    def _build_pipeline(
-        self, ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer | None
-    ) -> ForwardPipeline:
-        assert optimizer is not None
-        deferred, recorder = checks.updates_parameters(optimizer, self.config), self._channels.recorder
-        pipeline = ForwardPipeline(ddp, optimizer, self._parameters, self._names, recorder, deferred, self._steps)
-        self._grouping.tell(pipeline.plan)
-        for co_optimizer in co_optimizers.co_optimizers_in(ddp.module):
-            co_optimizer.follow(optimizer)  # after the pipeline, which may find that nobody is to step
-        return pipeline
 
     # -- what users call --------------------------------------------------------------------------------------------
 
@@ -176,7 +158,7 @@ class TopKState:
             "lanes": len(self._lanes),
             "tuned": self.tuning is not None and self.tuning.finished,
             "memories": [group.memory() for group in groups],
-            **checkpoint.kept_by_name(groups, self._parameters, self._names),
+            **checkpoint.kept_by_name(groups, self._context),
         }
 
     def load_state_dict(self, state: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> None:
@@ -194,10 +176,8 @@ class TopKState:
         self._refuse_under_way("load_state_dict()")
         own = isinstance(state, Mapping)
         saved: list[Mapping[str, Any]] = [state] if isinstance(state, Mapping) else list(state)
-        shapes = {name: p.shape for name, p in zip(self._names, self._parameters, strict=True)}
         rank, world_size = self._lanes.rank, self._lanes.world_size
-        dense = {self._names[index] for group in self._grouping.groups for index in group.members.dense}
-        problem = checkpoint.find_problem(saved, rank if own else None, world_size, shapes, dense)
+        problem = checkpoint.find_problem(saved, rank if own else None, world_size, self._context)
         entries = checkpoint.fingerprint(saved[0], own) if problem is None else {}
         agree(entries, problem, self._lanes.group, "the state of TopKState", self.config)
         first = saved[0]
@@ -209,7 +189,7 @@ class TopKState:
             self.tuning.resume(self._grouping.mb, first.get("lanes", len(self._lanes)), finished)
         groups = self._grouping.groups
         mine = saved if own else [state for state in saved if state["rank"] % world_size == rank]
-        checkpoint.restore(groups, self._parameters, self._names, mine, saved)
+        checkpoint.restore(groups, self._context, mine, saved)
         same_groups = own and len(first["memories"]) == len(groups)
         self._chooser.begin(first["step"], first["chosen"] if same_groups else None)
         if self._is_tuning:
@@ -237,7 +217,7 @@ class TopKState:
             if self._local is not None:
                 self._local.close()
             self._grouping.close()
-            self._channels.close()
+            self._context.close()
 
     # -- 1. a bucket is ready ---------------------------------------------------------------------------------------
 
@@ -273,7 +253,7 @@ class TopKState:
             if is_last:  # after DDP's own end of the backward
                 queue_engine_callback(lambda: queue_engine_callback(self._leave_to_forward))
         elif is_last:
-            if self._ddp.static_graph and self._steps.stats.step == 0:
+            if self._context.ddp.static_graph and self._steps.stats.step == 0:
                 self._end_exchange()  # this is DDP's end-of-backward callback, which is about to wait for the futures
             else:  # it will be queued after ours
                 queue_engine_callback(self._end_exchange)
@@ -288,14 +268,11 @@ class TopKState:
             if self.tuning.finished:
                 self._chooser.begin(step, None)
         return Backward(
+            context=self._context,
             step=step,
             groups=self._grouping.groups,
-            names=self._names,
-            numels=self._numels,
             used=self._grouping.used if self._finds_unused else None,
-            channels=self._channels,
             scale=self._scaler.get_scale() if self._scaler is not None else None,
-            momentum=self.config.momentum,
             reduction_of=self._reduction_of,
         )
 
@@ -303,7 +280,7 @@ class TopKState:
         config, lanes, step = self.config, self._lanes, self._steps.step
         group = self._grouping.groups[number]
         density, variant = config.density_at(step), self._chooser.variant_of(number, step)
-        if variant.algorithm == "dense" or density == 1.0 or lanes.world_size == 1:
+        if group.is_dense or variant.algorithm == "dense" or density == 1.0 or lanes.world_size == 1:
             return DenseReduction(group, gradients, lanes)
         sparsity = Sparsity(
             variant.algorithm,
@@ -378,7 +355,7 @@ class TopKState:
                 "the last backward ended with an error in its exchange: wrap the model again"
                 f"{see('a-backward-did-not-end')}"
             )
-        cause = why_not_ended(self._ddp, self._parameters, self._names, missing)
+        cause = why_not_ended(self._context.ddp, self._context.parameters, self._context.names, missing)
         raise RuntimeError(f"gradients were not reduced over the ranks: {cause}{see('a-backward-did-not-end')}")
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:

@@ -70,7 +70,7 @@ class Loop:
         return step
 
     def finish(self) -> bytes:
-        kept = [self.state.state_dict()["residual"][name] for name in self.state._names]
+        kept = [self.state.state_dict()["residual"][name] for name in self.state._context.names]
         self.state.close()
         return b"".join(values.detach().numpy().tobytes() for values in (*self.ddp.module.parameters(), *kept))
 

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import BucketTuner, DearConfig, DearState, LaneError, TopKConfig, TopKState, dear_hook, topk_hook
 from ddp_hooks.comm import LinkProfile
-from ddp_hooks.topk import tunable_groups
+from ddp_hooks.topk.reduction import grouping
 from ddp_hooks.tuning import Setting, Tuning
 from ddp_hooks.tuning import tuning as tuning_module
 from ddp_hooks.tuning.search import Searcher
@@ -351,7 +351,7 @@ def with_profile(
 ) -> tuple[list[float], Setting, bool]:
     """Train until the search has ended, or was interrupted after some trials of this run."""
     link = LinkProfile(1e9, 1, 1 << 20)  # loopback is never measured twice the same
-    with mock.patch.object(tunable_groups, "profile_link", lambda lanes: link):
+    with mock.patch.object(grouping, "profile_link", lambda lanes: link):
         run = Run(rank, world_size, replace(config, tuner=replace(config.tuner, profile=path)))  # type: ignore[type-var]
     run.pretend(near(0.02))
     run.train(lambda: run.tuning.finished or len(run.tuning.trials) == trials)

@@ -9,43 +9,10 @@ from enum import Enum, auto
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Lanes, Recorder, Stall, Work, bruck_all_gather, see, without_messages
+from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see, without_messages
+from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.group_reduction import Gradients, GroupReduction
 from ddp_hooks.topk.reduction.groups import GradientGroup, Place, runs_of
-
-
-@dataclass
-class Channels:
-    """Lanes of one state, and the time that training has waited for them."""
-
-    lanes: Lanes  # groups are reduced here
-    early: Lanes | None  # ranks exchange their flags here before any group is reduced; None: on ``lanes``, afterwards
-    recorder: Recorder
-    stall: Stall = field(default_factory=Stall)
-
-    def wait(self, work: Work) -> None:
-        """Wait for work, and count the time."""
-        if not work.done:
-            with self.stall.measure(self.recorder, work.label):
-                work.wait()
-
-    def abandon(self, error: BaseException) -> None:
-        """Give up communication because of an error."""
-        for lanes in self._all:
-            lanes.abandon(error)
-
-    def is_stuck(self) -> bool:
-        """True if a lane cannot end."""
-        return any(lanes.stuck for lanes in self._all)
-
-    def close(self) -> None:
-        """End the lanes; collective."""
-        for lanes in self._all:
-            lanes.close()
-
-    @property
-    def _all(self) -> list[Lanes]:
-        return [self.lanes, *([self.early] if self.early is not None else [])]
 
 
 class Phase(Enum):
@@ -55,30 +22,17 @@ class Phase(Enum):
     SUBMITTED = auto()  # all groups are on the lanes
     APPROVED = auto()  # every rank's gradients are finite, and the step is counted
     UPDATING = auto()  # the optimizer has stepped; updates run in the next forward
-    FINISHED = auto()
-
-
-_NEXT = {
-    Phase.SUBMITTING: {Phase.SUBMITTED},
-    Phase.SUBMITTED: {Phase.APPROVED, Phase.FINISHED},
-    Phase.APPROVED: {Phase.UPDATING, Phase.FINISHED},
-    Phase.UPDATING: {Phase.FINISHED},
-    Phase.FINISHED: set(),
-}
 
 
 @dataclass
 class Backward:
     """A synchronised backward; its buckets belong to the lanes until :meth:`wait_all` has returned."""
 
+    context: Context
     step: int  # its number, from 0
     groups: Sequence[GradientGroup]  # submitted in this order
-    names: Sequence[str]  # of the parameters
-    numels: Sequence[int]  # of the parameters
     used: Collection[int] | None  # parameters that this rank has used, filled meanwhile; None: it does not matter
-    channels: Channels
     scale: float | None  # factor of the gradient scaler; None without
-    momentum: float | None
     reduction_of: Callable[[int, Gradients], GroupReduction]  # by the number of a group
     phase: Phase = Phase.SUBMITTING
     buffers: list[Tensor] = field(default_factory=list)  # of the buckets
@@ -92,11 +46,6 @@ class Backward:
     _checks: list[Work] = field(default_factory=list)
     _flags: Work | None = None
 
-    def advance(self, phase: Phase) -> None:
-        """Go on to another phase of the lifecycle."""
-        assert phase in _NEXT[self.phase], f"{self.phase} is not followed by {phase}"
-        self.phase = phase
-
     # -- submission -------------------------------------------------------------------------------------------------
 
     def add_bucket(self, indices: Sequence[int], buffer: Tensor, future: torch.futures.Future[Tensor]) -> None:
@@ -105,39 +54,37 @@ class Backward:
         self.buffers.append(buffer)
         self.futures.append(future)
         for index in indices:
-            self._places[index] = Place(bucket, start)
-            start += self.numels[index]
+            self._places[index] = bucket, start
+            start += self.context.numels[index]
         for number, group in enumerate(self.groups[len(self.reductions) :], len(self.reductions)):
-            if any(index not in self._places for index in group.members.all):
+            if any(index not in self._places for index in group.members):
                 break
             self._submit(number, group)
-        if len(self._places) == len(self.numels):
-            early = self.channels.early
-            ask, after = (early, self._checks) if early is not None else (self.channels.lanes, self.works)
-            used = [index in self.used for index in range(len(self.numels))] if self.used is not None else []
+        if len(self._places) == len(self.context.numels):
+            early = self.context.early
+            ask, after = (early, self._checks) if early is not None else (self.context.lanes, self.works)
+            used = [index in self.used for index in range(len(self.context.numels))] if self.used is not None else []
             self._flags = ask.run(self._exchange_flags(used), "whether gradients are finite", after=after)
-            self.advance(Phase.SUBMITTED)
+            self.phase = Phase.SUBMITTED
 
     @property
     def missing(self) -> list[str]:
         """Names of parameters whose gradients are not ready."""
-        return [name for index, name in enumerate(self.names) if index not in self._places]
+        return [name for index, name in enumerate(self.context.names) if index not in self._places]
 
     def _submit(self, number: int, group: GradientGroup) -> None:
         if self.used is not None:
-            unused = [index for index in group.members.all if index not in self.used]
+            unused = [index for index in group.members if index not in self.used]
             self._stale += [index for index in unused if self._part(index).any()]
-        members = group.members.sparse, group.members.dense
-        sparse, dense = (runs_of(each, self.numels, self._places) for each in members)
-        scale = self.scale if self.scale is not None else 1.0
-        reduction = self.reduction_of(number, Gradients(self.buffers, sparse, dense, scale, self.momentum))
+        runs = runs_of(group.members, self.context.numels, self._places)
+        scale, early = self.scale if self.scale is not None else 1.0, self.context.early
+        reduction = self.reduction_of(number, Gradients(self.buffers, runs, scale, self.context.config.momentum))
         self.reductions.append(reduction)
-        if self.channels.early is None:
-            self.works.append(reduction.submit())
-            return
-        check = self.channels.early.run(without_messages(reduction.check), f"a look at {group.name}")
-        self._checks.append(check)
-        self.works.append(reduction.submit(after=[check]))
+        check = []
+        if early is not None:
+            check = [early.run(without_messages(reduction.check), f"a look at {group.name}")]
+            self._checks += check
+        self.works.append(reduction.submit(after=check))
 
     def _exchange_flags(self, used: Sequence[bool]) -> Algorithm:
         """Exchange which ranks have gradients that are not finite, and which parameters nobody has used.
@@ -146,8 +93,9 @@ class Backward:
         """
         finite = all(reduction.finite for reduction in self.reductions)
         mine = torch.tensor([not finite, *used], dtype=torch.uint8, device=self.buffers[0].device)
-        ranks = range(self.channels.lanes.world_size)
-        flags = yield from bruck_all_gather(mine, [mine.numel()] * len(ranks), ranks, self.channels.lanes.rank)
+        lanes = self.context.lanes
+        ranks = range(lanes.world_size)
+        flags = yield from bruck_all_gather(mine, [mine.numel()] * len(ranks), ranks, lanes.rank)
         self.nonfinite_ranks = [rank for rank, flag in enumerate(flags) if flag[0].item()]
         by_anybody = torch.stack(flags)[:, 1:].any(0).tolist()
         self.unused = {index for index, is_used in enumerate(by_anybody) if not is_used}
@@ -155,44 +103,35 @@ class Backward:
     # -- outcome ----------------------------------------------------------------------------------------------------
 
     def wait_nonfinite_flags(self) -> None:
-        """Wait for the flags of every rank: :attr:`nonfinite_ranks` and :attr:`unused`, the same everywhere.
-
-        Raises:
-            LaneError, LaneTimeout: a rank failed, or does not answer.
-        """
+        """Wait for the flags of every rank: :attr:`nonfinite_ranks` and :attr:`unused`, the same everywhere."""
         assert self._flags is not None
-        self.channels.wait(self._flags)
+        self.context.wait(self._flags)
 
     def wait_all(self) -> None:
-        """Wait for everything; results that nobody applies return to the residuals.
-
-        Raises:
-            LaneError, LaneTimeout: a rank failed, or does not answer.
-        """
+        """Wait for everything; results that nobody applies return to the residuals."""
         for work in self.works:
-            self.channels.wait(work)
+            self.context.wait(work)
         self.wait_nonfinite_flags()
         if self.nonfinite_ranks:
             for reduction in self.reductions:
                 reduction.restore_residual()
         else:
-            self.restore_unused()
+            self.restore_unused(self.unused)
 
-    def restore_unused(self, among: Collection[int] | None = None) -> None:
+    def restore_unused(self, among: Collection[int]) -> None:
         """Return results of parameters that no rank has used: DDP leaves their gradients as they were.
 
-        Args:
-            among: parameters of groups that are complete; None: all.
+        ``among``: parameters of groups that are complete.
         """
         for reduction in self.reductions if self.unused else []:
             for index, start in reduction.group.offsets.items():
-                if index in self.unused and (among is None or index in among):
-                    reduction.restore_residual(slice(start, start + self.numels[index]))
+                if index in self.unused and index in among:
+                    reduction.restore_residual(slice(start, start + self.context.numels[index]))
                     self._part(index).zero_()  # which may be the gradient itself
 
     def refuse_stale(self) -> None:
         """Raise on every rank if parameters that no rank has used still have gradients."""
-        stale = [self.names[index] for index in self._stale if index in self.unused]
+        stale = [self.context.names[index] for index in self._stale if index in self.unused]
         if stale:  # the same on every rank, because it was a mean over ranks
             raise RuntimeError(
                 f"no rank has used {', '.join(stale[:5])} in this backward, but gradients of an earlier backward are "
@@ -203,4 +142,4 @@ class Backward:
     def _part(self, index: int) -> Tensor:
         """Return a parameter's part of its bucket, (numel,)."""
         bucket, start = self._places[index]
-        return self.buffers[bucket][start : start + self.numels[index]]
+        return self.buffers[bucket][start : start + self.context.numels[index]]

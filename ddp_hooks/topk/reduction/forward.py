@@ -13,14 +13,13 @@ communicates, so one rank alone may wait.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Recorder, see
+from ddp_hooks.comm import see
 from ddp_hooks.comm.torch_compat.autograd import increment_versions
 from ddp_hooks.comm.torch_compat.compiler import inside_compiled_region
 from ddp_hooks.comm.torch_compat.optimizer import is_inner_step, with_closure
@@ -36,53 +35,32 @@ from ddp_hooks.intercept import (
 )
 from ddp_hooks.overlap import DeferredUpdates, FeedPipe
 from ddp_hooks.topk.reduction.backward import Backward, Phase
+from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.steps import Steps
-
-
-@dataclass
-class _Pending:
-    """Gradients from the end of a backward until everything is updated."""
-
-    backward: Backward
-    gradients: dict[int, Tensor]  # by parameter: where DDP has put it, in its buckets
 
 
 class ForwardPipeline:
     """Lets gradients arrive, and updates happen, in the next forward.
 
-    Args:
-        ddp: the model.
-        optimizer: of all its parameters.
-        parameters, names: reduced by DDP, in a fixed order.
-        recorder: for the timeline.
-        deferred: True if the optimizer updates each parameter by itself; otherwise ``step()`` waits for everything.
-        steps: counts the steps.
+    ``deferred``: the optimizer updates each parameter by itself; otherwise ``step()`` waits for everything.
     """
 
-    def __init__(
-        self,
-        ddp: DistributedDataParallel,
-        optimizer: torch.optim.Optimizer,
-        parameters: Sequence[torch.nn.Parameter],
-        names: Sequence[str],
-        recorder: Recorder,
-        deferred: bool,
-        steps: Steps,
-    ) -> None:
+    def __init__(self, context: Context, optimizer: torch.optim.Optimizer, deferred: bool, steps: Steps) -> None:
         self._optimizer = optimizer
-        self._parameters = parameters
+        self._parameters = parameters = context.parameters
         self._deferred = deferred
         self._steps = steps
-        pairs = zip(parameters, names, strict=True)
+        pairs = zip(parameters, context.names, strict=True)
         self._guards = [GradientGuard.standing_for(parameter, name, _on_its_way) for parameter, name in pairs]
-        self._pending: _Pending | None = None
+        self._pending: Backward | None = None  # from its end until everything is updated
+        self._gradients: dict[int, Tensor] = {}  # of it, by parameter: where DDP has put it, in its buckets
         self._wanted: set[int] = set()  # parameters that await their update
         self._zeroed: set[int] = set()  # of them, parameters whose gradients were set to zero before the step
         self._aside = SuspendedGuards(parameters)  # guards of them, while the optimizer's own code runs
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, lambda: self._pipe.finish())
-        self._pipe = FeedPipe(ddp.module, parameters, recorder, self._arrived)
+        self._pipe = FeedPipe(context.ddp.module, parameters, context.recorder, self._arrived)
         steps.stalls.append(self._pipe.stall)
-        self._handles = self._install(ddp)
+        self._handles = self._install(context.ddp)
 
     @property
     def is_holding(self) -> bool:
@@ -90,9 +68,9 @@ class ForwardPipeline:
         return self._held is not None
 
     @property
-    def _held(self) -> _Pending | None:
+    def _held(self) -> Backward | None:
         pending = self._pending
-        return pending if pending is not None and pending.backward.phase is not Phase.UPDATING else None
+        return pending if pending is not None and pending.phase is not Phase.UPDATING else None
 
     def refuse_unfinished(self) -> None:
         """Raise if a backward begins while gradients of the last one are on their way, in the same buckets."""
@@ -108,33 +86,30 @@ class ForwardPipeline:
 
     def hold(self, backward: Backward) -> None:
         """Put guards in place of the gradients of a backward, which DDP has just made the model's."""
-        gradients = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
-        self._pending = _Pending(backward, gradients)
-        for index in gradients:
+        self._pending = backward
+        self._gradients = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
+        for index in self._gradients:
             self._guards[index].zeroed = False
             self._parameters[index].grad = self._guards[index]
 
     def wait_for_gradients(self) -> None:
-        """Wait for the gradients of the last backward, so that they may be read or changed; collective.
-
-        The next ``optimizer.step()`` then updates at once.
-        """
+        """Wait for the gradients of the last backward, so that they may be read or changed; collective."""
         self.wait_for_updates()
         held = self._held
         if held is not None:
             self._pending = None
-            held.backward.wait_all()
-            self._replace_guards(held)
-            self._steps.finish(held.backward)
+            held.wait_all()
+            self._replace_guards()
+            self._steps.finish(held)
 
     def wait_for_updates(self) -> None:
         """Wait for the updates that are on their way."""
         self._pipe.finish(on_host=True)
         pending = self._pending
-        if pending is not None and pending.backward.phase is Phase.UPDATING and not self._pipe.in_flight:
+        if pending is not None and pending.phase is Phase.UPDATING and not self._pipe.in_flight:
             self._pending = None
-            self._replace_guards(pending)
-            self._steps.on_complete(pending.backward)
+            self._replace_guards()
+            self._steps.note_cost(pending)
 
     def close(self) -> None:
         """Wait for everything on its way, and remove hooks and guards."""
@@ -178,11 +153,11 @@ class ForwardPipeline:
         held = self._held
         if held is None:
             return
-        if not self._deferred or not self._steps.approve(held.backward):
+        if not self._deferred or not self._steps.approve(held):
             self.wait_for_gradients()
             return
         self._updates.note_settings()
-        self._wanted = {index for index in held.gradients if self._parameters[index].grad is self._guards[index]}
+        self._wanted = {index for index in self._gradients if self._parameters[index].grad is self._guards[index]}
         self._zeroed = {index for index in self._wanted if self._guards[index].zeroed}
         self._aside.take(self._wanted)
 
@@ -190,34 +165,34 @@ class ForwardPipeline:
         if self._updates.running or is_inner_step(optimizer):
             return
         pending = self._pending
-        if pending is None or pending.backward.phase is not Phase.APPROVED:
+        if pending is None or pending.phase is not Phase.APPROVED:
             return
-        pending.backward.advance(Phase.UPDATING)
+        pending.phase = Phase.UPDATING
         self._aside.put_back()
         increment_versions(self._parameters)
-        self._pipe.launched(pending.backward.works)
+        self._pipe.launched(pending.works)
 
     # -- arrival ----------------------------------------------------------------------------------------------------
 
     def _arrived(self, parameters: Sequence[int]) -> None:
         """Update parameters whose groups are complete, before anybody reads them."""
         assert self._pending is not None
-        self._pending.backward.restore_unused(parameters)
+        self._pending.restore_unused(parameters)
         wanted = [index for index in parameters if index in self._wanted]
         self._wanted.difference_update(wanted)
         if wanted:
             self._updates.run(wanted)
 
     def _gradient_of(self, index: int) -> Tensor:
-        assert self._pending is not None
-        gradient = self._pending.gradients[index]
+        gradient = self._gradients[index]
         return torch.zeros_like(gradient) if index in self._zeroed else gradient.view_as(gradient)
 
-    def _replace_guards(self, pending: _Pending) -> None:
+    def _replace_guards(self) -> None:
         """Put gradients in place of the guards that the user has left there."""
-        left = [i for i in pending.gradients if self._parameters[i].grad is self._guards[i]]
+        gradients, self._gradients = self._gradients, {}
+        left = [i for i in gradients if self._parameters[i].grad is self._guards[i]]
         for index in left:
-            gradient = pending.gradients[index]
+            gradient = gradients[index]
             self._parameters[index].grad = gradient.zero_() if self._guards[index].zeroed else gradient
         for co_optimizer in co_optimizers.co_optimizers_of(self._optimizer) if left else []:
             co_optimizer.on_grads_restored()

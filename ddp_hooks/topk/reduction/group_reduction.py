@@ -4,31 +4,16 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Generator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import (
-    Algorithm,
-    Lanes,
-    Partition,
-    Round,
-    ThreadWork,
-    Work,
-    aligned_bounds,
-    bruck_all_gather,
-    ring_all_gather,
-    without_messages,
-)
-from ddp_hooks.comm.executors.slices import reduce_scatter_slices
+from ddp_hooks.comm import Algorithm, Lanes, Partition, ThreadWork, Work, aligned_bounds, without_messages
 from ddp_hooks.topk.algorithms import SparseSum
 from ddp_hooks.topk.reduction.groups import GradientGroup, Run
 from ddp_hooks.topk.selection import ChunkedGradient, SparseVector
-
-_SLICE_NBYTES = 4 << 20  # of dense parts: bounds the memory for slices of other ranks
-_GATHERED_NBYTES = 1 << 14  # of a rank: up to there, rounds cost more than bytes (0.2 to 0.4 ms, as 30 KB at 1 Gbit/s)
 
 
 @dataclass(frozen=True)
@@ -36,8 +21,7 @@ class Gradients:
     """A group's gradients in DDP's buckets."""
 
     buffers: Sequence[Tensor]  # the buckets, (n,) each
-    sparse: Sequence[Run]  # in the order of the group's vector
-    dense: Sequence[Run]
+    runs: Sequence[Run]  # in the order of the group's vector
     scale: float  # factor of the gradient scaler
     momentum: float | None  # of momentum correction; None without
 
@@ -47,19 +31,19 @@ class Gradients:
 
     def are_finite(self) -> bool:
         """False if an element is infinite or NaN (or so large that their sum is)."""
-        totals = [self.part(run).sum(dtype=torch.float32) for run in (*self.sparse, *self.dense)]
+        totals = [self.part(run).sum(dtype=torch.float32) for run in self.runs]
         return bool(torch.isfinite(torch.stack(totals)).all()) if totals else True
 
-    def add_to(self, vector: Tensor, runs: Sequence[Run]) -> None:
-        """Add the parts, without their scale, to ``vector``, in place."""
-        for run in runs:
+    def add_to(self, vector: Tensor) -> None:
+        """Add the gradients, without their scale, to ``vector``, in place."""
+        for run in self.runs:
             vector[run.offset : run.offset + run.numel].add_(self.part(run), alpha=1.0 / self.scale)
 
-    def add_to_velocity(self, velocity: Tensor, runs: Sequence[Run]) -> Tensor:
+    def add_to_velocity(self, velocity: Tensor) -> Tensor:
         """Apply momentum correction, ``v = m v + g``, in place; returns ``velocity``."""
         assert self.momentum is not None
         velocity.mul_(self.momentum)
-        self.add_to(velocity, runs)
+        self.add_to(velocity)
         return velocity
 
 
@@ -87,11 +71,7 @@ class GroupReduction(ABC):
 
     @abstractmethod
     def restore_residual(self, part: slice | None = None) -> None:
-        """Return the result to the residuals; each entry is kept by exactly one rank.
-
-        Args:
-            part: of the group's vector; None: all of it.
-        """
+        """Return the result to the residuals, or a part of it; each entry is kept by exactly one rank."""
 
     def seconds(self, work: Work) -> float:
         """Return the time from its first moment on a lane to the end of ``work``; 0 on accelerators."""
@@ -123,66 +103,39 @@ class SparseReduction(GroupReduction):
             self.group.velocity.index_copy_(0, indices[within], self._velocity_before[within])
 
     def _exchange(self) -> Algorithm:
-        group, gradients = self.group, self.gradients
+        group = self.group
         self._begin_s = time.perf_counter()
         self.check()
-        if group.numel:
-            gradient = self._gradient() if self.finite else None
-            self._result = yield from self._summation.run(group.ensure_residual(), gradient)
-            if group.velocity is not None:  # sent entries begin anew (momentum factor masking)
-                self._velocity_before = group.velocity.index_select(0, self._result.indices)
-                group.velocity.index_fill_(0, self._result.indices, 0.0)
-            self._write(self._result)
-        if gradients.dense:
-            yield from self._sum_dense()
+        if not group.numel:
+            return
+        gradient = self._gradient() if self.finite else None
+        self._result = yield from self._summation.run(group.ensure_residual(), gradient)
+        if group.velocity is not None:  # sent entries begin anew (momentum factor masking)
+            self._velocity_before = group.velocity.index_select(0, self._result.indices)
+            group.velocity.index_fill_(0, self._result.indices, 0.0)
+        self._write(self._result)
 
     def _gradient(self) -> Tensor | ChunkedGradient | None:
         """Return the vector to add to the residual in the pass that selects, (n,); None if it was added."""
         group, gradients = self.group, self.gradients
         if group.velocity is not None:
-            return gradients.add_to_velocity(group.velocity, gradients.sparse)
+            return gradients.add_to_velocity(group.velocity)
         if gradients.scale == 1.0:
-            return ChunkedGradient(tuple(gradients.part(run) for run in gradients.sparse))
-        gradients.add_to(group.ensure_residual(), gradients.sparse)
+            return ChunkedGradient(tuple(gradients.part(run) for run in gradients.runs))
+        gradients.add_to(group.ensure_residual())
         return None
 
     def _write(self, result: SparseVector) -> None:
         """Write the mean into the buckets."""
-        edges = [run.offset for run in self.gradients.sparse] + [self.group.numel]
+        runs = self.gradients.runs
+        edges = [run.offset for run in runs] + [self.group.numel]
         cuts = torch.searchsorted(result.indices, torch.tensor(edges, device=result.indices.device)).tolist()
         values = result.values / self._lanes.world_size
         if self.gradients.scale != 1.0:
             values *= self.gradients.scale
-        for run, first, last in zip(self.gradients.sparse, cuts, cuts[1:], strict=False):
+        for run, first, last in zip(runs, cuts, cuts[1:], strict=False):
             part = self.gradients.part(run).zero_()
             part.index_copy_(0, result.indices[first:last] - run.offset, values[first:last].to(part.dtype))
-
-    def _sum_dense(self) -> Generator[Round, None, None]:
-        """Replace the gradients of dense parameters by their means."""
-        gradients, world_size, rank = self.gradients, self._lanes.world_size, self._lanes.rank
-        parts = [gradients.part(run) for run in gradients.dense]
-        velocity, scale = self.group.dense_velocity, 1.0
-        if velocity is None:
-            flat = torch.cat(parts)
-        else:  # in its type on every rank
-            if self.finite:
-                flat = gradients.add_to_velocity(velocity, gradients.dense).clone()
-            else:
-                flat = torch.zeros_like(velocity)
-            scale = gradients.scale
-        if flat.nbytes <= _GATHERED_NBYTES:
-            everyone = yield from bruck_all_gather(flat, [flat.numel()] * world_size, range(world_size), rank)
-            total = everyone[0].to(torch.promote_types(flat.dtype, torch.float32), copy=True)
-            for other in everyone[1:]:  # in the order of ranks, as below
-                total += other
-            flat = (total / world_size).to(flat.dtype)
-        else:
-            partition = Partition(flat, aligned_bounds(flat.numel(), world_size, flat.element_size()))
-            for piece in reduce_scatter_slices([partition], rank, _SLICE_NBYTES, world_size):
-                yield from piece.start(flat.new_empty(piece.scratch_numel))
-            yield from ring_all_gather(partition.ranges, rank)
-        for part, mean in zip(parts, flat.split([part.numel() for part in parts]), strict=True):
-            part.copy_(mean if scale == 1.0 else mean * scale)
 
 
 class DenseReduction(GroupReduction):
@@ -193,16 +146,13 @@ class DenseReduction(GroupReduction):
 
     def __init__(self, group: GradientGroup, gradients: Gradients, lanes: Lanes) -> None:
         super().__init__(group, gradients, lanes)
-        dense = [run._replace(offset=run.offset + group.numel) for run in gradients.dense]
-        self._runs = [*gradients.sparse, *dense]
-        if len(self._runs) == 1:
-            self._flat = gradients.part(self._runs[0])
-        elif self._runs:
-            buffer = gradients.buffers[self._runs[0].bucket]
-            self._flat = buffer.new_empty(sum(run.numel for run in self._runs))
-        else:  # nothing but parameters without elements
-            self._flat = group.zeros(0)
-        self._bounds = aligned_bounds(self._flat.numel(), lanes.world_size, self._flat.element_size())
+        runs = gradients.runs
+        if len(runs) == 1:
+            self._flat = gradients.part(runs[0])
+        else:
+            like = gradients.buffers[runs[0].bucket] if runs else group.zeros()  # or nothing has elements
+            self._flat = like.new_empty(group.numel)
+        self._bounds = aligned_bounds(group.numel, lanes.world_size, self._flat.element_size())
         self._had_residual = False
 
     def submit(self, after: Collection[Work] = ()) -> Work:
@@ -212,14 +162,14 @@ class DenseReduction(GroupReduction):
         lane.run(without_messages(self._prepare), name, after=after)
         lane.reduce_scatter(partitions, name, self._lanes.world_size)
         work = lane.all_gather(partitions, name)
-        return work if len(self._runs) == 1 else lane.run(without_messages(self._copy_back), name)
+        return work if len(self.gradients.runs) == 1 else lane.run(without_messages(self._copy_back), name)
 
     def restore_residual(self, part: slice | None = None) -> None:
         """See :class:`GroupReduction`; without effect if there was no residual."""
         if not self._had_residual:
             return
-        rank, numel = self._lanes.rank, self.group.numel
-        start, end = self._bounds[rank], min(self._bounds[rank + 1], numel)
+        rank = self._lanes.rank
+        start, end = self._bounds[rank], self._bounds[rank + 1]
         if part is not None:
             start, end = max(start, part.start), min(end, part.stop)
         residual = self.group.ensure_residual()
@@ -234,24 +184,19 @@ class DenseReduction(GroupReduction):
         self._begin_s = time.perf_counter()
         self.check()
         self._had_residual = group.residual is not None
-        if len(self._runs) > 1:
-            for run in self._runs:
+        if len(gradients.runs) > 1:
+            for run in gradients.runs:
                 self._part(run).copy_(gradients.part(run))
         if not self.finite:
             if self._had_residual:  # other ranks add their residuals, and take them back
                 self._flat.zero_()
             return
-        sparse, dense = self._flat[: group.numel], self._flat[group.numel :]
-        for flat, velocity, runs in (
-            (sparse, group.velocity, gradients.sparse),
-            (dense, group.dense_velocity, gradients.dense),
-        ):
-            if velocity is not None:
-                flat.copy_(gradients.add_to_velocity(velocity, runs)).mul_(gradients.scale)
+        if group.velocity is not None:
+            self._flat.copy_(gradients.add_to_velocity(group.velocity)).mul_(gradients.scale)
         if group.residual is not None:
-            sparse.add_(group.residual, alpha=gradients.scale)
+            self._flat.add_(group.residual, alpha=gradients.scale)
             group.residual = None
 
     def _copy_back(self) -> None:
-        for run in self._runs:
+        for run in self.gradients.runs:
             self.gradients.part(run).copy_(self._part(run))

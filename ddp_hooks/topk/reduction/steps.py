@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import see
 from ddp_hooks.intercept import co_optimizers
 from ddp_hooks.topk.choosing import VariantChooser
-from ddp_hooks.topk.config import TopKConfig
-from ddp_hooks.topk.reduction.backward import Backward, Channels, Phase
+from ddp_hooks.topk.reduction.backward import Backward, Phase
+from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.group_reduction import DenseReduction
 from ddp_hooks.topk.reduction.grouping import Grouping
 
@@ -53,49 +50,20 @@ class TopKStats:
 
 
 class Steps:
-    """Count and cost of the steps of a run; decides together with the other ranks which steps are skipped.
+    """Count and cost of the steps of a run; decides together with the other ranks which steps are skipped."""
 
-    Args:
-        config: the settings.
-        ddp: the model, weakly.
-        parameters: reduced by DDP.
-        channels: lanes of the state.
-        grouping: groups in force.
-        chooser: of algorithms; hears how long groups have taken.
-    """
-
-    def __init__(
-        self,
-        config: TopKConfig,
-        ddp: DistributedDataParallel,
-        parameters: Sequence[torch.nn.Parameter],
-        channels: Channels,
-        grouping: Grouping,
-        chooser: VariantChooser,
-    ) -> None:
+    def __init__(self, context: Context, grouping: Grouping, chooser: VariantChooser) -> None:
         self.step = 0  # number of steps that were not skipped
         self.num_skipped = 0
         self.stats = TopKStats()
-        self.stalls = [channels.stall]
-        self._config = config
-        self._ddp = ddp
-        self._parameters = parameters
-        self._channels = channels
+        self.stalls = [context.stall]
+        self._context = context
         self._grouping = grouping
         self._chooser = chooser
-        self.begin_counting()
-
-    def begin_counting(self) -> None:
-        """Count bytes of the first step from here, without those of set-up."""
-        self._mark = (self._channels.lanes.traffic, 0.0)
+        self._before = context.lanes.traffic, 0.0  # bytes and stalls until the last step
 
     def approve(self, backward: Backward) -> bool:
-        """Count a step, and return True, if the gradients of every rank are finite; collective.
-
-        Raises:
-            RuntimeError: on every rank, if unused parameters have gradients of an earlier backward.
-            LaneError, LaneTimeout: a rank failed, or does not answer.
-        """
+        """Count a step, and return True, if the gradients of every rank are finite; collective."""
         if backward.phase is Phase.APPROVED:  # for a step that was interrupted
             return True
         backward.wait_nonfinite_flags()
@@ -103,37 +71,30 @@ class Steps:
             return False
         backward.refuse_stale()
         self.step += 1
-        backward.advance(Phase.APPROVED)
+        backward.phase = Phase.APPROVED
         return True
 
     def finish(self, backward: Backward) -> None:
-        """End a backward whose gradients are in place: count it, unless it was, or skip it; collective.
-
-        Raises:
-            RuntimeError: on every rank, if gradients are not finite and ``on_nonfinite="raise"``, or if unused
-                parameters have gradients of an earlier backward.
-        """
-        is_counted = backward.phase is Phase.APPROVED
-        self.on_complete(backward)
+        """End a backward whose gradients are in place: count it, unless it was, or skip it; collective."""
+        self.note_cost(backward)
         if backward.nonfinite_ranks:
             self._refuse_or_skip(backward)
             return
         backward.refuse_stale()
-        self._grouping.fix_order(self._channels.lanes.group)
+        self._grouping.fix_order()
         pairs = zip(backward.reductions, backward.works, strict=True)
         times_s = [reduction.seconds(work) for reduction, work in pairs]
         self._chooser.stepped(backward.step, times_s, [group.name for group in self._grouping.groups])
-        self.step += not is_counted
+        self.step += backward.phase is not Phase.APPROVED
 
-    def on_complete(self, backward: Backward) -> None:
+    def note_cost(self, backward: Backward) -> None:
         """Note the cost of a backward whose groups are complete."""
-        backward.advance(Phase.FINISHED)
-        lanes, (traffic_before, stall_before_s) = self._channels.lanes, self._mark
-        self._mark = lanes.traffic, sum(stall.seconds for stall in self.stalls)
-        traffic = self._mark[0] - traffic_before
+        lanes, (traffic_before, stall_before_s) = self._context.lanes, self._before
+        self._before = lanes.traffic, sum(stall.seconds for stall in self.stalls)
+        traffic = self._before[0] - traffic_before
         self.stats = TopKStats(
             step=self.stats.step + 1,
-            density=self._config.density_at(backward.step),
+            density=self._context.config.density_at(backward.step),
             num_groups=len(backward.reductions),
             num_dense_groups=sum(isinstance(reduction, DenseReduction) for reduction in backward.reductions),
             num_lanes=len(lanes),
@@ -141,15 +102,15 @@ class Steps:
             sent_bytes=traffic.sent_bytes,
             received_bytes=traffic.received_bytes,
             comm_s=None if lanes.native else traffic.busy_s,
-            stall_s=self._mark[1] - stall_before_s,
+            stall_s=self._before[1] - stall_before_s,
             skipped_steps=self.num_skipped,
         )
 
     def _refuse_or_skip(self, backward: Backward) -> None:
-        group = self._channels.lanes.group
+        group = self._context.lanes.group
         ranks = [dist.get_global_rank(group, rank) for rank in backward.nonfinite_ranks]
         where = f"gradients were not finite on ranks {ranks}"
-        if self._config.on_nonfinite == "raise":
+        if self._context.config.on_nonfinite == "raise":
             raise RuntimeError(
                 f"{where}, so no rank has any; finite gradients are kept for the next step"
                 f"{see('gradients-are-not-finite')}"
@@ -163,7 +124,7 @@ class Steps:
             "use, pass it: TopKState(ddp, config, scaler=scaler)",
             where,
         )
-        for parameter in self._parameters:
+        for parameter in self._context.parameters:
             parameter.grad = None
-        for co_optimizer in co_optimizers.co_optimizers_in(self._ddp.module):
+        for co_optimizer in co_optimizers.co_optimizers_in(self._context.ddp.module):
             co_optimizer.zero_grad()
