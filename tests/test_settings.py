@@ -124,7 +124,6 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (TopKConfig, {"algorithm": "dense", "density": 0.01}, {"algorithm": "spardl"}),
     (TopKConfig, {"algorithm": "dense", "warmup_steps": 10}, {"algorithm": "auto"}),
     (TopKConfig, {"algorithm": "dense", "collection": "local"}, {"algorithm": "topka"}),
-    (TopKConfig, {"algorithm": "gtopk", "split": "paper"}, {"algorithm": "spardl"}),
     (TopKConfig, {"algorithm": "oktopk", "teams": 2}, {"algorithm": "auto"}),
     (TopKConfig, {"teams": 1, "sag": "b"}, {"teams": 2}),
     (TopKConfig, {"warmup_steps": 0, "warmup_density": 0.25}, {"warmup_steps": 10}),

@@ -22,12 +22,7 @@ def agree_on_setup(
     scaler: torch.amp.GradScaler | None,
     optimizer: torch.optim.Optimizer | None,
 ) -> dist.ProcessGroup:
-    """Return the model's group if all ranks have the same set-up, and it can work; collective.
-
-    Raises:
-        ValueError: on every rank, with the first problem and a remedy.
-        LaneError, LaneTimeout: a rank failed, or does not answer.
-    """
+    """Return the model's group if all ranks have the same set-up, and it can work; else raise on all; collective."""
     group = getattr(ddp, "process_group", None) or dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     problem = (

@@ -53,7 +53,7 @@ def candidates(config: TopKConfig, world_size: int) -> list[Variant]:
 
 
 class VariantChooser:
-    """Variant of each group in each step; ``lanes`` are those of the ranks that agree."""
+    """Variant of each group in each step."""
 
     def __init__(self, config: TopKConfig, lanes: Lanes) -> None:
         self.chosen: list[Variant] | None = None  # per group, after trials

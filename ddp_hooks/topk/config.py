@@ -8,7 +8,6 @@ from typing import Literal, TypeAlias, get_args
 from ddp_hooks.comm import above, at_least, check_booleans, check_waits, check_whole, positive, refuse_unused, whole
 from ddp_hooks.topk.algorithms.codec import Format
 from ddp_hooks.topk.algorithms.error_feedback import Collection
-from ddp_hooks.topk.algorithms.spardl import Split
 from ddp_hooks.tuning import BucketTuner
 
 AlgorithmName: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk", "dense"]
@@ -37,7 +36,6 @@ class TopKConfig:
             ``"auto"``: the faster of the possible ones.
         collection: of residuals. ``"global"`` keeps everything (zhao2024spardl, section III-C); ``"partial"`` and
             ``"local"``, for comparison, lose some.
-        split: who keeps entries that several workers leave out: ``"whole"``, one of them, or ``"paper"``, a part each.
         wire: ``"compact"``, four bytes per entry, values in bfloat16 (rounding errors are kept, too); ``"exact"``,
             eight.
         group_mb: gradients that are selected from and travel together, in MiB.
@@ -69,7 +67,6 @@ class TopKConfig:
     teams: int | Choice = 1
     sag: Sag = "auto"
     collection: Collection = "global"
-    split: Split = "whole"
     wire: Format = "compact"
     group_mb: float = 25.0
     tuner: BucketTuner | None = None
@@ -93,7 +90,6 @@ class TopKConfig:
             "algorithm": _ALGORITHMS,
             "sag": get_args(Sag),
             "collection": get_args(Collection),
-            "split": get_args(Split),
             "wire": get_args(Format),
             "on_nonfinite": get_args(OnNonfinite),
             "pipeline": get_args(Pipeline),
@@ -120,7 +116,7 @@ class TopKConfig:
             names = ("collection", "warmup_steps") + (("density",) if self.density != 1 else ())
             refuse_unused(self, names, 'with algorithm="dense", which sends everything')
         if self.algorithm not in ("spardl", "auto"):
-            refuse_unused(self, ("teams", "sag", "split"), f'with algorithm="{self.algorithm}", but with "spardl"')
+            refuse_unused(self, ("teams", "sag"), f'with algorithm="{self.algorithm}", but with "spardl"')
         if self.teams == 1:
             refuse_unused(self, ("sag",), "with teams=1, but with several")
         if not self.warmup_steps:

@@ -47,7 +47,8 @@ class TopKState:
     residuals, on the rank that has them, and added to the next gradient. Replicas stay equal, bit for bit. Gradients
     are averaged as DDP does. On one rank nothing travels, so nothing is left out.
 
-    Creating a state is collective: all ranks of the DDP module's group do it.
+    Creating a state is collective: all ranks of the DDP module's group do it. Methods that wait raise ``LaneError`` if
+    a rank failed, and ``LaneTimeout`` if one does not answer.
 
     Args:
         ddp: the model.
@@ -59,7 +60,6 @@ class TopKState:
 
     Raises:
         ValueError: on every rank, before anything is changed, if the set-up cannot work, or if ranks differ.
-        LaneError, LaneTimeout: a rank failed, or does not answer.
     """
 
     def __init__(
@@ -87,9 +87,8 @@ class TopKState:
         self._pipeline: ForwardPipeline | None = None
         if context.early is not None:
             assert optimizer is not None
-            self._pipeline = ForwardPipeline(
-                context, optimizer, checks.updates_parameters(optimizer, config), self._steps
-            )
+            deferred = checks.updates_parameters(optimizer, config)
+            self._pipeline = ForwardPipeline(context, optimizer, deferred, self._steps)
             self._grouping.tell(self._pipeline.plan)
             for co_optimizer in co_optimizers.co_optimizers_in(ddp.module):
                 co_optimizer.follow(optimizer)  # after the pipeline, which may find that nobody is to step
@@ -116,11 +115,7 @@ class TopKState:
         return self._steps.stats
 
     def synchronize(self) -> None:
-        """Wait for updates that are on their way. Communicates nothing: one rank alone may call it.
-
-        Raises:
-            LaneError, LaneTimeout: a rank failed, or does not answer.
-        """
+        """Wait for updates that are on their way. Communicates nothing: one rank alone may call it."""
         if self._pipeline is not None:
             self._pipeline.wait_for_updates()
 
@@ -131,7 +126,6 @@ class TopKState:
 
         Raises:
             RuntimeError: on every rank, if gradients are not finite and ``on_nonfinite="raise"``.
-            LaneError, LaneTimeout: a rank failed, or does not answer.
         """
         if self._pipeline is not None:
             self._pipeline.wait_for_gradients()
@@ -171,7 +165,6 @@ class TopKState:
         Raises:
             ValueError: on every rank, before anything is changed, if a state does not fit.
             RuntimeError: in the middle of a backward, or between a backward and ``optimizer.step()``.
-            LaneError, LaneTimeout: a rank failed, or does not answer.
         """
         self._refuse_under_way("load_state_dict()")
         own = isinstance(state, Mapping)
@@ -198,11 +191,7 @@ class TopKState:
             group.memories = dict(memories) if same_groups else {}
 
     def close(self) -> None:
-        """Finish communication, wait until every rank does the same, and end the lanes. DDP cannot remove its hook.
-
-        Raises:
-            LaneError, LaneTimeout: a rank failed, or does not answer.
-        """
+        """Finish communication, wait until every rank does the same, and end the lanes. DDP cannot remove its hook."""
         if self._closed:
             return
         self._closed = True
@@ -226,7 +215,6 @@ class TopKState:
 
         Raises:
             RuntimeError: if the state is closed, or DDP reduces other parameters than before.
-            LaneError, LaneTimeout: a rank failed, or does not answer.
         """
         if self._closed:
             raise RuntimeError(
@@ -288,7 +276,6 @@ class TopKState:
             EntryCodec(config.wire, group.dtype),
             variant.teams,
             variant.sag,
-            config.split,
             config.collection,
         )
         summation = group.sum_of(variant.name, sparsity, lanes.rank, lanes.world_size)
@@ -340,7 +327,7 @@ class TopKState:
                 f"{what} in the middle of a backward: call it between two steps{see('called-at-the-wrong-moment')}"
             )
         self.synchronize()
-        if self._pipeline is not None and self._pipeline.is_holding:
+        if self._pipeline is not None and self._pipeline.held is not None:
             raise RuntimeError(
                 f"{what} between a backward and optimizer.step(): call it between two steps"
                 f"{see('called-at-the-wrong-moment')}"

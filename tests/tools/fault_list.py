@@ -443,8 +443,8 @@ _TOPK = (
     Fault(
         "topk: teams share by the wrong number",
         "ddp_hooks/topk/algorithms/spardl.py",
-        "vector.indices % holders == self.plan.team % holders",
-        "vector.indices % holders == self.plan.position % holders",
+        "left.indices % holders == self.plan.team % holders",
+        "left.indices % holders == self.plan.position % holders",
         ("tests/topk/test_spardl.py",),
     ),
     Fault(

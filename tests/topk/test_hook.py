@@ -78,7 +78,7 @@ def test_loops(workers: WorkerPools, world_size: int, loop: Any) -> None:
 
 @pytest.mark.parametrize("changes", [
     {"dense_below_numel": 200}, {"warmup_steps": 4}, {"density": 1e-9}, {"group_mb": 1e-6}, {"lanes": 3},
-    {"wire": "compact"}, {"split": "paper", "teams": 2, "sag": "r"},
+    {"wire": "compact"},
 ], ids=lambda changes: "-".join(changes))  # fmt: skip
 def test_settings(workers: WorkerPools, changes: dict[str, Any]) -> None:
     check(workers(2).run(conserve, replace(CONFIG, **changes), plain, 7))

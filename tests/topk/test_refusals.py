@@ -26,7 +26,6 @@ from tests.support.workers import WorkerPools
     ({"algorithm": "topk"}, "algorithm must be one of ('spardl', "),
     ({"sag": "c"}, "sag must be one of"),
     ({"collection": "all"}, "collection must be one of"),
-    ({"split": "half"}, "split must be one of"),
     ({"wire": "tiny"}, "wire must be one of"),
     ({"on_nonfinite": "ignore"}, "on_nonfinite must be one of"),
     ({"teams": 0}, 'teams must be a whole number >= 1 or "auto", got 0'),

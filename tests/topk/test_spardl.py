@@ -31,13 +31,12 @@ def run_spardl(
     num_teams: int,
     sag: Any,
     collection: Any,
-    split: Any,
     wire: EntryCodec,
     gradients: list[Tensor] | None = None,
 ) -> list[SparseVector]:
     """One exchange of all ranks; ``work``, to which gradients are added, becomes their residuals."""
     results: dict[int, SparseVector] = {}
-    sparsity = Sparsity("spardl", k, wire, num_teams, sag, split, collection)
+    sparsity = Sparsity("spardl", k, wire, num_teams, sag, collection)
     sums = [SparseSum(sparsity, values.numel(), rank, len(work)) for rank, values in enumerate(work)]
     added = gradients if gradients is not None else [None] * len(work)
     exchanges = [each.run(values, gradient) for each, values, gradient in zip(sums, work, added, strict=True)]
@@ -59,20 +58,18 @@ def exchanges(draw: Any) -> tuple[list[Tensor], int, int, str]:
     return work, k, num_teams, sag
 
 
-@given(
-    exchanges(), st.sampled_from(["global", "partial", "local"]), st.sampled_from(["whole", "paper"]), st.booleans()
-)
+@given(exchanges(), st.sampled_from(["global", "partial", "local"]), st.booleans())
 @settings(max_examples=200, deadline=None)
-def test_as_the_twin_has_it(exchange: Any, collection: str, split: str, in_one_pass: bool) -> None:
+def test_as_the_twin_has_it(exchange: Any, collection: str, in_one_pass: bool) -> None:
     """The gradient is added in the pass that selects, or was added before."""
     work, k, num_teams, sag = exchange
     before = [values.clone() for values in work]
-    twin = DenseTwin(work, k, num_teams, collection, split)
+    twin = DenseTwin(work, k, num_teams, collection)
     gradients = None
     if in_one_pass:
         gradients = [values.flip(0) for values in work]
         work = [values - gradient for values, gradient in zip(work, gradients, strict=True)]
-    results = run_spardl(work, k, num_teams, sag, collection, split, EntryCodec("exact", torch.float64), gradients)
+    results = run_spardl(work, k, num_teams, sag, collection, EntryCodec("exact", torch.float64), gradients)
     twin.reduce_scatter()
     if num_teams > 1 and sag == "r":
         twin.recursive_all_gather()
@@ -86,7 +83,7 @@ def test_as_the_twin_has_it(exchange: Any, collection: str, split: str, in_one_p
         assert torch.equal(result.indices, results[0].indices)
     for mine, right in zip(work, residuals, strict=True):
         assert torch.equal(mine, right)
-    if collection == "global" and split == "whole":
+    if collection == "global":
         assert torch.equal(expected + sum(work), sum(before)), "something was lost, or counted twice"
 
 
@@ -96,7 +93,7 @@ def test_what_rounding_takes_is_kept(exchange: Any) -> None:
     """Sums of small integers are exact in float64, also with what bfloat16 takes from them."""
     work, k, num_teams, sag = exchange
     before = torch.stack(work).sum(0)
-    results = run_spardl(work, k, num_teams, sag, "global", "whole", EntryCodec("compact", torch.float64))
+    results = run_spardl(work, k, num_teams, sag, "global", EntryCodec("compact", torch.float64))
     dense = torch.zeros_like(before)
     dense[results[0].indices] = results[0].values
     assert torch.equal(results[0].values, results[0].values.bfloat16().double())
@@ -110,7 +107,7 @@ def test_rounding_is_kept_under_every_rule(collection: str) -> None:
     work = [torch.zeros(100, dtype=torch.float64) for _ in range(2)]
     for values in work:
         values[:10] = 1000.0 + torch.arange(10)
-    results = run_spardl(work, 20, 1, "r", collection, "whole", EntryCodec("compact", torch.float64))
+    results = run_spardl(work, 20, 1, "r", collection, EntryCodec("compact", torch.float64))
     dense = torch.zeros(100, dtype=torch.float64)
     dense[results[0].indices] = results[0].values
     assert any(values.any() for values in work)
@@ -124,7 +121,7 @@ def test_how_much_is_lost() -> None:
     lost = {}
     for collection in ("global", "partial", "local"):
         work = [gradient.clone() for gradient in gradients]
-        result = run_spardl(work, 200, 1, "r", collection, "whole", EntryCodec("exact", torch.float64))[0]
+        result = run_spardl(work, 200, 1, "r", collection, EntryCodec("exact", torch.float64))[0]
         missing = torch.stack(gradients).sum(0) - torch.stack(work).sum(0)
         missing[result.indices] -= result.values
         lost[collection] = float(missing.abs().sum() / result.values.abs().sum())
@@ -141,7 +138,7 @@ def test_replicas_are_the_same_with_real_numbers(world_size: int) -> None:
     for num_teams, sag in teams_of(world_size):
         for format in ("exact", "compact"):
             work = [values + shared for values in inputs]
-            results = run_spardl(work, 400, num_teams, sag, "global", "whole", EntryCodec(format, torch.float32))
+            results = run_spardl(work, 400, num_teams, sag, "global", EntryCodec(format, torch.float32))
             for result in results:
                 assert torch.equal(result.indices, results[0].indices), (num_teams, sag)
                 assert torch.equal(result.values, results[0].values), (num_teams, sag)
@@ -161,7 +158,7 @@ def test_sums_that_are_not_finite(format: Any, opposite: str, k: int) -> None:
             values[[7, 57, 600, 601, 999]] = -3e38 if negative else 3e38
         before = [values.clone() for values in work]
         with pytest.raises(RuntimeError, match="their sum over the ranks is not"):
-            run_spardl(work, k, num_teams, sag, "global", "whole", EntryCodec(format, torch.float32))
+            run_spardl(work, k, num_teams, sag, "global", EntryCodec(format, torch.float32))
         assert all(torch.equal(values, old) for values, old in zip(work, before, strict=True))
 
 

@@ -50,18 +50,18 @@ class Plan:
 
     @property
     def position(self) -> int:
-        """Position of this worker in its team, and number of the block that it reduces."""
+        """Position in the team, and number of the block that this worker reduces."""
         return self.rank % self.team_size
 
     @property
-    def members(self) -> list[int]:
+    def members(self) -> range:
         """Ranks of this worker's team."""
-        return [self.team * self.team_size + position for position in range(self.team_size)]
+        return range(self.team * self.team_size, (self.team + 1) * self.team_size)
 
     @property
-    def peers(self) -> list[int]:
+    def peers(self) -> range:
         """Ranks at this worker's position, in all teams."""
-        return [team * self.team_size + self.position for team in range(self.num_teams)]
+        return range(self.position, self.world_size, self.team_size)
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:

@@ -13,21 +13,13 @@ _MIN_STEP = 0.1  # moves h by one within ten steps
 
 @dataclass
 class TopHController:
-    """Algorithm 2 for one block position; the same on all workers at this position.
+    """Algorithm 2 for one block position; the same on all workers at this position."""
 
-    Args:
-        target: entries that the block keeps, ``d k / P``.
-        num_teams: d.
-        h: entries to send, a real number from ``k / P`` to ``d k / P``; rounded when it is used.
-        step: added to ``h`` next.
-        doubles: True if the next step in the same direction is twice as long.
-    """
-
-    target: int
-    num_teams: int
-    h: float = 0.0
-    step: float = 0.0
-    doubles: bool = False
+    target: int  # entries that the block keeps, ``d k / P``
+    num_teams: int  # d
+    h: float = 0.0  # entries to send, a real number from ``k / P`` to ``d k / P``; rounded when it is used
+    step: float = 0.0  # added to ``h`` next
+    doubles: bool = False  # the next step in the same direction is twice as long
 
     def __post_init__(self) -> None:
         if self.h == 0.0:

@@ -31,12 +31,9 @@ Collection: TypeAlias = Literal["global", "partial", "local"]
 
 
 class ErrorFeedback:
-    """Account of one exchange of one working vector.
+    """Account of one exchange of one working vector, (n,).
 
-    Args:
-        work: (n,), the residual. The gradient is added to all of it before :meth:`close`, which turns it into the next
-            residual.
-        collection: the rule.
+    ``work`` is the residual. The gradient is added to all of it before :meth:`close`, which turns it into the next one.
     """
 
     def __init__(self, work: Tensor, collection: Collection = "global") -> None:
@@ -58,10 +55,7 @@ class ErrorFeedback:
     def take(self, vector: SparseVector, codec: EntryCodec, in_result: bool = False) -> SparseVector:
         """Note entries of the working vector, with everything received, that are sent; return them as they arrive.
 
-        Args:
-            vector: the entries.
-            codec: how they travel.
-            in_result: True if the result certainly has all of them.
+        ``in_result``: the result certainly has all of them.
         """
         arriving, lost = codec.round(vector.values)
         left = SparseVector(vector.indices, torch.zeros_like(arriving) if lost is None else lost)
@@ -81,10 +75,7 @@ class ErrorFeedback:
             self._discarded.append(vector)
 
     def close(self, result: SparseVector) -> None:
-        """Turn the working vector into the residual.
-
-        Args:
-            result: the same on every rank.
+        """Turn the working vector into the residual; ``result`` is the same on every rank.
 
         Raises:
             RuntimeError: on every rank, if sums are infinite or NaN. The working vector does not change, so every rank
@@ -106,8 +97,7 @@ class ErrorFeedback:
     def close_without_result(self, is_finite: bool) -> None:
         """Turn the working vector into the residual where no worker learns the whole result: who discards keeps.
 
-        Args:
-            is_finite: False if an infinite or NaN entry was taken; then no such value stays.
+        If an infinite or NaN entry was taken, not ``is_finite``, no such value stays.
         """
         self._add(self._received)
         self._replace(self._sent)

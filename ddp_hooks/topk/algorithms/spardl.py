@@ -32,7 +32,6 @@ from ddp_hooks.topk.selection import BlockSelector, SparseVector
 from ddp_hooks.topk.selection.sparse_vector import add, concatenated, split_largest, total
 
 SpAllGather: TypeAlias = Literal["r", "b"]
-Split: TypeAlias = Literal["whole", "paper"]
 
 
 def spardl(
@@ -41,7 +40,6 @@ def spardl(
     plan: Plan,
     codec: EntryCodec,
     sag: SpAllGather = "r",
-    split: Split = "whole",
     controller: TopHController | None = None,
 ) -> Exchange:
     """Return the sum over all workers, about ``plan.k`` entries, the same on every rank.
@@ -49,10 +47,9 @@ def spardl(
     Args:
         feedback, selector, plan, codec: see :mod:`~ddp_hooks.topk.algorithms.common`.
         sag: Spar-All-Gather: ``"r"`` (recursive, a power of two of teams) or ``"b"`` (Bruck's).
-        split: who keeps entries that several workers discard: one of them, or a part each, as in the paper.
         controller: of ``sag="b"``, one per position; changed here.
     """
-    exchange = _Exchange(feedback, selector, plan, codec, split)
+    exchange = _Exchange(feedback, selector, plan, codec)
     held = yield from exchange.reduce_scatter()
     if plan.num_teams > 1:
         if sag == "r":
@@ -71,7 +68,7 @@ def spar_reduce_scatter(feedback: ErrorFeedback, selector: BlockSelector, plan: 
     No other worker learns this sum, so a discarded entry stays with the worker that discards it, whoever made it.
     Results and residuals of all workers add up to their inputs.
     """
-    exchange = _Exchange(feedback, selector, plan, codec, "whole", completes=False)
+    exchange = _Exchange(feedback, selector, plan, codec, completes=False)
     held = yield from exchange.reduce_scatter()
     feedback.close_without_result(exchange.is_finite)
     return held
@@ -85,7 +82,6 @@ class _Exchange:
     selector: BlockSelector
     plan: Plan
     codec: EntryCodec
-    split: Split
     completes: bool = True  # the second and third parts follow the first
     is_finite: bool = True  # all taken entries are; only without completion, where close() cannot tell
 
@@ -119,7 +115,7 @@ class _Exchange:
             yield round_of(Recv(peer, arriving), Send(peer, message))
             distance *= 2
             # A sum of two has the same bits in any order, so both peers keep the same entries.
-            held = self._keep_largest(add(held, self._decode(block, arriving)), distance, 2)
+            held = self._keep_largest(add(held, self._decode(block, arriving)), distance)
         return held
 
     def bruck_all_gather(self, held: SparseVector, controller: TopHController) -> Exchange:
@@ -132,7 +128,7 @@ class _Exchange:
         messages = yield from bruck_all_gather(message, sizes, plan.peers, plan.team)
         everything = total([self._decode(block, message, len(chosen)) for message in messages])
         controller.observe(len(everything))
-        return self._keep_largest(everything, plan.num_teams, plan.num_teams)
+        return self._keep_largest(everything, plan.num_teams)
 
     def complete(self, held: SparseVector) -> Exchange:
         """Bruck's all-gather of the blocks within the team."""
@@ -156,29 +152,20 @@ class _Exchange:
         """True if the entries taken of the block are those of the result, which all workers learn."""
         return self.completes and self.plan.num_teams == 1 and block == self.plan.position
 
-    def _keep_largest(self, vector: SparseVector, holders: int, paper_parts: int) -> SparseVector:
+    def _keep_largest(self, vector: SparseVector, holders: int) -> SparseVector:
         """Return as many entries as the block keeps, as they will arrive.
 
-        Args:
-            vector: the same on ``holders`` workers, of as many teams in a row; one of them keeps a discarded entry.
-            paper_parts: into how many parts the paper divides discarded entries.
+        ``holders`` workers, of as many teams in a row, have ``vector``; one of them keeps a discarded entry.
         """
         kept, dropped = split_largest(vector, self.plan.counts[self.plan.position])
         arriving, lost = self.codec.round(kept.values)
-        self._share(dropped, holders, paper_parts)
-        if lost is not None:
-            self._share(SparseVector(kept.indices, lost), holders, paper_parts)
+        for left in [dropped] if lost is None else [dropped, SparseVector(kept.indices, lost)]:
+            mine = left.at(left.indices % holders == self.plan.team % holders)
+            self.feedback.discard(mine.shifted(self.plan.bounds[self.plan.position]))
         return SparseVector(kept.indices, arriving)
 
-    def _share(self, vector: SparseVector, holders: int, paper_parts: int) -> None:
-        if self.split == "paper":
-            mine = SparseVector(vector.indices, vector.values / paper_parts)
-        else:
-            mine = vector.at(vector.indices % holders == self.plan.team % holders)
-        self.feedback.discard(mine.shifted(self.plan.bounds[self.plan.position]))
-
     def _sizes(self, block: int, capacity: int | None) -> tuple[int, int]:
-        """Return the block's length, and the entries of a message: ``capacity``, or as many as the block keeps."""
+        """Return the block's length, and the room of a message: ``capacity``, or as many as the block keeps."""
         numel = self.plan.bounds[block + 1] - self.plan.bounds[block]
         return numel, self.plan.counts[block] if capacity is None else capacity
 

@@ -13,7 +13,7 @@ from ddp_hooks.topk.algorithms.common import Exchange, Plan
 from ddp_hooks.topk.algorithms.controller import TopHController
 from ddp_hooks.topk.algorithms.error_feedback import Collection, ErrorFeedback
 from ddp_hooks.topk.algorithms.oktopk import OkTopkEstimates, oktopk
-from ddp_hooks.topk.algorithms.spardl import SpAllGather, Split, spardl
+from ddp_hooks.topk.algorithms.spardl import SpAllGather, spardl
 from ddp_hooks.topk.selection import BlockSelector, ChunkedGradient
 
 Name: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk"]
@@ -21,33 +21,18 @@ Name: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk"]
 
 @dataclass(frozen=True)
 class Sparsity:
-    """Settings of a sparse sum.
-
-    Args:
-        algorithm: its name.
-        k: entries to keep of a vector.
-        codec: wire format.
-        num_teams, sag, split: of ``"spardl"``, see :func:`~ddp_hooks.topk.algorithms.spardl.spardl`.
-        collection: of residuals, see :mod:`~ddp_hooks.topk.algorithms.error_feedback`.
-    """
+    """Settings of a sparse sum; ``num_teams`` and ``sag`` are those of :func:`spardl`."""
 
     algorithm: Name
-    k: int
+    k: int  # entries to keep of a vector
     codec: EntryCodec
     num_teams: int = 1
     sag: SpAllGather = "r"
-    split: Split = "whole"
-    collection: Collection = "global"
+    collection: Collection = "global"  # of residuals
 
 
 class SparseSum:
-    """One worker's part in the sums of one vector, step after step.
-
-    Args:
-        sparsity: the settings, the same on every rank.
-        numel: elements of the vector.
-        rank, world_size: of the group.
-    """
+    """One worker's part in the sums of one vector of ``numel`` elements, step after step."""
 
     def __init__(self, sparsity: Sparsity, numel: int, rank: int, world_size: int) -> None:
         self.sparsity = sparsity
@@ -74,7 +59,7 @@ class SparseSum:
             return (yield from oktopk(feedback, gradient, plan, codec, memory))
         if sparsity.algorithm == "spardl":
             selector = BlockSelector(residual, plan.bounds, plan.counts, gradient)
-            return (yield from spardl(feedback, selector, plan, codec, sparsity.sag, sparsity.split, memory))
+            return (yield from spardl(feedback, selector, plan, codec, sparsity.sag, memory))
         selector = BlockSelector(residual, (0, plan.numel), (plan.k,), gradient)
         baseline = {"topka": topka, "topkdsa": topkdsa, "gtopk": gtopk}[sparsity.algorithm]
         return (yield from baseline(feedback, selector, plan, codec))

@@ -114,7 +114,7 @@ class Backward:
         self.wait_nonfinite_flags()
         if self.nonfinite_ranks:
             for reduction in self.reductions:
-                reduction.restore_residual()
+                reduction.restore_residual(0, reduction.group.numel)
         else:
             self.restore_unused(self.unused)
 
@@ -126,7 +126,7 @@ class Backward:
         for reduction in self.reductions if self.unused else []:
             for index, start in reduction.group.offsets.items():
                 if index in self.unused and index in among:
-                    reduction.restore_residual(slice(start, start + self.context.numels[index]))
+                    reduction.restore_residual(start, start + self.context.numels[index])
                     self._part(index).zero_()  # which may be the gradient itself
 
     def refuse_stale(self) -> None:

@@ -4,10 +4,8 @@ zhang2023dear (section VII) and zhao2024spardl (section VI) leave this combinati
 
 1. Backward: groups are submitted as ever. At its end guards take the place of gradients that are still on their way.
 2. ``optimizer.step()`` notes its settings.
-3. Next forward: modules wait for the groups of their own parameters, which the optimizer's code then updates.
-
-Before the forward ends everything has arrived, because the coming backward writes into the same buckets. Waiting never
-communicates, so one rank alone may wait.
+3. Next forward: modules wait for the groups of their own parameters, which the optimizer's code then updates. Before it
+   ends everything has arrived, because the coming backward writes into the same buckets.
 """
 
 from __future__ import annotations
@@ -63,12 +61,8 @@ class ForwardPipeline:
         self._handles = self._install(context.ddp)
 
     @property
-    def is_holding(self) -> bool:
-        """True if no step has followed the last backward yet."""
-        return self._held is not None
-
-    @property
-    def _held(self) -> Backward | None:
+    def held(self) -> Backward | None:
+        """The last backward, if no step has followed it yet."""
         pending = self._pending
         return pending if pending is not None and pending.phase is not Phase.UPDATING else None
 
@@ -81,7 +75,7 @@ class ForwardPipeline:
             )
 
     def plan(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Set the parameters that travel together; nothing may be on its way."""
+        """Set the parameters that travel together."""
         self._pipe.plan(groups)
 
     def hold(self, backward: Backward) -> None:
@@ -95,7 +89,7 @@ class ForwardPipeline:
     def wait_for_gradients(self) -> None:
         """Wait for the gradients of the last backward, so that they may be read or changed; collective."""
         self.wait_for_updates()
-        held = self._held
+        held = self.held
         if held is not None:
             self._pending = None
             held.wait_all()
@@ -150,7 +144,7 @@ class ForwardPipeline:
     def _begin_step(self) -> None:
         self._aside.put_back()  # of a step that did not end
         self.wait_for_updates()  # two steps without a forward between them
-        held = self._held
+        held = self.held
         if held is None:
             return
         if not self._deferred or not self._steps.approve(held):
@@ -202,7 +196,7 @@ class ForwardPipeline:
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():
             self._aside.put_back()  # of a step that did not end
-            if self._held is not None:
+            if self.held is not None:
                 self.wait_for_gradients()  # no step has followed, so its gradients count in the next one
             if any(parameter.grad is guard for parameter, guard in zip(self._parameters, self._guards, strict=True)):
                 self.wait_for_updates()  # nobody has zeroed the last gradients, so the coming ones are added to them

@@ -70,8 +70,8 @@ class GroupReduction(ABC):
         """Begin when other work is complete."""
 
     @abstractmethod
-    def restore_residual(self, part: slice | None = None) -> None:
-        """Return the result to the residuals, or a part of it; each entry is kept by exactly one rank."""
+    def restore_residual(self, start: int, end: int) -> None:
+        """Return a range of the result to the residuals; each entry is kept by exactly one rank."""
 
     def seconds(self, work: Work) -> float:
         """Return the time from its first moment on a lane to the end of ``work``; 0 on accelerators."""
@@ -90,17 +90,16 @@ class SparseReduction(GroupReduction):
     def submit(self, after: Collection[Work] = ()) -> Work:
         return self._lanes.run(self._exchange(), self.group.name, after=after)
 
-    def restore_residual(self, part: slice | None = None) -> None:
+    def restore_residual(self, start: int, end: int) -> None:
         if self._result is None:
             return
-        indices, values = self._result.indices, self._result.values
-        within = slice(None) if part is None else (indices >= part.start) & (indices < part.stop)
-        mine = indices % self._lanes.world_size == self._lanes.rank
-        if isinstance(within, Tensor):
-            mine &= within
-        self.group.ensure_residual().index_add_(0, indices[mine], values[mine])
+        edges = torch.tensor([start, end], device=self._result.indices.device)
+        within = slice(*torch.searchsorted(self._result.indices, edges).tolist())
+        entries = self._result.at(within)
+        mine = entries.at(entries.indices % self._lanes.world_size == self._lanes.rank)
+        self.group.ensure_residual().index_add_(0, mine.indices, mine.values)
         if self.group.velocity is not None and self._velocity_before is not None:
-            self.group.velocity.index_copy_(0, indices[within], self._velocity_before[within])
+            self.group.velocity.index_copy_(0, entries.indices, self._velocity_before[within])
 
     def _exchange(self) -> Algorithm:
         group = self.group
@@ -164,17 +163,12 @@ class DenseReduction(GroupReduction):
         work = lane.all_gather(partitions, name)
         return work if len(self.gradients.runs) == 1 else lane.run(without_messages(self._copy_back), name)
 
-    def restore_residual(self, part: slice | None = None) -> None:
-        """See :class:`GroupReduction`; without effect if there was no residual."""
+    def restore_residual(self, start: int, end: int) -> None:
         if not self._had_residual:
             return
         rank = self._lanes.rank
-        start, end = self._bounds[rank], self._bounds[rank + 1]
-        if part is not None:
-            start, end = max(start, part.start), min(end, part.stop)
-        residual = self.group.ensure_residual()
-        if start < end:
-            residual[start:end] += self._flat[start:end] * (self._lanes.world_size / self.gradients.scale)
+        own = slice(max(start, self._bounds[rank]), max(start, min(end, self._bounds[rank + 1])))
+        self.group.ensure_residual()[own] += self._flat[own] * (self._lanes.world_size / self.gradients.scale)
 
     def _part(self, run: Run) -> Tensor:
         return self._flat[run.offset : run.offset + run.numel]

@@ -20,33 +20,21 @@ logger = logging.getLogger("ddp_hooks")
 
 @dataclass(frozen=True)
 class TopKStats:
-    """Cost of one synchronised backward, on this rank.
+    """Cost of one synchronised backward, on this rank."""
 
-    Args:
-        step: its number, from 1; 0 before the first.
-        density: part of the elements to keep.
-        num_groups: groups of parameters.
-        num_dense_groups: of them, groups that were summed in full.
-        num_lanes: lanes that carried them.
-        group_mb: largest group, in MiB, that is not a single parameter.
-        sent_bytes, received_bytes: payload of all messages.
-        comm_s: seconds in which lanes were at work, selections among it, added over lanes. None on accelerators,
-            where streams run ahead of the processor.
-        stall_s: seconds for which training waited.
-        skipped_steps: steps so far whose gradients were not finite.
-    """
-
-    step: int = 0
-    density: float = 1.0
-    num_groups: int = 0
-    num_dense_groups: int = 0
-    num_lanes: int = 0
-    group_mb: float = 0.0
-    sent_bytes: int = 0
+    step: int = 0  #: its number, from 1; 0 before the first
+    density: float = 1.0  #: part of the elements to keep
+    num_groups: int = 0  #: groups of parameters
+    num_dense_groups: int = 0  #: of them, groups that were summed in full
+    num_lanes: int = 0  #: lanes that carried them
+    group_mb: float = 0.0  #: largest group, in MiB, that is not a single parameter
+    sent_bytes: int = 0  #: payload of all messages
     received_bytes: int = 0
     comm_s: float | None = 0.0
-    stall_s: float = 0.0
-    skipped_steps: int = 0
+    """Seconds in which lanes were at work, selections among it, added over lanes. None on accelerators, where streams
+    run ahead of the processor."""
+    stall_s: float = 0.0  #: seconds for which training waited
+    skipped_steps: int = 0  #: steps so far whose gradients were not finite
 
 
 class Steps:

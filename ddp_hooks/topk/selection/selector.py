@@ -27,13 +27,10 @@ _SHARES = torch.rand(2 * _SAMPLE, dtype=torch.float64, device="cpu", generator=t
 
 
 class BlockSelector:
-    """Largest entries of the blocks of a working vector; indices count from the beginning of the block.
+    """Largest entries, ``counts`` of each, of the blocks of a vector; indices count from the beginning of the block.
 
-    Args:
-        work: (n,), the residual; becomes the working vector, block by block as they are selected from.
-        bounds: where blocks begin and end.
-        counts: entries to select of every block.
-        gradient: (n,), added to ``work``; None if ``work`` includes it.
+    ``work``, (n,), is the residual. ``gradient``, (n,), is added to it, block by block as they are selected from; None
+    if ``work`` includes it.
     """
 
     def __init__(

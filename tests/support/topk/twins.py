@@ -21,7 +21,7 @@ def top(values: Tensor, k: int) -> Tensor:
 class DenseTwin:
     """All ranks of one exchange."""
 
-    def __init__(self, work: list[Tensor], k: int, num_teams: int, collection: str, split: str) -> None:
+    def __init__(self, work: list[Tensor], k: int, num_teams: int, collection: str) -> None:
         self.copies = [values.clone() for values in work]
         self.work = [values.clone() for values in work]
         self.discards = [torch.zeros_like(values) for values in work]  # what each worker has discarded
@@ -32,7 +32,7 @@ class DenseTwin:
         self.bounds = [numel * block // self.size for block in range(self.size + 1)]
         shares = [k * (block + 1) // self.size - k * block // self.size for block in range(self.size)]
         self.counts = [min(self.bounds[b + 1] - self.bounds[b], max(1, shares[b])) for b in range(self.size)]
-        self.collection, self.split = collection, split
+        self.collection = collection
         self.held = [torch.zeros_like(values) for values in work]  # the reserved block
         self.chosen = [torch.zeros(numel, dtype=torch.bool) for _ in work]  # its entries, also if they are zero
 
@@ -66,8 +66,8 @@ class DenseTwin:
         for rank in range(self.world_size):
             self.held[rank], self.chosen[rank] = self.sparsify(rank, rank % self.size)
 
-    def keep_largest(self, rank: int, values: Tensor, entries: Tensor, holders: int, parts: int) -> None:
-        """Keep as many entries as the block has; the rest belongs to one of ``holders``, or a part of it to each."""
+    def keep_largest(self, rank: int, values: Tensor, entries: Tensor, holders: int) -> None:
+        """Keep as many entries as the block has; the rest belongs to one of ``holders``."""
         number, team = rank % self.size, rank // self.size
         start = self.bounds[number]
         where = torch.nonzero(entries).squeeze(1)
@@ -75,11 +75,8 @@ class DenseTwin:
         mask = torch.zeros_like(entries)
         mask[kept] = True
         for index in where.tolist():
-            if not mask[index]:
-                if self.split == "paper":
-                    self.discards[rank][index] += values[index] / parts
-                elif (index - start) % holders == team % holders:
-                    self.discards[rank][index] += values[index]
+            if not mask[index] and (index - start) % holders == team % holders:
+                self.discards[rank][index] += values[index]
         self.held[rank], self.chosen[rank] = torch.where(mask, values, 0.0), mask
 
     def recursive_all_gather(self) -> None:
@@ -89,7 +86,7 @@ class DenseTwin:
             for rank in range(self.world_size):
                 team, position = divmod(rank, self.size)
                 peer = (team ^ distance) * self.size + position
-                self.keep_largest(rank, values[rank] + values[peer], entries[rank] | entries[peer], 2 * distance, 2)
+                self.keep_largest(rank, values[rank] + values[peer], entries[rank] | entries[peer], 2 * distance)
             distance *= 2
 
     def bruck_all_gather(self, heights: list[int]) -> None:
@@ -106,7 +103,7 @@ class DenseTwin:
             peers = [team * self.size + rank % self.size for team in range(self.num_teams)]
             total = torch.stack([values[peer] for peer in peers]).sum(0)
             union = torch.stack([entries[peer] for peer in peers]).any(0)
-            self.keep_largest(rank, total, union, self.num_teams, self.num_teams)
+            self.keep_largest(rank, total, union, self.num_teams)
 
     def finish(self) -> tuple[Tensor, list[Tensor]]:
         """The result, as the first team has it, and every rank's residual."""
