@@ -17,9 +17,7 @@ from ddp_hooks.topk.reduction.groups import GradientGroup, Kept
 _KINDS: tuple[Kept, ...] = ("residual", "velocity")
 
 
-def kept_by_name(
-    groups: Sequence[GradientGroup], context: Context
-) -> dict[str, dict[str, Tensor]]:
+def kept_by_name(groups: Sequence[GradientGroup], context: Context) -> dict[str, dict[str, Tensor]]:
     """Return copies of residuals and velocities, by kind and name, in the shapes of the parameters."""
     result: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
     for group in groups:

@@ -23,8 +23,6 @@ _WARM_UP = 1  # of them, not counted
 
 
 class Variant(NamedTuple):
-    """An algorithm with its parameters."""
-
     algorithm: AlgorithmName
     teams: int = 1
     sag: SpAllGather = "r"
@@ -45,9 +43,9 @@ def candidates(config: TopKConfig, world_size: int) -> list[Variant]:
     variants = []
     for teams in numbers:
         is_power_of_two = not teams & (teams - 1)
-        if teams == 1 or (config.sag in ("r", "auto") and is_power_of_two):
+        if teams == 1 or (config.sag != "b" and is_power_of_two):
             variants.append(Variant("spardl", teams, "r"))
-        if teams > 1 and config.sag in ("b", "auto"):
+        if teams > 1 and config.sag != "r":
             variants.append(Variant("spardl", teams, "b"))
     return variants + ([Variant("dense")] if config.algorithm == "auto" else [])
 
@@ -62,24 +60,18 @@ class VariantChooser:
         self._warmup_steps = config.warmup_steps
         self._lanes = lanes
         self._times_s: dict[Variant, list[list[float]]] = {}  # per step, per group
-        self.begin(0, None)
 
-    def begin(self, step: int, chosen: Sequence[Sequence[Any]] | None) -> None:
-        """Go on with ``step``: with an earlier choice, if the settings allow it, or with new trials."""
+    def begin(self, step: int, chosen: Sequence[Sequence[Any]] | None, later: bool) -> None:
+        """Go on with ``step``: with an earlier choice, if the settings allow it, or with new trials.
+
+        ``later``: use the first candidate, and try nothing, until this is called again.
+        """
         former, self.chosen = [Variant(*variant) for variant in chosen or ()], None
-        self.is_trying = len(self._candidates) > 1
+        self.is_trying = len(self._candidates) > 1 and not later
         if former and self.is_trying and set(former) <= set(self._candidates):
             self.is_trying, self.chosen = False, former
-        elif former and self._lanes.rank == 0:
-            names = ", ".join(sorted({variant.name for variant in former}))
-            now = "trying anew" if self.is_trying else f"using {self._candidates[0].name}"
-            logger.info("%s had been chosen by trial, which the present settings exclude: %s", names, now)
         self._times_s.clear()
         self._first_trial = max(_FIRST_TRIAL, self._warmup_steps, step)
-
-    def postpone(self) -> None:
-        """Use the first candidate, and try nothing, until :meth:`begin` is called."""
-        self.is_trying, self.chosen = False, None
 
     def variant_of(self, group: int, step: int) -> Variant:
         """Return the variant of a group in a step, counted from 0."""

@@ -81,8 +81,7 @@ class TopKState:
         self.tuning = begin_tuning(context, self._grouping)
         """Search for a size of groups that ``config.tuner`` asks for; None without."""
         self._chooser = VariantChooser(config, lanes)
-        if self._is_tuning:
-            self._chooser.postpone()
+        self._chooser.begin(0, None, later=self._is_tuning)
         self._steps = Steps(context, self._grouping, self._chooser)
         self._pipeline: ForwardPipeline | None = None
         if context.early is not None:
@@ -184,9 +183,7 @@ class TopKState:
         mine = saved if own else [state for state in saved if state["rank"] % world_size == rank]
         checkpoint.restore(groups, self._context, mine, saved)
         same_groups = own and len(first["memories"]) == len(groups)
-        self._chooser.begin(first["step"], first["chosen"] if same_groups else None)
-        if self._is_tuning:
-            self._chooser.postpone()
+        self._chooser.begin(first["step"], first["chosen"] if same_groups else None, later=self._is_tuning)
         for group, memories in zip(groups, first["memories"], strict=False):
             group.memories = dict(memories) if same_groups else {}
 
@@ -254,15 +251,10 @@ class TopKState:
         if self.tuning is not None and self._is_tuning and self._grouping.is_fixed and step >= self.config.warmup_steps:
             self.tuning.stepped()  # a step has ended, and nothing of the next one is on its way
             if self.tuning.finished:
-                self._chooser.begin(step, None)
-        return Backward(
-            context=self._context,
-            step=step,
-            groups=self._grouping.groups,
-            used=self._grouping.used if self._finds_unused else None,
-            scale=self._scaler.get_scale() if self._scaler is not None else None,
-            reduction_of=self._reduction_of,
-        )
+                self._chooser.begin(step, None, later=False)
+        used = self._grouping.used if self._finds_unused else None
+        scale = self._scaler.get_scale() if self._scaler is not None else None
+        return Backward(self._context, step, self._grouping.groups, used, scale, self._reduction_of)
 
     def _reduction_of(self, number: int, gradients: Gradients) -> GroupReduction:
         config, lanes, step = self.config, self._lanes, self._steps.step
@@ -322,16 +314,13 @@ class TopKState:
         return self.tuning is not None and not self.tuning.finished
 
     def _refuse_under_way(self, what: str) -> None:
-        if self._backward is not None:
-            raise RuntimeError(
-                f"{what} in the middle of a backward: call it between two steps{see('called-at-the-wrong-moment')}"
-            )
-        self.synchronize()
-        if self._pipeline is not None and self._pipeline.held is not None:
-            raise RuntimeError(
-                f"{what} between a backward and optimizer.step(): call it between two steps"
-                f"{see('called-at-the-wrong-moment')}"
-            )
+        moment = "in the middle of a backward"
+        if self._backward is None:
+            self.synchronize()
+            if self._pipeline is None or self._pipeline.held is None:
+                return
+            moment = "between a backward and optimizer.step()"
+        raise RuntimeError(f"{what} {moment}: call it between two steps{see('called-at-the-wrong-moment')}")
 
     def _before_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() or self._backward is None:

@@ -41,7 +41,7 @@ def topkdsa(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec:
     lengths = [bounds[r + 1] - bounds[r] for r in ranks]
     region = yield from direct_reduce_scatter(feedback.take(selector.select(0), codec), bounds, rank, codec)
     region = feedback.round(region.shifted(bounds[rank]), codec).shifted(-bounds[rank])
-    counts = yield from gather_count(len(region), plan, region.values.device)
+    (counts,) = yield from gather_numbers([len(region)], plan, region.values.device)
     codec = replace(codec, may_be_dense=True)
     sizes = [codec.nbytes(length, count) for length, count in zip(lengths, counts, strict=True)]
     message = codec.encode(region, lengths[rank], counts[rank])
@@ -111,14 +111,9 @@ def direct_reduce_scatter(
 
 def gather_numbers(
     numbers: Sequence[int], plan: Plan, device: torch.device
-) -> Generator[Round, None, list[list[int]]]:
-    """Return the integers of every rank, on every rank; they travel in memory of ``device``."""
+) -> Generator[Round, None, list[tuple[int, ...]]]:
+    """Return the integers of every rank, first ones first; they travel in memory of ``device``."""
     mine = torch.tensor(list(numbers), dtype=torch.int64, device=device)
     ranks = range(plan.world_size)
     gathered = yield from bruck_all_gather(mine, [mine.numel()] * len(ranks), ranks, plan.rank)
-    return [part.tolist() for part in gathered]
-
-
-def gather_count(count: int, plan: Plan, device: torch.device) -> Generator[Round, None, list[int]]:
-    """Return one integer of every rank, on every rank."""
-    return [numbers[0] for numbers in (yield from gather_numbers([count], plan, device))]
+    return list(zip(*(part.tolist() for part in gathered), strict=True))

@@ -6,6 +6,7 @@ of entries varies; only the global threshold discards entries on the way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Round, bruck_all_gather, pairwise_exchange
-from ddp_hooks.topk.algorithms.baselines import direct_reduce_scatter, gather_count, gather_numbers
+from ddp_hooks.topk.algorithms.baselines import direct_reduce_scatter, gather_numbers
 from ddp_hooks.topk.algorithms.codec import EntryCodec
 from ddp_hooks.topk.algorithms.common import Exchange, Plan, even_bounds
 from ddp_hooks.topk.algorithms.error_feedback import ErrorFeedback
@@ -83,20 +84,20 @@ def _balanced_regions(indices: Tensor, plan: Plan) -> Generator[Round, None, lis
     """Return regions that hold about as many entries each: the mean over ranks of the cuts of each."""
     world_size, numel = plan.world_size, plan.numel
     positions = [len(indices) * part // world_size for part in range(1, world_size)]
-    cuts = [int(indices[position]) if len(indices) else numel for position in positions]
-    everyone = yield from gather_numbers(cuts, plan, indices.device)
-    return [0, *(sum(cuts) // world_size for cuts in zip(*everyone, strict=True)), numel]
+    mine = [int(indices[position]) if len(indices) else numel for position in positions]
+    everyone = yield from gather_numbers(mine, plan, indices.device)
+    return [0, *(sum(cuts) // world_size for cuts in everyone), numel]
 
 
 def _gather_magnitudes(values: Tensor, plan: Plan) -> Generator[Round, None, Tensor]:
-    counts = yield from gather_count(values.numel(), plan, values.device)
+    (counts,) = yield from gather_numbers([values.numel()], plan, values.device)
     return torch.cat((yield from bruck_all_gather(values.abs(), counts, range(plan.world_size), plan.rank)))
 
 
 def _balanced_all_gather(vector: SparseVector, plan: Plan, codec: EntryCodec) -> Exchange:
     """Return all entries on all ranks; where one rank has very many, they are first spread evenly."""
     numel, ranks = plan.numel, range(plan.world_size)
-    counts = yield from gather_count(len(vector), plan, vector.values.device)
+    (counts,) = yield from gather_numbers([len(vector)], plan, vector.values.device)
     if max(counts) * len(ranks) > _IMBALANCE * sum(counts):
         vector, counts = yield from _spread(vector, counts, plan, codec)
     sizes = [codec.nbytes(numel, count) for count in counts]
@@ -107,7 +108,7 @@ def _balanced_all_gather(vector: SparseVector, plan: Plan, codec: EntryCodec) ->
 
 def _spread(
     vector: SparseVector, counts: Sequence[int], plan: Plan, codec: EntryCodec
-) -> Generator[Round, None, tuple[SparseVector, list[int]]]:
+) -> Generator[Round, None, tuple[SparseVector, tuple[int, ...]]]:
     """Give every rank an equal part of all entries, in their order: each overlap of two ranks' parts is a message."""
     rank, ranks, numel = plan.rank, range(plan.world_size), plan.numel
     have = [sum(counts[:r]) for r in range(len(ranks) + 1)]
@@ -127,4 +128,4 @@ def _spread(
     incoming[rank] = outgoing[rank]
     yield from pairwise_exchange(outgoing, incoming, rank)
     parts = [codec.decode(message, numel, length) for message, length in zip(incoming, lengths, strict=True)]
-    return concatenated(parts), [get[r + 1] - get[r] for r in ranks]
+    return concatenated(parts), tuple(end - start for start, end in itertools.pairwise(get))

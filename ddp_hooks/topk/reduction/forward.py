@@ -57,6 +57,7 @@ class ForwardPipeline:
         self._aside = SuspendedGuards(parameters)  # guards of them, while the optimizer's own code runs
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, lambda: self._pipe.finish())
         self._pipe = FeedPipe(context.ddp.module, parameters, context.recorder, self._arrived)
+        self.plan = self._pipe.plan  # sets the parameters that travel together
         steps.stalls.append(self._pipe.stall)
         self._handles = self._install(context.ddp)
 
@@ -73,10 +74,6 @@ class ForwardPipeline:
                 "a backward follows a forward that has gone around DDP's hooks, so gradients of the step before are "
                 f"still on their way: call ddp(...), not ddp.forward(...){see('late-gradients')}"
             )
-
-    def plan(self, groups: Sequence[tuple[int, ...]]) -> None:
-        """Set the parameters that travel together."""
-        self._pipe.plan(groups)
 
     def hold(self, backward: Backward) -> None:
         """Put guards in place of the gradients of a backward, which DDP has just made the model's."""
@@ -207,10 +204,7 @@ class ForwardPipeline:
         self.wait_for_updates()
 
     def _install(self, ddp: DistributedDataParallel) -> list[Any]:
-        def wait(*_: Any) -> None:
-            self.wait_for_updates()
-
-        optimizer = self._optimizer
+        optimizer, wait = self._optimizer, lambda *_: self.wait_for_updates()
         hooks = NonCopyableHook(self._before_step), NonCopyableHook(self._after_step)
         return [
             *around_step(optimizer, *hooks, shows=not self._deferred),

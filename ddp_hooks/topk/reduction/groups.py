@@ -101,6 +101,8 @@ class GradientGroup:
         first, others = context.parameters[indices[0]], len(indices) - 1
         dtype = torch.promote_types(first.dtype, torch.float32)
         name = context.names[indices[0]] + (f" and {others} more" if others else "")
+        if members.is_dense:
+            name += ", in full"
         group = GradientGroup(indices, members.is_dense, offsets, sum(numels), dtype, first.device, name)
         if context.config.momentum is not None:
             group.velocity = group.zeros()
