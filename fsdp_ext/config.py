@@ -8,7 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias, get_args
 
 from ddp_hooks.comm import above, check_booleans, check_slice, check_waits, check_whole, positive, refuse_unused, whole
-from ddp_hooks.topk.algorithms.codec import Format
+from ddp_hooks.sparse.codec import Format
 from fsdp_ext.codecs import CodecName
 
 ScatterName: TypeAlias = Literal["exact", "bf16", "int8", "sparse"]

@@ -16,11 +16,11 @@ import torch
 
 from ddp_hooks.comm import Algorithm, Send, num_rounds, run_on_fabric
 from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.common import Plan
-from ddp_hooks.topk.algorithms.error_feedback import ErrorFeedback
-from ddp_hooks.topk.algorithms.spardl import spardl
-from ddp_hooks.topk.selection import BlockSelector
+from ddp_hooks.sparse import BlockSelector
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.common import Plan
+from ddp_hooks.sparse.error_feedback import ErrorFeedback
+from ddp_hooks.sparse.spardl import spardl
 
 _ENTRIES = 4  # per block
 

@@ -17,6 +17,7 @@ from ddp_hooks.comm import LaneSettings, agree, broadcast_object
 from ddp_hooks.planning import timeline
 from ddp_hooks.planning.measurement.measure import LinkFit, measure, measure_alone
 from ddp_hooks.planning.measurement.profiling import profile_step, slowest_of
+from ddp_hooks.planning.measurement.selection_cost import selection_cost
 from ddp_hooks.planning.network import Costs, Network
 from ddp_hooks.planning.simulation import Prediction, Strategy, simulate
 from ddp_hooks.planning.step import StepProfile
@@ -227,8 +228,6 @@ def plan_profiled(
 
 def _rehearsal(workers: int) -> Callable[[Tensor], float]:
     """Return a function that runs the computation of one of SparDL's workers, and returns its seconds."""
-    from ddp_hooks.topk.selection_cost import selection_cost  # here, since hooks lie above planning
-
     return partial(selection_cost, density=DENSITY, workers=min(workers, _MAX_REHEARSED))
 
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from ddp_hooks.comm import Lanes
-from ddp_hooks.topk.algorithms.spardl import SpAllGather
+from ddp_hooks.sparse.spardl import SpAllGather
 from ddp_hooks.topk.config import AlgorithmName, TopKConfig
 
 logger = logging.getLogger("ddp_hooks")

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from ddp_hooks.comm import above, at_least, check_booleans, check_waits, check_whole, positive, refuse_unused, whole
-from ddp_hooks.topk.algorithms.codec import Format
-from ddp_hooks.topk.algorithms.error_feedback import Collection
+from ddp_hooks.sparse.codec import Format
+from ddp_hooks.sparse.error_feedback import Collection
 from ddp_hooks.tuning import BucketTuner
 
 AlgorithmName: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk", "dense"]

@@ -26,8 +26,8 @@ from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.intercept import co_optimizers
 from ddp_hooks.intercept.causes import why_not_ended
 from ddp_hooks.intercept.local_gradients import LocalGradients
+from ddp_hooks.sparse import EntryCodec, Sparsity
 from ddp_hooks.topk import checkpoint, checks
-from ddp_hooks.topk.algorithms import EntryCodec, Sparsity
 from ddp_hooks.topk.choosing import VariantChooser
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.reduction.backward import Backward, Phase

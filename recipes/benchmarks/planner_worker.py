@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.planning import StepProfile, measure, profile_step, slowest_of
-from ddp_hooks.topk.selection_cost import selection_cost
+from ddp_hooks.planning.measurement.selection_cost import selection_cost
 from recipes.benchmarks.planner_job import DENSITY, PlannerJob
 from recipes.benchmarks.variants import OptimizerFactory, build, parse_variant
 from recipes.benchmarks.worker import StepTimes, cpu_seconds, over_ranks, report, run, timed_window, train_step

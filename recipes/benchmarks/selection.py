@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.selection import BlockSelector, ChunkedGradient
+from ddp_hooks.sparse import BlockSelector, ChunkedGradient
 from recipes.benchmarks.alternating import Table, show, time_in_turns, write_page
 from recipes.benchmarks.dear_table2 import command
 

@@ -24,7 +24,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from ddp_hooks.topk.algorithms.codec import Format
+from ddp_hooks.sparse.codec import Format
 from recipes.benchmarks.dear_table2 import command, environment, now
 from recipes.benchmarks.launch import run_job
 from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob, is_sparse, is_variant, settings_of

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, num_rounds, run_on_fabric
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.sparse import SparseSum, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
 
 WORLD_SIZES = (2, 4, 8, 14, 16, 32, 64)
 ENTRIES_PER_WORKER = 16

@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
 
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, Recv, Round, Send, aligned_bounds
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.oktopk import OkTopkEstimates
+from ddp_hooks.sparse import SparseSum, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.oktopk import OkTopkEstimates
 from recipes.benchmarks.sparse_job import SparseJob, is_sparse, settings_of
 from recipes.benchmarks.worker import over_ranks, report, run
 

@@ -21,13 +21,12 @@ from torch.utils.data import Subset
 from torchvision.models.vgg import cfgs, make_layers
 
 from ddp_hooks.comm import Algorithm, AlphaBeta, Round, run_on_fabric
-from ddp_hooks.topk.algorithms import Name, SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.common import Exchange
-from ddp_hooks.topk.algorithms.controller import TopHController
-from ddp_hooks.topk.algorithms.error_feedback import Collection
-from ddp_hooks.topk.algorithms.spardl import SpAllGather
-from ddp_hooks.topk.selection import SparseVector
+from ddp_hooks.sparse import Name, SparseSum, SparseVector, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.common import Exchange
+from ddp_hooks.sparse.controller import TopHController
+from ddp_hooks.sparse.error_feedback import Collection
+from ddp_hooks.sparse.spardl import SpAllGather
 from recipes.images import load_images
 from recipes.texts import python_documentation
 

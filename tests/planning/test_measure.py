@@ -20,7 +20,7 @@ from ddp_hooks.planning import Network, StepProfile, fit_link, measure, profile_
 from ddp_hooks.planning.events import Link
 from ddp_hooks.planning.measurement.processor import RankTime, total_seconds
 from ddp_hooks.planning.measurement.profiling import StepWatch
-from ddp_hooks.topk.selection_cost import selection_cost
+from ddp_hooks.planning.measurement.selection_cost import selection_cost
 from tests.support.workers import WorkerPools
 
 # -- fits --------------------------------------------------------------------------------------------------------------

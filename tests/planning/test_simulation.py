@@ -31,8 +31,8 @@ from ddp_hooks.planning import (
 )
 from ddp_hooks.planning.events import Link, Processor, Slice, clock_of
 from ddp_hooks.planning.network import all_to_all, ring
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.sparse import SparseSum, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
 from recipes.benchmarks.workloads import profile_of_layers
 from recipes.paper.strategies.rounds import sent_bytes
 from tests.support.simulated import check_computing_is_left, check_step, layers, one_tensor

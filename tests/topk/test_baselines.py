@@ -16,10 +16,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.oktopk import OkTopkEstimates
-from ddp_hooks.topk.selection import SparseVector
+from ddp_hooks.sparse import SparseSum, SparseVector, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.oktopk import OkTopkEstimates
 from tests.support.topk.algorithms import returning
 from tests.support.topk.twins import top
 

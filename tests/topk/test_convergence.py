@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
-from ddp_hooks.topk.algorithms.error_feedback import Collection
+from ddp_hooks.sparse.error_feedback import Collection
 from recipes.images import load_images
 from recipes.texts import python_documentation
 from recipes.vgg_spardl import make_vgg

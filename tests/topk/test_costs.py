@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from ddp_hooks.comm import AlphaBeta, run_on_fabric
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.sparse import SparseSum, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
 from recipes.benchmarks.sparse_costs import WORLD_SIZES, Counted, lines
 from tests.support.topk.algorithms import returning
 

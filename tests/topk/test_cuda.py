@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.topk.algorithms import Name, SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.selection import BlockSelector, ChunkedGradient, SparseVector
+from ddp_hooks.sparse import BlockSelector, ChunkedGradient, Name, SparseSum, SparseVector, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
 from tests.support.topk import forward, hooks
 from tests.support.topk.algorithms import returning
 from tests.support.workers import WorkerPools

@@ -19,8 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import TopKState, topk_hook
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
+from ddp_hooks.sparse import SparseSum, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
 from tests.support.dear.twins import WholeNumbers
 from tests.support.devices import rank_device
 from tests.support.messages import message_of

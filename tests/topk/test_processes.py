@@ -13,9 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, LaneSettings, Recorder, run_on_fabric
-from ddp_hooks.topk.algorithms import Name, SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.selection import SparseVector
+from ddp_hooks.sparse import Name, SparseSum, SparseVector, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
 from tests.support.topk.algorithms import returning, teams_of
 from tests.support.workers import WorkerPools
 

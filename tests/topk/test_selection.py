@@ -16,17 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddp_hooks.topk.selection import (
-    BlockSelector,
-    ChunkedGradient,
-    SparseVector,
-    add_and_threshold,
-    primitives,
-)
-from ddp_hooks.topk.selection import selector as selector_module
-from ddp_hooks.topk.selection import threshold as threshold_module
-from ddp_hooks.topk.selection.primitives import are_in, kth_largest, positions_of, stable_order
-from ddp_hooks.topk.selection.sparse_vector import add, largest, split_largest
+from ddp_hooks.sparse import BlockSelector, ChunkedGradient, SparseVector, primitives
+from ddp_hooks.sparse import selector as selector_module
+from ddp_hooks.sparse import threshold as threshold_module
+from ddp_hooks.sparse.primitives import are_in, kth_largest, positions_of, stable_order
+from ddp_hooks.sparse.sparse_vector import add, largest, split_largest
+from ddp_hooks.sparse.threshold import add_and_threshold
 from tests.support.topk.twins import top
 
 

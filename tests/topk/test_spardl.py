@@ -16,11 +16,10 @@ from torch import Tensor
 
 from ddp_hooks.comm import num_rounds, run_on_fabric
 from ddp_hooks.comm.algorithms.spar_schedule import bags, reduce_scatter_steps
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.common import block_counts
-from ddp_hooks.topk.algorithms.controller import TopHController
-from ddp_hooks.topk.selection import SparseVector
+from ddp_hooks.sparse import SparseSum, SparseVector, Sparsity
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.common import block_counts
+from ddp_hooks.sparse.controller import TopHController
 from tests.support.topk.algorithms import returning, teams_of
 from tests.support.topk.twins import DenseTwin
 

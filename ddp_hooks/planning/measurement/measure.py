@@ -108,7 +108,7 @@ def measure(
         group: the ranks, at least two.
         device: where gradients are.
         select_s: runs the computation of one worker in a sparse all-reduce of a gradient, (n,) float32, and returns
-            its seconds; None: not measured.
+            its seconds; see :mod:`~ddp_hooks.planning.measurement.selection_cost`. None: not measured.
         progress: wraps the parts of the work, as ``tqdm`` does.
 
     Raises:

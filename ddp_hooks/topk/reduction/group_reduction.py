@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, Lanes, Partition, ThreadWork, Work, aligned_bounds, without_messages
-from ddp_hooks.topk.algorithms import SparseSum
+from ddp_hooks.sparse import ChunkedGradient, SparseSum, SparseVector
 from ddp_hooks.topk.reduction.groups import GradientGroup, Run
-from ddp_hooks.topk.selection import ChunkedGradient, SparseVector
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.algorithms import SparseSum, Sparsity
+from ddp_hooks.sparse import SparseSum, Sparsity
 from ddp_hooks.topk.reduction.context import Context
 
 Kept: TypeAlias = Literal["residual", "velocity"]

@@ -11,11 +11,11 @@ from dataclasses import replace
 import torch
 
 from ddp_hooks.comm import Recv, Round, Send, bruck_all_gather, num_rounds, pairwise_exchange, round_of
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.common import Exchange, Plan, even_bounds
-from ddp_hooks.topk.algorithms.error_feedback import ErrorFeedback
-from ddp_hooks.topk.selection import BlockSelector, SparseVector
-from ddp_hooks.topk.selection.sparse_vector import add, concatenated, split_largest, total
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.common import Exchange, Plan, even_bounds
+from ddp_hooks.sparse.error_feedback import ErrorFeedback
+from ddp_hooks.sparse.selector import BlockSelector
+from ddp_hooks.sparse.sparse_vector import SparseVector, add, concatenated, split_largest, total
 
 
 def topka(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec: EntryCodec) -> Exchange:

@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import TypeAlias
 
 from ddp_hooks.comm import Round
-from ddp_hooks.topk.selection import SparseVector
+from ddp_hooks.sparse.sparse_vector import SparseVector
 
 Exchange: TypeAlias = Generator[Round, None, SparseVector]
 """Rounds of one all-reduce; returns the sum, the same on every rank."""

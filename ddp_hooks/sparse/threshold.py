@@ -11,8 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.selection.primitives import numpy_knows, positions_of
-from ddp_hooks.topk.selection.sparse_vector import SparseVector, empty_like, largest
+from ddp_hooks.sparse.primitives import numpy_knows, positions_of
+from ddp_hooks.sparse.sparse_vector import SparseVector, empty_like, largest
 
 _CHUNK = 1 << 17  # elements that are handled at a time: they stay in the cache
 _SLACK = 1 << 16  # entries that a list may have beyond three times as many as are wanted, before it is shortened

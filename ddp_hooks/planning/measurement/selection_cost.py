@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, run_on_fabric
-from ddp_hooks.topk.algorithms import EntryCodec, SparseSum, Sparsity
-from ddp_hooks.topk.algorithms.common import Exchange
+from ddp_hooks.sparse import EntryCodec, SparseSum, Sparsity
+from ddp_hooks.sparse.common import Exchange
 
 
 def selection_cost(gradient: Tensor, density: float, workers: int) -> float:

@@ -2,7 +2,7 @@
 
 1. A sample gives a threshold that a little more than k entries reach.
 2. One pass adds the gradient to the residual and lists the entries that reach the threshold
-   (:mod:`~ddp_hooks.topk.selection.threshold`); the k largest of the list are the result.
+   (:mod:`~ddp_hooks.sparse.threshold`); the k largest of the list are the result.
 3. If the list is too short, the sample was misleading, and a pass without a threshold follows.
 
 So the result is that of an exact selection, and only the work depends on the sample. A block's pass runs when the block
@@ -18,9 +18,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.selection.primitives import kth_largest
-from ddp_hooks.topk.selection.sparse_vector import SparseVector
-from ddp_hooks.topk.selection.threshold import ChunkedGradient, add_and_threshold
+from ddp_hooks.sparse.primitives import kth_largest
+from ddp_hooks.sparse.sparse_vector import SparseVector
+from ddp_hooks.sparse.threshold import ChunkedGradient, add_and_threshold
 
 _SAMPLE = 1 << 13  # elements per block; fewer than twice as many where they do not divide it
 _SHARES = torch.rand(2 * _SAMPLE, dtype=torch.float64, device="cpu", generator=torch.Generator("cpu").manual_seed(0))

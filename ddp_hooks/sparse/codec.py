@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from ddp_hooks.topk.selection import SparseVector
-from ddp_hooks.topk.selection.sparse_vector import empty_like
+from ddp_hooks.sparse.sparse_vector import SparseVector, empty_like
 
 Format = Literal["exact", "compact"]
 _RUN = 1 << 16

@@ -24,12 +24,12 @@ from torch import Tensor
 
 from ddp_hooks.comm import Recv, Send, bruck_all_gather, round_of
 from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.common import Exchange, Plan
-from ddp_hooks.topk.algorithms.controller import TopHController
-from ddp_hooks.topk.algorithms.error_feedback import ErrorFeedback
-from ddp_hooks.topk.selection import BlockSelector, SparseVector
-from ddp_hooks.topk.selection.sparse_vector import add, concatenated, split_largest, total
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.common import Exchange, Plan
+from ddp_hooks.sparse.controller import TopHController
+from ddp_hooks.sparse.error_feedback import ErrorFeedback
+from ddp_hooks.sparse.selector import BlockSelector
+from ddp_hooks.sparse.sparse_vector import SparseVector, add, concatenated, split_largest, total
 
 SpAllGather: TypeAlias = Literal["r", "b"]
 
@@ -45,7 +45,7 @@ def spardl(
     """Return the sum over all workers, about ``plan.k`` entries, the same on every rank.
 
     Args:
-        feedback, selector, plan, codec: see :mod:`~ddp_hooks.topk.algorithms.common`.
+        feedback, selector, plan, codec: see :mod:`~ddp_hooks.sparse.common`.
         sag: Spar-All-Gather: ``"r"`` (recursive, a power of two of teams) or ``"b"`` (Bruck's).
         controller: of ``sag="b"``, one per position; changed here.
     """

@@ -23,9 +23,9 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import see
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.selection import SparseVector
-from ddp_hooks.topk.selection.primitives import are_in
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.primitives import are_in
+from ddp_hooks.sparse.sparse_vector import SparseVector
 
 Collection: TypeAlias = Literal["global", "partial", "local"]
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddp_hooks.topk.selection.primitives import kth_largest, positions_of, stable_order
+from ddp_hooks.sparse.primitives import kth_largest, positions_of, stable_order
 
 
 @dataclass(frozen=True)

@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Round, bruck_all_gather, pairwise_exchange
-from ddp_hooks.topk.algorithms.baselines import direct_reduce_scatter, gather_numbers
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.common import Exchange, Plan, even_bounds
-from ddp_hooks.topk.algorithms.error_feedback import ErrorFeedback
-from ddp_hooks.topk.selection import ChunkedGradient, SparseVector, add_and_threshold
-from ddp_hooks.topk.selection.primitives import kth_largest
-from ddp_hooks.topk.selection.sparse_vector import concatenated, empty_like
+from ddp_hooks.sparse.baselines import direct_reduce_scatter, gather_numbers
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.common import Exchange, Plan, even_bounds
+from ddp_hooks.sparse.error_feedback import ErrorFeedback
+from ddp_hooks.sparse.primitives import kth_largest
+from ddp_hooks.sparse.sparse_vector import SparseVector, concatenated, empty_like
+from ddp_hooks.sparse.threshold import ChunkedGradient, add_and_threshold
 
 _IMBALANCE = 4  # times the mean, from which on entries are spread evenly before the all-gather
 

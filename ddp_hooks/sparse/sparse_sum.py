@@ -7,14 +7,15 @@ from typing import Any, Literal, TypeAlias
 
 from torch import Tensor
 
-from ddp_hooks.topk.algorithms.baselines import gtopk, topka, topkdsa
-from ddp_hooks.topk.algorithms.codec import EntryCodec
-from ddp_hooks.topk.algorithms.common import Exchange, Plan
-from ddp_hooks.topk.algorithms.controller import TopHController
-from ddp_hooks.topk.algorithms.error_feedback import Collection, ErrorFeedback
-from ddp_hooks.topk.algorithms.oktopk import OkTopkEstimates, oktopk
-from ddp_hooks.topk.algorithms.spardl import SpAllGather, spardl
-from ddp_hooks.topk.selection import BlockSelector, ChunkedGradient
+from ddp_hooks.sparse.baselines import gtopk, topka, topkdsa
+from ddp_hooks.sparse.codec import EntryCodec
+from ddp_hooks.sparse.common import Exchange, Plan
+from ddp_hooks.sparse.controller import TopHController
+from ddp_hooks.sparse.error_feedback import Collection, ErrorFeedback
+from ddp_hooks.sparse.oktopk import OkTopkEstimates, oktopk
+from ddp_hooks.sparse.selector import BlockSelector
+from ddp_hooks.sparse.spardl import SpAllGather, spardl
+from ddp_hooks.sparse.threshold import ChunkedGradient
 
 Name: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk"]
 
