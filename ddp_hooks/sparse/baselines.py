@@ -27,9 +27,7 @@ def topka(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec: E
     message = codec.encode(feedback.take(selector.select(0), codec, in_result=True), plan.numel, plan.k)
     sizes, ranks = [message.numel()] * plan.world_size, range(plan.world_size)
     messages = yield from bruck_all_gather(message, sizes, ranks, plan.rank)
-    result = total([codec.decode(message, plan.numel, plan.k) for message in messages])
-    feedback.close(result)
-    return result
+    return total([codec.decode(message, plan.numel, plan.k) for message in messages])
 
 
 def topkdsa(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec: EntryCodec) -> Exchange:
@@ -47,9 +45,7 @@ def topkdsa(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec:
     message = codec.encode(region, lengths[rank], counts[rank])
     messages = yield from bruck_all_gather(message, sizes, ranks, rank)
     parts = [codec.decode(messages[r], lengths[r], counts[r]) for r in ranks]
-    result = concatenated([part.shifted(bounds[r]) for r, part in enumerate(parts)])
-    feedback.close(result)
-    return result
+    return concatenated([part.shifted(bounds[r]) for r, part in enumerate(parts)])
 
 
 def gtopk(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec: EntryCodec) -> Exchange:
@@ -77,9 +73,7 @@ def gtopk(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec: E
         yield round_of(Recv(parent, message))
     for child in reversed(children):
         yield round_of(Send(child, message))
-    result = codec.decode(message, numel, k)
-    feedback.close(result)
-    return result
+    return codec.decode(message, numel, k)
 
 
 def direct_reduce_scatter(

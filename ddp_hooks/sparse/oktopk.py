@@ -62,9 +62,7 @@ def oktopk(
     reaches = ~(region.values.abs() < estimates.global_threshold)  # also NaN, which close() refuses
     feedback.discard(region.at(~reaches))
     kept = feedback.round(region.at(reaches), codec)
-    result = yield from _balanced_all_gather(kept, plan, codec)
-    feedback.close(result)
-    return result
+    return (yield from _balanced_all_gather(kept, plan, codec))
 
 
 def _reaching_local_threshold(

@@ -57,9 +57,7 @@ def spardl(
         else:
             assert controller is not None
             held = yield from exchange.bruck_all_gather(held, controller)
-    result = yield from exchange.complete(held)
-    feedback.close(result)
-    return result
+    return (yield from exchange.complete(held))
 
 
 def spar_reduce_scatter(feedback: ErrorFeedback, selector: BlockSelector, plan: Plan, codec: EntryCodec) -> Exchange:

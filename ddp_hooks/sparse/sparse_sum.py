@@ -52,18 +52,22 @@ class SparseSum:
             residual: (n,), of the last step; becomes the residual of this step.
             gradient: (n,); None if the residual includes it.
         """
-        if isinstance(gradient, Tensor):
-            gradient = ChunkedGradient((gradient,))
+        feedback = ErrorFeedback(residual, self.sparsity.collection)
+        gradient = ChunkedGradient((gradient,)) if isinstance(gradient, Tensor) else gradient
+        result = yield from self._exchange(feedback, gradient)
+        feedback.close(result)
+        return result
+
+    def _exchange(self, feedback: ErrorFeedback, gradient: ChunkedGradient | None) -> Exchange:
         sparsity, memory, plan, codec = self.sparsity, self.memory, self._plan, self.sparsity.codec
-        feedback = ErrorFeedback(residual, sparsity.collection)
         if isinstance(memory, OkTopkEstimates):
-            return (yield from oktopk(feedback, gradient, plan, codec, memory))
+            return oktopk(feedback, gradient, plan, codec, memory)
         if sparsity.algorithm == "spardl":
-            selector = BlockSelector(residual, plan.bounds, plan.counts, gradient)
-            return (yield from spardl(feedback, selector, plan, codec, sparsity.sag, memory))
-        selector = BlockSelector(residual, (0, plan.numel), (plan.k,), gradient)
+            selector = BlockSelector(feedback.work, plan.bounds, plan.counts, gradient)
+            return spardl(feedback, selector, plan, codec, sparsity.sag, memory)
+        selector = BlockSelector(feedback.work, (0, plan.numel), (plan.k,), gradient)
         baseline = {"topka": topka, "topkdsa": topkdsa, "gtopk": gtopk}[sparsity.algorithm]
-        return (yield from baseline(feedback, selector, plan, codec))
+        return baseline(feedback, selector, plan, codec)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the memory as plain numbers and lists."""

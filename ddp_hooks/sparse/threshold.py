@@ -72,7 +72,9 @@ def add_and_threshold(
     if not numpy_knows(values):
         if gradient is not None:
             gradient.add_to(values)
-        sums = _with_added(values, received)
+        sums = values.clone() if received else values
+        for vector in received:
+            sums.index_add_(0, vector.indices, vector.values)
         positions = positions_of(~(sums.abs() < threshold))
         return _largest_of(SparseVector(positions, sums.index_select(0, positions)), most)
     shortlist = _Shortlist(threshold, most, min(_CHUNK, values.numel()), values.numpy().dtype)
@@ -130,14 +132,6 @@ class _Shortlist:
 
 def _largest_of(listed: SparseVector, most: int) -> SparseVector:
     return listed if len(listed) <= most else listed.at(largest(listed.values.abs(), most))
-
-
-def _with_added(values: Tensor, received: Sequence[SparseVector]) -> Tensor:
-    """Return (n,) plus the received entries, in this order; ``values`` itself if there are none."""
-    sums = values.clone() if received else values
-    for vector in received:
-        sums.index_add_(0, vector.indices, vector.values)
-    return sums
 
 
 def _in_chunks(

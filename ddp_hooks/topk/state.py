@@ -88,7 +88,6 @@ class TopKState:
             assert optimizer is not None
             deferred = checks.updates_parameters(optimizer, config)
             self._pipeline = ForwardPipeline(context, optimizer, deferred, self._steps)
-            self._grouping.tell(self._pipeline.plan)
             for co_optimizer in co_optimizers.co_optimizers_in(ddp.module):
                 co_optimizer.follow(optimizer)  # after the pipeline, which may find that nobody is to step
         self._closed = False

@@ -464,8 +464,8 @@ _TOPK = (
     Fault(
         "topk: TopkA leaves the first rank out",
         "ddp_hooks/sparse/baselines.py",
-        "result = total([codec.decode(message, plan.numel, plan.k) for message in messages])",
-        "result = total([codec.decode(message, plan.numel, plan.k) for message in messages[1:]])",
+        "return total([codec.decode(message, plan.numel, plan.k) for message in messages])",
+        "return total([codec.decode(message, plan.numel, plan.k) for message in messages[1:]])",
         ("tests/topk/test_baselines.py",),
     ),
     Fault(

@@ -57,7 +57,6 @@ class ForwardPipeline:
         self._aside = SuspendedGuards(parameters)  # guards of them, while the optimizer's own code runs
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, lambda: self._pipe.finish())
         self._pipe = FeedPipe(context.ddp.module, parameters, context.recorder, self._arrived)
-        self.plan = self._pipe.plan  # sets the parameters that travel together
         steps.stalls.append(self._pipe.stall)
         self._handles = self._install(context.ddp)
 
@@ -78,6 +77,7 @@ class ForwardPipeline:
     def hold(self, backward: Backward) -> None:
         """Put guards in place of the gradients of a backward, which DDP has just made the model's."""
         self._pending = backward
+        self._pipe.plan([group.members for group in backward.groups])
         self._gradients = {i: p.grad for i, p in enumerate(self._parameters) if p.grad is not None}
         for index in self._gradients:
             self._guards[index].zeroed = False

@@ -26,7 +26,6 @@ class Grouping:
         self.used: set[int] = set()  # parameters that were used since this was cleared, if that is noted
         self._context = context
         self._finds_unused = finds_unused
-        self._tell: Callable[[list[tuple[int, ...]]], None] | None = None
         self._order = list(reversed(range(len(context.names))))  # most backwards go this way
         self._seen: dict[int, None] | None = {}  # parameters in the order of the first backward; None: order is fixed
         self._watches = [
@@ -39,11 +38,6 @@ class Grouping:
     def is_fixed(self) -> bool:
         """True if the order is that of a backward."""
         return self._seen is None
-
-    def tell(self, listener: Callable[[list[tuple[int, ...]]], None]) -> None:
-        """Call ``listener`` with the parameters of every group, now and whenever groups change."""
-        self._tell = listener
-        listener([group.members for group in self.groups])
 
     def order(self) -> list[str] | None:
         """Return the parameters' names in their order; None until it is fixed."""
@@ -74,8 +68,6 @@ class Grouping:
         self.mb = mb
         former = self.groups
         self.groups = [GradientGroup.of(members, self._context) for members in self._members_of(mb)]
-        if self._tell is not None:
-            self._tell([group.members for group in self.groups])
         group_of = {index: group for group in self.groups for index in group.members}
         for group in former:
             kept = group.kept()
