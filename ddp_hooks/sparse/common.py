@@ -1,7 +1,7 @@
 """Types and arithmetic that all sparse all-reduce algorithms share.
 
-Every algorithm is a generator function of ``(feedback, selector, plan, codec)``: error feedback, which the caller closes
-with the result; the selector of the working vector, which adds the gradient; this worker's position; the wire format.
+Every algorithm is a generator function of ``(feedback, selector, plan, codec)``: error feedback, which is closed with
+the result; the selector of the working vector, which adds the gradient; this worker's position; the wire format.
 """
 
 from __future__ import annotations

@@ -44,10 +44,8 @@ def spardl(
 ) -> Exchange:
     """Return the sum over all workers, about ``plan.k`` entries, the same on every rank.
 
-    Args:
-        feedback, selector, plan, codec: see :mod:`~ddp_hooks.sparse.common`.
-        sag: Spar-All-Gather: ``"r"`` (recursive, a power of two of teams) or ``"b"`` (Bruck's).
-        controller: of ``sag="b"``, one per position; changed here.
+    Spar-All-Gather is ``sag="r"`` (recursive, a power of two of teams) or ``"b"`` (Bruck's), which has a controller per
+    position, changed here.
     """
     exchange = _Exchange(feedback, selector, plan, codec)
     held = yield from exchange.reduce_scatter()

@@ -15,6 +15,7 @@ from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.groups import GradientGroup, Kept
 
 _KINDS: tuple[Kept, ...] = ("residual", "velocity")
+_SAME_ON_EVERY_RANK = ("step", "order", "chosen", "group_mb", "lanes", "tuned")
 
 
 def kept_by_name(groups: Sequence[GradientGroup], context: Context) -> dict[str, dict[str, Tensor]]:
@@ -57,7 +58,7 @@ def restore(
 
 def fingerprint(saved: Mapping[str, Any], own: bool) -> dict[str, Any]:
     """Return the entries that are the same in the states of all ranks, by name."""
-    entries = {key: saved.get(key) for key in ("step", "order", "chosen", "group_mb", "lanes", "tuned")}
+    entries = {key: saved[key] for key in _SAME_ON_EVERY_RANK}
     return entries | {"what is loaded": "this rank's own state" if own else "a list of states"}
 
 
@@ -90,7 +91,7 @@ def find_problem(
 
 def _problem_of_content(state: Mapping[str, Any], context: Context) -> str | None:
     shapes = {name: p.shape for name, p in zip(context.names, context.parameters, strict=True)}
-    missing = {"rank", "world_size", "step", "num_skipped", "order", "chosen", "memories", *_KINDS} - set(state)
+    missing = {"rank", "world_size", "num_skipped", "memories", *_SAME_ON_EVERY_RANK, *_KINDS} - set(state)
     if missing:
         return f"this is no state of TopKState: it lacks {sorted(missing)}"
     if state["order"] is not None and set(state["order"]) != set(shapes):

@@ -10,7 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import agree, see
 from ddp_hooks.comm.torch_compat.ddp import managed_parameters
-from ddp_hooks.intercept import PARAMETERWISE, ddp_checks
+from ddp_hooks.intercept import ddp_checks
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
 from ddp_hooks.topk.choosing import candidates
 from ddp_hooks.topk.config import TopKConfig
@@ -39,11 +39,6 @@ def agree_on_setup(
         entries = ddp_checks.fingerprint(ddp, config) | {"a gradient scaler": "none" if scaler is None else "given"}
     agree(entries, problem, group, "the set-up of TopKState", config)
     return group
-
-
-def updates_parameters(optimizer: torch.optim.Optimizer, config: TopKConfig) -> bool:
-    """True if the optimizer updates every parameter by itself, as far as is known or vouched for."""
-    return type(optimizer) in PARAMETERWISE or config.assume_parameterwise
 
 
 def refuse_join(*_: Any, **__: Any) -> Any:

@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import agree, at_exit, see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
-from ddp_hooks.intercept import co_optimizers
+from ddp_hooks.intercept import PARAMETERWISE, co_optimizers
 from ddp_hooks.intercept.causes import why_not_ended
 from ddp_hooks.intercept.local_gradients import LocalGradients
 from ddp_hooks.sparse import EntryCodec, Sparsity
@@ -86,7 +86,7 @@ class TopKState:
         self._pipeline: ForwardPipeline | None = None
         if context.early is not None:
             assert optimizer is not None
-            deferred = checks.updates_parameters(optimizer, config)
+            deferred = type(optimizer) in PARAMETERWISE or config.assume_parameterwise
             self._pipeline = ForwardPipeline(context, optimizer, deferred, self._steps)
             for co_optimizer in co_optimizers.co_optimizers_in(ddp.module):
                 co_optimizer.follow(optimizer)  # after the pipeline, which may find that nobody is to step
@@ -173,11 +173,11 @@ class TopKState:
         agree(entries, problem, self._lanes.group, "the state of TopKState", self.config)
         first = saved[0]
         self._steps.step, self._steps.num_skipped = first["step"], first["num_skipped"]
-        tuned = self.config.tuner is not None and "group_mb" in first
-        self._grouping.restore(first["order"], first["group_mb"] if tuned else self.config.group_mb)
-        if self.tuning is not None and tuned:
+        group_mb = self.config.group_mb if self.config.tuner is None else first["group_mb"]
+        self._grouping.restore(first["order"], group_mb)
+        if self.tuning is not None:
             finished = first["tuned"] and first["world_size"] == world_size
-            self.tuning.resume(self._grouping.mb, first.get("lanes", len(self._lanes)), finished)
+            self.tuning.resume(group_mb, first["lanes"], finished)
         groups = self._grouping.groups
         mine = saved if own else [state for state in saved if state["rank"] % world_size == rank]
         checkpoint.restore(groups, self._context, mine, saved)
