@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_SAMPLE = 1 << 10  # values by which the k-th largest is bounded
+_SAMPLE = 1 << 10  # values by which the k-th largest is guessed
 
 
 def numpy_knows(values: Tensor) -> bool:
@@ -47,13 +47,38 @@ def are_in(queries: Sequence[Tensor], others: Tensor) -> list[Tensor]:
 
 def kth_largest(values: Tensor, k: int) -> float:
     """Return the ``k``-th largest value, 1 <= k <= n."""
-    if not numpy_knows(values):
-        return float(torch.kthvalue(values, values.numel() - k + 1).values)
-    among = values.numpy()
-    if len(among) >= 2 * _SAMPLE:  # leave out what is surely smaller
-        sample = np.sort(among[:: len(among) // _SAMPLE])
-        expected = len(sample) * k / len(among)
-        bound = sample[max(0, len(sample) - 2 - int(expected + 3 * math.sqrt(expected)))]
-        reaching = among[~(among < bound)]
-        among = reaching if len(reaching) >= k else among
-    return float(np.partition(among, len(among) - k)[len(among) - k])
+    if numpy_knows(values):
+        return _kth_largest(values.numpy(), k)
+    return float(torch.kthvalue(values, values.numel() - k + 1).values)
+
+
+def _kth_largest(values: np.ndarray, k: int) -> float:
+    """Bracket the value by two values of a sample, so that few are sorted, however many are equal.
+
+    The value may equal one of the two. Where the sample misses it, the values on its side are sampled anew.
+    """
+    while (numel := len(values)) >= 2 * _SAMPLE:
+        sample = np.sort(values[:: numel // _SAMPLE])
+        expected = len(sample) * (1 - k / numel)
+        spread = 3 * math.sqrt(expected * k / numel) + 1
+        low, high = (sample[min(max(int(expected + way * spread), 0), len(sample) - 1)] for way in (-1, 1))
+        if math.isnan(high):
+            break
+        is_below = values < high
+        num_from_high = numel - int(np.count_nonzero(is_below))
+        if k <= num_from_high:
+            is_above = ~(values <= high)  # or not a number
+            if k > int(np.count_nonzero(is_above)):
+                return float(high)
+            values = values[is_above]
+            continue
+        between = values[np.logical_and(is_below, values > low, out=is_below)]
+        if k <= num_from_high + len(between):
+            values, k = between, k - num_from_high
+            continue
+        is_below = values < low
+        num_from_low = numel - int(np.count_nonzero(is_below))
+        if k <= num_from_low:
+            return float(low)
+        values, k = values[is_below], k - num_from_low
+    return float(np.sort(values)[len(values) - k])
