@@ -135,8 +135,6 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (ExtConfig, {"reduce_scatter": "sparse", "error_feedback": False}, {"reduce_scatter": "int8"}),
     (ExtConfig, {"all_gather": "bf16", "block": 256}, {"all_gather": "int8"}),
     (ExtConfig, {"defer": False, "pending_mb": 10.0}, {"defer": True}),
-    (BucketTuner, {"search": "random", "xi": 0.2}, {"search": "gp"}),
-    (BucketTuner, {"search": "grid", "min_gain": 0.1}, {"search": "gp"}),
 ]
 
 

@@ -8,8 +8,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ddp_hooks.tuning.config import Scale
-
 _NUM_SIZES = 64  # grid on which groups are compared
 
 
@@ -49,24 +47,19 @@ class Observation(NamedTuple):
 
 
 class Range(NamedTuple):
-    """Sizes from ``low_mb`` to ``high_mb``; equal distances are equal ratios ("log") or differences ("linear")."""
+    """Sizes from ``low_mb`` to ``high_mb``; equal distances of positions are equal ratios of sizes."""
 
     low_mb: float
     high_mb: float
-    scale: Scale
 
     def size_at(self, position: float) -> float:
         """Return the size at a position from 0 to 1."""
-        if self.scale == "log":
-            return self.low_mb * (self.high_mb / self.low_mb) ** position
-        return self.low_mb + (self.high_mb - self.low_mb) * position
+        return self.low_mb * (self.high_mb / self.low_mb) ** position
 
     def position_of(self, mb: float) -> float:
         """Invert :meth:`size_at`; sizes outside of the range are moved to the nearer end."""
         inside = min(max(mb, self.low_mb), self.high_mb)
-        if self.scale == "log":
-            return math.log(inside / self.low_mb) / math.log(self.high_mb / self.low_mb)
-        return (inside - self.low_mb) / (self.high_mb - self.low_mb)
+        return math.log(inside / self.low_mb) / math.log(self.high_mb / self.low_mb)
 
 
 def find_candidates(

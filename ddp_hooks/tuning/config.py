@@ -4,49 +4,40 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import at_least, check_whole, positive, refuse_unused
-
-SearchName: TypeAlias = Literal["gp", "random", "grid"]
-Scale: TypeAlias = Literal["log", "linear"]
+from ddp_hooks.comm import at_least, check_whole, positive
 
 
 @dataclass(frozen=True)
 class BucketTuner:
     """Search for the fusion size while training runs (zhang2023dear, section IV-B).
 
-    A trial is a few steps of the running job with one size; all ranks change it between the same steps. After the
-    search the fastest size is measured again beside the default, the size without a tuner, and stays only if it is
-    faster again.
+    A trial is a few steps of the running job with one size; all ranks change it between the same steps. A Gaussian
+    process over the logarithm of sizes proposes trials (the paper: over sizes). After the search the fastest size is
+    measured again beside the default, the size without a tuner, and stays only if it is faster again.
 
     Args:
         low_mb, high_mb: range of sizes, in MiB. Of sizes that form the same groups one is tried.
         start_mb: size of the first trial, in MiB. The second trial is the default.
-        scale: ``"log"``, or the paper's ``"linear"``: half of all sizes are then above 50 MiB, where most models form
-            one or two groups.
-        search: ``"gp"``: expected improvement over a Gaussian process; ``"random"`` or ``"grid"`` for comparison.
-        xi: with ``"gp"``, improvement over the best that a trial should promise, in standard deviations of the
-            measurements; a larger value explores more.
+        xi: improvement over the best that a trial should promise, in standard deviations of the measurements; a larger
+            value explores more.
         max_trials: the search ends after this number of trials, the first one included.
         steps_per_trial: measured steps; the median of the slowest rank counts.
         dropped_steps: steps after each change that are not measured.
         first_step: steps before the first trial, in which DDP rebuilds its buckets and memory is allocated.
-        min_gain: ``"gp"`` ends when a trial promises to be faster than the best by less than this part.
+        min_gain: the search ends when no trial promises to be faster than the best by this part.
         max_lanes: also search for the number of lanes, from 1 to this. None: the number stays.
         profile: JSON file of results per model, number of ranks, link and settings. The first rank reads it when
             training begins, and writes it after every trial. None: no file.
         seed: of the search.
 
     Raises:
-        TypeError, ValueError: a setting is wrong, or has no effect beside the others.
+        TypeError, ValueError: a setting is wrong.
     """
 
     low_mb: float = 1.0
     high_mb: float = 100.0
     start_mb: float = 25.0
-    scale: Scale = "log"
-    search: SearchName = "gp"
     xi: float = 0.1
     max_trials: int = 10
     steps_per_trial: int = 10
@@ -58,9 +49,6 @@ class BucketTuner:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name, allowed in (("scale", get_args(Scale)), ("search", get_args(SearchName))):
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name} must be one of {allowed}, got {getattr(self, name)!r}")
         for name in ("low_mb", "high_mb", "start_mb"):
             if not positive(getattr(self, name)):
                 raise ValueError(f"{name} must be > 0 and finite, got {getattr(self, name)!r}")
@@ -74,6 +62,3 @@ class BucketTuner:
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
         if self.profile is not None and not isinstance(self.profile, str | os.PathLike):
             raise TypeError(f"profile must be None or a path, got {self.profile!r}")
-        if self.search != "gp":
-            unused = ("xi", "min_gain") if self.min_gain else ("xi",)  # 0 ends no search
-            refuse_unused(self, unused, f'with search="{self.search}", but with "gp"')

@@ -48,5 +48,5 @@ def plot_search(
     above.axvline(chosen.mb, color="gray", linestyle=":", label=f"in force: {chosen}")
     above.set_ylabel("steps per second")
     above.legend(fontsize="small")
-    below.set(ylabel="expected\nimprovement", xlabel="fusion size, MB", xscale=tuner.scale)
+    below.set(ylabel="expected\nimprovement", xlabel="fusion size, MB", xscale="log")
     figure.savefig(path, dpi=150)

@@ -1,7 +1,4 @@
-"""Decisions of a search: which setting comes next, and which one stays.
-
-Trials follow the expected improvement, or for comparison a random order or a grid.
-"""
+"""Decisions of a search: which setting comes next, and which one stays."""
 
 from __future__ import annotations
 
@@ -9,7 +6,6 @@ import importlib
 import itertools
 import logging
 import math
-import random
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,29 +25,22 @@ _NUM_CHECKS = 2  # trials of each of the two settings that are compared in the e
 
 
 def propose(candidates: Sequence[Candidate], tuner: BucketTuner, observed: Sequence[Observation]) -> int | None:
-    """Return the untried candidate to measure next, given at least one observation; None if none is worth a trial."""
-    number = len(candidates)
-    tried = {observation.candidate for observation in observed}
-    if tuner.search == "gp":
-        return _most_promising(candidates, tuner, observed, tried)
-    if tuner.search == "random":
-        order = random.Random(tuner.seed).sample(range(number), number)
-    else:  # evenly spread, from the smallest size on
-        count = min(tuner.max_trials, number)
-        order = [round(i * (number - 1) / max(1, count - 1)) for i in range(count)]
-    return next((index for index in order if index not in tried), None)
-
-
-def _most_promising(
-    candidates: Sequence[Candidate], tuner: BucketTuner, observed: Sequence[Observation], tried: set[int]
-) -> int | None:
-    """Return the candidate with the largest expected improvement (zhang2023dear, section IV-B).
+    """Return the untried candidate with the largest expected improvement (zhang2023dear, section IV-B).
 
     Unlike the paper's, the third trial is in the middle of the widest gap between the first two.
+
+    Args:
+        candidates: all of the search.
+        tuner: the settings.
+        observed: at least one observation.
+
+    Returns:
+        Index of the candidate; None if none is worth a trial.
     """
     from ddp_hooks.tuning.surrogate import fit_posterior  # its import takes seconds
 
     positions = [candidate.position for candidate in candidates]
+    tried = {observation.candidate for observation in observed}
     untried = [index for index in range(len(positions)) if index not in tried]
     if not untried:
         return None
@@ -79,7 +68,7 @@ def _middle_of_widest_gap(positions: Sequence[Sequence[float]], tried: set[int],
 
 def all_candidates(tuner: BucketTuner, groups_of: Callable[[float], Groups], default: Setting) -> list[Candidate]:
     """Return all settings that a search may try."""
-    sizes = Range(tuner.low_mb, tuner.high_mb, tuner.scale)
+    sizes = Range(tuner.low_mb, tuner.high_mb)
     return find_candidates(sizes, groups_of, [Setting(tuner.start_mb, default.lanes), default], tuner.max_lanes)
 
 
@@ -173,8 +162,7 @@ class Searcher:
                 return Decision("stop", entry.chosen)
             self.former = self._usable_trials(entry)
             logger.info("%d trials of an earlier run (%s)", len(self.former), profile.path)
-        if tuner.search == "gp":
-            importlib.import_module("ddp_hooks.tuning.surrogate")  # takes seconds, and disturbs no trial yet
+        importlib.import_module("ddp_hooks.tuning.surrogate")  # takes seconds, and disturbs no trial yet
         return None
 
     def _usable_trials(self, entry: Entry) -> tuple[Trial, ...]:

@@ -19,12 +19,11 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ddp_hooks.tuning.config import SearchName
 from recipes.benchmarks import alternating, workloads
 from recipes.benchmarks.dear_table2 import command, environment, now, slow_per_model
 from recipes.benchmarks.launch import run_job
 from recipes.benchmarks.tuner_job import TunerJob
-from recipes.benchmarks.tuner_replay import NEAR, Curve, trials_needed
+from recipes.benchmarks.tuner_replay import NEAR, Curve, SearchName, trials_needed
 
 PAPER_ADVICE_S = 0.207  # "the average cost of BO is 0.207 seconds per trial" (section VI-G)
 SEEDS = range(10)

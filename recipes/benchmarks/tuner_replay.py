@@ -7,15 +7,16 @@ import random
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from ddp_hooks import BucketTuner
 from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
-from ddp_hooks.tuning.config import SearchName
 from ddp_hooks.tuning.search import propose
 from ddp_hooks.tuning.surrogate import Observation
 
 NEAR = 0.03  # of the best
+
+SearchName: TypeAlias = Literal["gp", "random", "grid"]
 
 
 @dataclass(frozen=True)
@@ -65,12 +66,13 @@ def trials_needed(
     """Trials until one of a size within 3 % (``near``) of the best was made; one more than allowed if none was.
 
     Every search begins with ``start_mb``, or with 25 MB, as the tuner does. What it is told is wrong by the recorded
-    spread.
+    spread. ``"gp"`` is the tuner's own search; ``"random"`` and ``"grid"`` try the sizes in an order of their own.
     """
-    tuner = BucketTuner(search=search, seed=seed, max_trials=max_trials, min_gain=0.0)
+    tuner = BucketTuner(seed=seed, max_trials=max_trials, min_gain=0.0)
     if start_mb is not None:
         tuner = replace(tuner, start_mb=start_mb)
     candidates = candidates_of(tuner)
+    order = order_of(search, len(candidates), seed, max_trials)
     best_s = min(curve.step_s(candidate.setting.mb) for candidate in candidates)
     dice = random.Random(seed)
     observed = list[Observation]()
@@ -80,11 +82,23 @@ def trials_needed(
         if step_s <= (1 + near) * best_s:
             return len(observed) + 1
         observed.append(Observation(following, 1 / (step_s * (1 + curve.spread * dice.gauss(0, 1)))))
-        following = propose(candidates, tuner, observed)
+        if search == "gp":
+            following = propose(candidates, tuner, observed)
+        else:
+            tried = {observation.candidate for observation in observed}
+            following = next((index for index in order if index not in tried), None)
     return max_trials + 1
+
+
+def order_of(search: SearchName, number: int, seed: int, max_trials: int) -> list[int]:
+    """Order of trials without a model: by chance, or evenly spread from the smallest size on."""
+    if search == "random":
+        return random.Random(seed).sample(range(number), number)
+    count = min(max_trials, number)
+    return [round(i * (number - 1) / max(1, count - 1)) for i in range(count)]
 
 
 def candidates_of(tuner: BucketTuner) -> list[Candidate]:
     """All sizes of the tuner's range, as if each made other groups."""
     firsts = [Setting(tuner.start_mb, 1)]
-    return find_candidates(Range(tuner.low_mb, tuner.high_mb, tuner.scale), lambda mb: Groups(1, mb), firsts, None)
+    return find_candidates(Range(tuner.low_mb, tuner.high_mb), lambda mb: Groups(1, mb), firsts, None)

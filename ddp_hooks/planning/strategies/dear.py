@@ -176,7 +176,7 @@ def predicted_start(
     ``strategy`` is DeAR as it is configured; None: with the defaults of :class:`~ddp_hooks.DearConfig`.
     """
     dear = replace(strategy or Dear(), tuner=tuner)
-    sizes = Range(tuner.low_mb, tuner.high_mb, tuner.scale)
+    sizes = Range(tuner.low_mb, tuner.high_mb)
     sizes_mb = [sizes.size_at(i / (_NUM_SIZES - 1)) for i in range(_NUM_SIZES)]
     steps_s = {mb: simulate(replace(dear, fusion_mb=mb), step, network, costs).step_s for mb in sizes_mb}
     fast = [mb for mb, step_s in steps_s.items() if step_s <= (1 + _ALIKE) * min(steps_s.values())]
