@@ -66,12 +66,6 @@ def _middle_of_widest_gap(positions: Sequence[Sequence[float]], tried: set[int],
     return min(untried, key=lambda index: math.dist(positions[index], middle))
 
 
-def all_candidates(tuner: BucketTuner, groups_of: Callable[[float], Groups], default: Setting) -> list[Candidate]:
-    """Return all settings that a search may try."""
-    sizes = Range(tuner.low_mb, tuner.high_mb)
-    return find_candidates(sizes, groups_of, [Setting(tuner.start_mb, default.lanes), default], tuner.max_lanes)
-
-
 def times_by_candidate(candidates: Sequence[Candidate], trials: Iterable[Trial]) -> dict[int, list[float]]:
     """Return the seconds per step of each candidate's trials, in order; trials of other settings are left out."""
     times_s: dict[int, list[float]] = {}
@@ -108,8 +102,7 @@ class Searcher:
         self._profile = Profile(tuner.profile) if tuner.profile is not None else None
         self.seconds: list[float] = []
         """Durations of the decisions."""
-        self.former: tuple[Trial, ...] = ()
-        """Trials of an interrupted run."""
+        self._former: tuple[Trial, ...] = ()  # trials of an interrupted run
         self._candidates: list[Candidate] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ddp_hooks tuner")
         self._future: Future[Decision] | None = None
@@ -137,7 +130,7 @@ class Searcher:
         start_s = time.perf_counter()
         decision = self._begin() if not self._candidates else None
         if decision is None:
-            known = (*self.former, *trials)
+            known = (*self._former, *trials)
             decision = self._next(known)
             if self._profile is not None and known:
                 chosen = decision.setting if decision.verdict == "stop" else None
@@ -148,7 +141,9 @@ class Searcher:
     def _begin(self) -> Decision | None:
         """Form the candidates and read the profile; return the decision of an earlier run that has ended."""
         tuner = self._tuner
-        found = self._candidates = all_candidates(tuner, self._groups_of, self._default)
+        firsts = [Setting(tuner.start_mb, self._default.lanes), self._default]
+        sizes = Range(tuner.low_mb, tuner.high_mb)
+        found = self._candidates = find_candidates(sizes, self._groups_of, firsts, tuner.max_lanes)
         counts = [candidate.num_groups for candidate in found]
         logger.info(
             f"the tuner looks for the fastest of {len(found)} settings: sizes from {found[0].setting.mb:.3g} to "
@@ -160,8 +155,8 @@ class Searcher:
             if entry.chosen is not None and candidate_of(found, entry.chosen) is not None:
                 logger.info("%s, as found before (%s)", entry.chosen, profile.path)
                 return Decision("stop", entry.chosen)
-            self.former = self._usable_trials(entry)
-            logger.info("%d trials of an earlier run (%s)", len(self.former), profile.path)
+            self._former = self._usable_trials(entry)
+            logger.info("%d trials of an earlier run (%s)", len(self._former), profile.path)
         importlib.import_module("ddp_hooks.tuning.surrogate")  # takes seconds, and disturbs no trial yet
         return None
 

@@ -23,8 +23,6 @@ _FIXED_DEVIATION = 0.05  # so this part of the first throughput serves instead
 class Posterior:
     """Prediction for every candidate."""
 
-    mean: list[float]  # of the throughput, in steps per second
-    deviation: list[float]
     improvement: list[float]  # expected, over the best by more than xi, in standard deviations of the trials
     gain: list[float]  # expected improvement over the best, as a part of it
 
@@ -43,8 +41,7 @@ def fit_posterior(
         unit = _FIXED_DEVIATION * throughputs[0]
     else:
         unit = throughputs.std()
-    center = throughputs.mean()
-    objective = (center - throughputs) / unit
+    objective = (throughputs.mean() - throughputs) / unit  # to be minimised
     points = [list(map(float, position)) for position in positions]
     optimizer = skopt.Optimizer(
         [(0.0, 1.0)] * len(points[0]),
@@ -61,10 +58,7 @@ def fit_posterior(
         optimizer.tell([points[observation.candidate] for observation in observed], objective.tolist())
         model = optimizer.models[-1]
         transformed = optimizer.space.transform(points)
-        mean, deviation = model.predict(transformed, return_std=True)
     best = float(objective.min())
     improvement = gaussian_ei(transformed, model, best, xi)
     gain = gaussian_ei(transformed, model, best, 0.0) * unit / throughputs.max()
-    return Posterior(
-        (center - unit * mean).tolist(), (unit * deviation).tolist(), improvement.tolist(), gain.tolist()
-    )
+    return Posterior(improvement.tolist(), gain.tolist())

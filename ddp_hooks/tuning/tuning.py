@@ -18,7 +18,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from pathlib import Path
 from typing import Protocol, get_args
 
 import torch
@@ -28,7 +27,7 @@ from ddp_hooks.tuning.candidates import Groups, Setting
 from ddp_hooks.tuning.clock import StepClock
 from ddp_hooks.tuning.config import BucketTuner
 from ddp_hooks.tuning.profile import Job, Role, Trial
-from ddp_hooks.tuning.search import Decision, Searcher, Verdict, all_candidates
+from ddp_hooks.tuning.search import Decision, Searcher, Verdict
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -66,7 +65,7 @@ class Tuning:
         self.setting = default
         """Setting in force."""
         self.phase = Phase.SETTLING
-        self._tunable = tunable
+        self.tunable = tunable
         self._lanes = lanes
         self._device = device
         self._default = default
@@ -120,25 +119,6 @@ class Tuning:
         elif not self.finished:
             self.phase, self._steps = Phase.SETTLING, 0
 
-    def groups_of(self, mb: float) -> Groups:
-        """Return the groups that a size forms; sizes with equal groups make no difference."""
-        return self._tunable.groups_of(mb)
-
-    def plot(self, path: str | Path) -> None:
-        """Draw the measurements, the posterior, and the expected improvement of a further trial (the paper's Fig. 3).
-
-        Raises:
-            ValueError: there are no measurements yet.
-            ModuleNotFoundError: matplotlib is not installed.
-        """
-        from ddp_hooks.tuning.plot import plot_search  # matplotlib is an extra
-
-        trials = [*(self._searcher.former if self._searcher is not None else ()), *self.trials]
-        if not trials:
-            raise ValueError("nothing was measured yet: draw the picture after the first trial")
-        candidates = all_candidates(self.tuner, self._tunable.groups_of, self._default)
-        plot_search(candidates, trials, self.setting, self.tuner, path)
-
     def close(self) -> None:
         """End the first rank's thread."""
         if self._searcher is not None:
@@ -159,7 +139,7 @@ class Tuning:
             self._next_poll = 2 * self._steps  # a slow decision is asked for seldom
             return
         if setting != self.setting:
-            self._tunable.apply(setting)
+            self.tunable.apply(setting)
             self.setting = setting
         if verdict == "stop":
             self._finish()
@@ -172,7 +152,7 @@ class Tuning:
     def _end_trial(self) -> None:
         median_s = statistics.median(self._clock.seconds()[self.tuner.dropped_steps :])
         step_s = max(row[0] for row in self._exchange([median_s], "the times of a trial"))  # of the slowest rank
-        num_groups = self._tunable.groups_of(self.setting.mb).num_groups
+        num_groups = self.tunable.groups_of(self.setting.mb).num_groups
         trial = Trial(*self.setting, num_groups, step_s, self._role, time.perf_counter() - self._asked_s)
         self.trials.append(trial)
         if self._searcher is not None:

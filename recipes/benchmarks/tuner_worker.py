@@ -99,7 +99,7 @@ def measure_sizes(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: l
     Every other round goes through the sizes from the largest on, so that what changes slowly favours none of them.
     """
     assert state.tuning is not None
-    equal = [list(run) for _, run in itertools.groupby(sizes_mb, state.tuning.groups_of)]
+    equal = [list(run) for _, run in itertools.groupby(sizes_mb, state.tuning.tunable.groups_of)]
     rounds: list[list[float]] = [[] for _ in equal]
     for number in range(job.rounds):
         indices = range(len(equal))
@@ -116,7 +116,7 @@ def measure_sizes(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: l
             rounds[index].append(slowest_s)
             report(f"{job.name} round {number + 1}/{job.rounds}, {mb:.3g} MB: {slowest_s:.4f} s per step")
     return [
-        {"mb": mb, "num_groups": state.tuning.groups_of(mb).num_groups, "steps_s": steps_s}
+        {"mb": mb, "num_groups": state.tuning.tunable.groups_of(mb).num_groups, "steps_s": steps_s}
         for sizes, steps_s in zip(equal, rounds, strict=True)
         for mb in sizes
     ]

@@ -764,8 +764,8 @@ _TUNING = (
     Fault(
         "tuning: the posterior has the wrong sign",
         "ddp_hooks/tuning/surrogate.py",
-        "(center - unit * mean)",
-        "(center + unit * mean)",
+        "(throughputs.mean() - throughputs) / unit",
+        "(throughputs - throughputs.mean()) / unit",
         ("tests/tuning/test_search.py",),
         "posterior",
     ),

@@ -103,12 +103,10 @@ def test_more_xi_explores_more() -> None:
 
 def test_posterior_follows_measurements() -> None:
     positions = [(i / 20,) for i in range(21)]
-    observed = [Observation(i, 3.0 + i / 10) for i in (0, 5, 10, 15, 20)]
-    posterior = fit_posterior(positions, observed, 0.1, 0)
-    for index, throughput in observed:
-        assert posterior.mean[index] == pytest.approx(throughput, rel=0.02)
-    assert posterior.mean[12] == pytest.approx(4.2, rel=0.03)
-    assert all(gain >= 0 for gain in posterior.gain)
+    posterior = fit_posterior(positions, [Observation(i, 3.0 + i / 10) for i in (0, 5, 10, 15)], 0.1, 0)
+    assert max(range(21), key=lambda i: posterior.improvement[i]) > 15, "it grows beyond the best"
+    assert posterior.improvement[2] < 0.01 > posterior.gain[2], "and not between two that are slow"
+    assert 0.005 < posterior.gain[20] < 0.3 and all(gain >= 0 for gain in posterior.gain)
 
 
 def test_it_ends_when_nothing_promises_more() -> None:

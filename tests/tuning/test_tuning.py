@@ -131,8 +131,6 @@ EXACT: dict[str, DearConfig | TopKConfig] = {
     "replicated": replace(DEAR, update="replicated"),
     "lanes, too": replace(DEAR, tuner=replace(TUNER, max_lanes=3, max_trials=6)),
     "no overlap": replace(DEAR, overlap_forward=False),
-    "at random": replace(DEAR, tuner=replace(TUNER, search="random")),
-    "a grid": replace(DEAR, tuner=replace(TUNER, search="grid")),
     "topk, everything": replace(TOPK, density=1.0),
     "topk, everything, forward": replace(TOPK, density=1.0, pipeline="forward"),
 }
@@ -486,7 +484,7 @@ def test_a_search_that_has_ended_is_not_begun_again(workers: WorkerPools) -> Non
 # -- what users see ----------------------------------------------------------------------------------------------------
 
 
-def seen(rank: int, world_size: int, folder: str) -> tuple[str, str, str, list[str]]:
+def seen(rank: int, world_size: int, folder: str) -> tuple[str, str, list[str]]:
     from torch.utils.tensorboard import SummaryWriter
 
     messages: list[str] = []
@@ -496,19 +494,17 @@ def seen(rank: int, world_size: int, folder: str) -> tuple[str, str, str, list[s
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     run = Run(rank, world_size, replace(DEAR, tuner=replace(TUNER, max_lanes=2)))
-    early = message_of(lambda: run.tuning.plot(Path(folder) / "early.png"))
     refused = message_of(lambda: run.state.set_fusion("none"))
     with SummaryWriter(f"{folder}/{rank}") as writer:
         run.state.log_to(writer, every=1)
         run.train()
     run.state.set_fusion("size", mb=0.03)
     run.train_step()
-    run.tuning.plot(Path(folder) / f"{rank}.png")
     logger.removeHandler(handler)
     logger.setLevel(logging.NOTSET)
     late = "" if run.state.stats().fusion_mb == 0.03 else "set_fusion had no effect"
     run.state.close()
-    return early, refused, late, messages
+    return refused, late, messages
 
 
 @pytest.mark.slow
@@ -516,15 +512,13 @@ def test_users_see_what_happens(workers: WorkerPools, tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     outcomes = workers(2).run(seen, str(tmp_path))
-    for rank, (early, refused, late, _) in enumerate(outcomes):
-        assert early.startswith("ValueError: nothing was measured yet")
+    for refused, late, _ in outcomes:
         assert "set_fusion while a tuner searches" in refused
         assert not late
-        assert (tmp_path / f"{rank}.png").stat().st_size > 10_000
-    text = "\n".join(outcomes[0][3])
+    text = "\n".join(outcomes[0][2])
     assert "the tuner looks for the fastest of" in text and "trial 1: 0.05 MB, 2 lanes" in text
     assert "steps/s" in text and "the tuner has ended" in text
-    assert not any("trial" in message for message in outcomes[1][3]), "the first rank alone reports"
+    assert not any("trial" in message for message in outcomes[1][2]), "the first rank alone reports"
     events = EventAccumulator(str(tmp_path / "0"))
     events.Reload()
     assert len({event.value for event in events.Scalars("ddp_hooks/fusion_mb")}) >= 4
