@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import update_wrapper
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import see
-from ddp_hooks.dear import GradScaler
-from ddp_hooks.integrations.fsdp import TOO_LATE, ExtendedModels, find_problem, install_extension
-from ddp_hooks.integrations.hooked_models import HookedModels
-from ddp_hooks.integrations.patches import ExtendedMethod, replaced
-from ddp_hooks.integrations.settings import BUCKET_MB, Config, combination_of
+from ddp_hooks.integrations.fsdp import TOO_LATE, ExtendedModels, find_problem
+from ddp_hooks.integrations.hooked_models import HookedModels, replaced, scaler_like
+from ddp_hooks.integrations.settings import BUCKET_MB, Config, Dense, combination_of
 from ddp_hooks.intercept import NonCopyableHook, clipping_of_frameworks
+from fsdp_ext import ExtConfig
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -61,27 +61,23 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment:
         ValueError: parts of ``config`` exclude each other, or this accelerator.
     """
     combination = combination_of(config)
+    has_peers = accelerator.num_processes > 1
     problem = None
     if combination.extension is None:
         problem = _find_problem(accelerator)
-    elif accelerator.num_processes > 1:
+    elif has_peers:
         problem = find_problem(accelerator)
     if problem is not None:
         raise ValueError(f"{problem}{see('in-a-trainer')}")
-    extension = combination.extension
-    attachment = Attachment(
-        accelerator, HookedModels(combination.dense) if extension is None else ExtendedModels(extension)
-    )
-    if not attachment.is_active:
+    if not has_peers:
         logger.warning(
             "one process: there is nothing to communicate, so training goes on without a hook. Several are started by "
             "torchrun or accelerate launch"
         )
-    elif isinstance(attachment.hooked_models, ExtendedModels):
-        install_extension(accelerator, attachment.hooked_models, attachment.undo)
-    else:
-        _HookedMethods(attachment, attachment.hooked_models).install()
-    return attachment
+        return Attachment(accelerator, HookedModels(None))
+    if combination.extension is not None:
+        return _ExtensionAttachment(accelerator, combination.extension)
+    return _HookAttachment(accelerator, combination.dense)
 
 
 def _find_problem(accelerator: Accelerator) -> str | None:
@@ -125,19 +121,13 @@ class HookedDdpKwargs(DistributedDataParallelKwargs):
 class Attachment:
     """Handle of the changes to an accelerator; :func:`attach` makes it."""
 
-    def __init__(self, accelerator: Accelerator, hooked_models: HookedModels | ExtendedModels) -> None:
+    def __init__(self, accelerator: Accelerator, hooked_models: HookedModels) -> None:
         self.accelerator = accelerator
         self.hooked_models = hooked_models
         """Models that were prepared with their optimizers, or with FSDP2, in the order of preparation."""
         self.keeps_models = False
         """True if prepared models train on after ``free_memory``, as in a Trainer."""
-        self.undo = ExitStack()
-        """Gives the accelerator its own attributes back."""
-
-    @property
-    def is_active(self) -> bool:
-        """True if there are several processes."""
-        return self.accelerator.num_processes > 1
+        self._undo = ExitStack()  # gives the accelerator its own attributes back
 
     def stats(self) -> dict[str, float]:
         """Return statistics of this rank, summed over models: of the last step; with FSDP2 since the beginning."""
@@ -147,52 +137,69 @@ class Attachment:
         """Wait until parameters hold their new values, for C++ code and other processes that read them."""
         self.hooked_models.synchronize()
 
-    def complete(self, everywhere: bool = False) -> AbstractContextManager[None]:
-        """Return a context with complete states on the first rank, or ``everywhere``, for saving; collective."""
-        return self.hooked_models.complete(everywhere)
-
     def close(self) -> None:
         """End communication, and give the accelerator its own methods back; all ranks call it."""
         self.hooked_models.release()
-        self.undo.close()
+        self._undo.close()
+
+    def _extend(self, **functions: Callable[..., Any]) -> None:
+        """Call ``function(former method, ...)`` in the place of each method."""
+        for name, function in functions.items():
+            method = _ExtendedMethod(self.accelerator, name, function)
+            self._undo.enter_context(replaced(self.accelerator, name, method))
+
+    def _end_training(self, original: Callable[..., Any]) -> Any:
+        self.hooked_models.release()  # before the process group is gone
+        return original()
 
 
-class _HookedMethods:
+class _ExtensionAttachment(Attachment):
+    """Methods of an accelerator around its own, for models that FSDP2 shards."""
+
+    def __init__(self, accelerator: Accelerator, config: ExtConfig) -> None:
+        models = ExtendedModels(config)
+        super().__init__(accelerator, models)
+        self._extended = models
+        self._extend(prepare=self._prepare, end_training=self._end_training)
+        save = NonCopyableHook(lambda _, weights, folder: models.save(folder))
+        load = NonCopyableHook(lambda _, folder: models.load(folder))
+        self._undo.callback(accelerator.register_save_state_pre_hook(save).remove)
+        self._undo.callback(accelerator.register_load_state_pre_hook(load).remove)
+
+    def _prepare(self, original: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
+        prepared = original(*objects, **kwargs)
+        for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
+            self._extended.extend(getattr(each, "_orig_mod", each))
+        return prepared
+
+
+class _HookAttachment(Attachment):
     """Methods of an accelerator around its own, for models with DDP's hooks."""
 
-    def __init__(self, attachment: Attachment, models: HookedModels) -> None:
-        self._attachment = attachment
-        self._accelerator = attachment.accelerator
-        self._models = models
-
-    def install(self) -> None:
-        """Replace attributes of the accelerator."""
-        accelerator, undo = self._accelerator, self._attachment.undo
+    def __init__(self, accelerator: Accelerator, dense: Dense | None) -> None:
+        super().__init__(accelerator, HookedModels(dense))
         clipping_of_frameworks["Accelerate"] = "accelerator.clip_grad_norm_(...)"
-        undo.enter_context(replaced(accelerator, "ddp_handler", self._ddp_settings()))
+        self._undo.enter_context(replaced(accelerator, "ddp_handler", self._ddp_settings()))
         if accelerator.scaler is not None:
-            handler = accelerator.scaler_handler
-            settings = handler.to_kwargs() if handler is not None else {}
-            undo.enter_context(replaced(accelerator, "scaler", GradScaler(accelerator.device.type, **settings)))
-        undo.callback(accelerator.register_save_state_pre_hook(NonCopyableHook(self._begin_checkpoint)).remove)
-        for name, function in (
-            ("prepare_model", self._prepare_model),
-            ("prepare_optimizer", self._prepare_optimizer),
-            ("clip_grad_norm_", self._clip_grad_norm),
-            ("clip_grad_value_", self._clip_grad_value),
-            ("save_state", self._save_state),
-            ("load_state", self._load_state),
-            ("get_state_dict", self._get_state_dict),
-            ("free_memory", self._free_memory),
-            ("end_training", self._end_training),
-        ):
-            undo.enter_context(replaced(accelerator, name, ExtendedMethod(accelerator, name, function)))
+            self._undo.enter_context(replaced(accelerator, "scaler", scaler_like(accelerator.scaler)))
+        self._undo.callback(accelerator.register_save_state_pre_hook(NonCopyableHook(self._begin_checkpoint)).remove)
+        self._extend(
+            prepare_model=self._prepare_model,
+            prepare_optimizer=self._prepare_optimizer,
+            clip_grad_norm_=self._clip_grad_norm,
+            clip_grad_value_=self._clip_grad_value,
+            save_state=self._save_state,
+            load_state=self._load_state,
+            get_state_dict=self._get_state_dict,
+            free_memory=self._free_memory,
+            end_training=self._end_training,
+        )
 
     def _ddp_settings(self) -> HookedDdpKwargs:
-        former = self._accelerator.ddp_handler
+        former = self.accelerator.ddp_handler
         settings = HookedDdpKwargs(**vars(former)) if former is not None else HookedDdpKwargs()
         settings.gradient_as_bucket_view = True
-        if self._models.dense is not None and settings.bucket_cap_mb == HookedDdpKwargs.bucket_cap_mb:
+        if self.hooked_models.dense is not None and settings.bucket_cap_mb == HookedDdpKwargs.bucket_cap_mb:
             settings.bucket_cap_mb = BUCKET_MB
         return settings
 
@@ -200,7 +207,7 @@ class _HookedMethods:
         prepared = original(*args, **kwargs)
         ddp = getattr(prepared, "_orig_mod", prepared)  # compiled or not
         if isinstance(ddp, DistributedDataParallel):
-            self._models.expect(ddp)
+            self.hooked_models.expect(ddp)
             self._bind()
         return prepared
 
@@ -210,68 +217,60 @@ class _HookedMethods:
         return prepared
 
     def _bind(self) -> None:
-        wrapper_of = {_unwrapped(prepared): prepared for prepared in self._accelerator._optimizers}
-        for model in self._models.bind(wrapper_of, self._accelerator.scaler):
+        wrapper_of = {_unwrapped(prepared): prepared for prepared in self.accelerator._optimizers}
+        for model in self.hooked_models.bind(wrapper_of, self.accelerator.scaler):
             prepared, optimizer = wrapper_of[model.optimizer], model.optimizer
             if prepared.scaler is not None:  # it has kept the former step(), and would restore it
                 prepared._optimizer_original_step_method = optimizer.step
                 prepared._optimizer_patched_step_method = patch_optimizer_step(prepared, optimizer.step)
 
     def _free_memory(self, original: Callable[..., Any], *objects: Any) -> Any:
-        if not self._attachment.keeps_models:
-            self._models.release()
+        if not self.keeps_models:
+            self.hooked_models.release()
         return original(*objects)
-
-    def _end_training(self, original: Callable[..., Any]) -> Any:
-        self._models.release()  # before the process group is gone
-        return original()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def _clip_grad_norm(
         self, original: Callable[..., Any], parameters: Iterable[Tensor] | Tensor, max_norm: float, norm_type: float = 2
     ) -> Any:
-        given = self._ready_for("clip_grad_norm_", parameters)
-        norm = self._models.clip_grad_norm(given, max_norm, norm_type)
-        return original(given, max_norm, norm_type) if norm is None else norm
+        return self.hooked_models.clip_grad_norm(self._ready_for("clip_grad_norm_", parameters), max_norm, norm_type)
 
     def _clip_grad_value(
         self, original: Callable[..., Any], parameters: Iterable[Tensor] | Tensor, clip_value: float
     ) -> None:
-        rest = self._models.clip_grad_value(self._ready_for("clip_grad_value_", parameters), clip_value)
-        if rest:
-            original(rest, clip_value)
+        self.hooked_models.clip_grad_value(self._ready_for("clip_grad_value_", parameters), clip_value)
 
     def _ready_for(self, name: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
         """Unscale the gradients; refuse DeAR's unfinished accumulation."""
-        if not self._accelerator.sync_gradients and any(model.dear is not None for model in self._models):
+        if not self.accelerator.sync_gradients and any(model.dear is not None for model in self.hooked_models):
             raise RuntimeError(
                 f"{name}() was called while every rank accumulates gradients of its own: write "
                 f"`if accelerator.sync_gradients:` before it{see('in-a-trainer')}"
             )
-        self._accelerator.unscale_gradients()
+        self.accelerator.unscale_gradients()
         return [parameters] if isinstance(parameters, Tensor) else list(parameters)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def _get_state_dict(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self._models.model_state(lambda: original(*args, **kwargs))
+        return self.hooked_models.model_state(lambda: original(*args, **kwargs))
 
     def _save_state(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        everywhere = self._accelerator.project_configuration.save_on_each_node
-        with self._models.complete(everywhere):
+        everywhere = self.accelerator.project_configuration.save_on_each_node
+        with self.hooked_models.complete(everywhere):
             folder = original(*args, **kwargs)
-            self._models.save(folder, everywhere)
-        self._accelerator.wait_for_everyone()
+            self.hooked_models.save(folder, everywhere)
+        self.accelerator.wait_for_everyone()
         if self._writes:
             (Path(folder) / _INCOMPLETE).unlink()
-        self._accelerator.wait_for_everyone()  # whoever returns finds a complete checkpoint
+        self.accelerator.wait_for_everyone()  # whoever returns finds a complete checkpoint
         return folder
 
     @property
     def _writes(self) -> bool:
         """True if this process writes the files that are equal on all ranks."""
-        accelerator = self._accelerator
+        accelerator = self.accelerator
         everywhere = accelerator.project_configuration.save_on_each_node
         return bool(accelerator.is_local_main_process if everywhere else accelerator.is_main_process)
 
@@ -283,7 +282,7 @@ class _HookedMethods:
     def _load_state(
         self, original: Callable[..., Any], input_dir: str | None = None, *args: Any, **kwargs: Any
     ) -> None:
-        if input_dir is None and not self._accelerator.project_configuration.automatic_checkpoint_naming:
+        if input_dir is None and not self.accelerator.project_configuration.automatic_checkpoint_naming:
             original(None, *args, **kwargs)  # raises, naming the missing argument
         folder = Path(input_dir).expanduser() if input_dir is not None else self._latest_complete()
         if (folder / _INCOMPLETE).exists():
@@ -291,19 +290,37 @@ class _HookedMethods:
                 f"{folder} was not written to its end, perhaps because a process was killed: load an earlier one"
                 f"{see('in-a-trainer')}"
             )
-        self._models.consolidate_tables(everywhere=True)  # Accelerate compares the file with state_dict()
+        self.hooked_models.consolidate_tables(everywhere=True)  # Accelerate compares the file with state_dict()
         original(str(folder), *args, **kwargs)
-        self._models.load(folder)
+        self.hooked_models.load(folder)
 
     def _latest_complete(self) -> Path:
-        """Return the last complete one of the checkpoints under Accelerate's own names."""
-        folders = (Path(self._accelerator.project_dir) / "checkpoints").glob("checkpoint_*")
+        """Return the last complete checkpoint under Accelerate's own names."""
+        folders = (Path(self.accelerator.project_dir) / "checkpoints").glob("checkpoint_*")
         newest_first = sorted(folders, key=lambda folder: int(folder.name.rpartition("_")[2]), reverse=True)
         for folder in newest_first:
             if not (folder / _INCOMPLETE).exists():
                 return folder
             logger.warning("%s was not written to its end, so it is not loaded", folder)
-        raise ValueError(f"there is no complete checkpoint in {self._accelerator.project_dir}{see('in-a-trainer')}")
+        raise ValueError(f"there is no complete checkpoint in {self.accelerator.project_dir}{see('in-a-trainer')}")
+
+
+class _ExtendedMethod:
+    """Method of one instance that calls ``function(former method, *args, **kwargs)``.
+
+    Copies and pickles of the instance get the method of its class.
+    """
+
+    def __init__(self, instance: object, name: str, function: Callable[..., Any]) -> None:
+        self._instance, self._name, self._function = instance, name, function
+        self._original = getattr(instance, name)
+        update_wrapper(self, self._original)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._function(self._original, *args, **kwargs)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return getattr, (self._instance, self._name)
 
 
 def _unwrapped(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

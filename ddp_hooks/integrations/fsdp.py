@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
@@ -14,8 +11,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.integrations.patches import ExtendedMethod, replaced
-from ddp_hooks.intercept import NonCopyableHook
+from ddp_hooks.integrations.hooked_models import HookedModels
 from fsdp_ext import ExtConfig, Extension, extend, restore
 
 logger = logging.getLogger("ddp_hooks")
@@ -25,16 +21,13 @@ RESIDUAL_FOLDER = "fsdp_ext"
 TOO_LATE = "this accelerator has prepared a model already: call attach() before accelerator.prepare()"
 
 
-class ExtendedModels:
-    """All extended models of a loop, in the order of their preparation."""
+class ExtendedModels(HookedModels):
+    """All extended models of a loop, in the order of their preparation; none has a hook of DDP's."""
 
     def __init__(self, config: ExtConfig) -> None:
+        super().__init__(None)
         self._config = config
         self._extended: dict[nn.Module, Extension] = {}
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return no models: none is bound to an optimizer."""
-        return iter(())
 
     def extend(self, prepared: object) -> None:
         """Extend a prepared object if it is a model that FSDP2 shards. Collective."""
@@ -42,17 +35,9 @@ class ExtendedModels:
             self._extended[prepared] = extend(prepared, self._config)
 
     def release(self, but: nn.Module | None = None) -> None:
-        """End communication and forget all models, ``but`` one; all ranks call it."""
         for model in [model for model in self._extended if model is not but]:
             del self._extended[model]
             restore(model)
-
-    def synchronize(self) -> None:
-        """Return at once: FSDP2 waits for parameters where they are read."""
-
-    def complete(self, everywhere: bool = False) -> AbstractContextManager[None]:
-        """Return an empty context: FSDP2's checkpoints are complete."""
-        return nullcontext()
 
     def save(self, folder: str | Path, everywhere: bool = False) -> None:
         """Write the residuals of gradients, if there are any. Collective."""
@@ -62,7 +47,6 @@ class ExtendedModels:
                 dcp.save({"residuals": state}, checkpoint_id=_numbered(folder, number))
 
     def load(self, folder: str | Path) -> None:
-        """Read the files of :meth:`save`. Collective."""
         for number, extension in enumerate(self._extended.values()):
             state, path = extension.state_dict(), _numbered(folder, number)
             if state and not path.exists():
@@ -80,27 +64,6 @@ class ExtendedModels:
             "ddp_hooks/stall_s": sum(stats.stall_s for stats in found),
             "ddp_hooks/sent_mb": sum(stats.sent_bytes for stats in found) / 2**20,
         }
-
-
-def install_extension(accelerator: Accelerator, models: ExtendedModels, undo: ExitStack) -> None:
-    """Let an accelerator extend the models that it prepares, and save their residuals, until ``undo`` is closed."""
-
-    def prepare(original: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
-        prepared = original(*objects, **kwargs)
-        for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
-            models.extend(getattr(each, "_orig_mod", each))
-        return prepared
-
-    def end_training(original: Callable[..., Any]) -> Any:
-        models.release()  # before the process group is gone
-        return original()
-
-    for name, function in (("prepare", prepare), ("end_training", end_training)):
-        undo.enter_context(replaced(accelerator, name, ExtendedMethod(accelerator, name, function)))
-    save = NonCopyableHook(lambda _, weights, folder: models.save(folder))
-    load = NonCopyableHook(lambda _, folder: models.load(folder))
-    undo.callback(accelerator.register_save_state_pre_hook(save).remove)
-    undo.callback(accelerator.register_load_state_pre_hook(load).remove)
 
 
 def find_problem(accelerator: Accelerator) -> str | None:

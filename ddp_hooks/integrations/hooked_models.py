@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -16,9 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import see
 from ddp_hooks.comm.torch_compat.ddp import managed_parameters
-from ddp_hooks.dear import DearConfig, DearState, clip_grad_norm_, dear_hook
+from ddp_hooks.dear import DearConfig, DearState, GradScaler, clip_grad_norm_, dear_hook
 from ddp_hooks.embedding import EmbeddingTables
-from ddp_hooks.integrations.patches import replaced
 from ddp_hooks.integrations.settings import Dense
 from ddp_hooks.intercept.co_optimizers import co_optimizers_in
 from ddp_hooks.topk import TopKConfig, TopKState, topk_hook
@@ -31,23 +31,35 @@ TABLES_FILE = "ddp_hooks_tables.bin"
 """File of a checkpoint: state of the tables' optimizer."""
 
 
+@contextmanager
+def replaced(target: object, name: str, value: Any) -> Iterator[None]:
+    """Replace an attribute of an instance; its former value, or that of its class, returns at the end."""
+    own = name in vars(target)
+    before = vars(target).get(name)
+    setattr(target, name, value)
+    try:
+        yield
+    finally:
+        if own:
+            setattr(target, name, before)
+        else:
+            delattr(target, name)
+
+
+def scaler_like(stock: torch.amp.GradScaler) -> GradScaler:
+    """Return a :class:`~ddp_hooks.GradScaler` with the settings and the scale of a scaler of torch."""
+    ours: Any = copy.copy(stock)
+    ours.__class__ = GradScaler
+    return ours
+
+
 def tables_of(model: nn.Module) -> EmbeddingTables | None:
     """Return the sharded tables of a model; None if it has none."""
     return next((found for found in co_optimizers_in(model) if isinstance(found, EmbeddingTables)), None)
 
 
-class _FinalState(NamedTuple):
-    """State for checkpoints after communication has ended."""
-
-    optimizer: dict[str, Any]
-    residual: dict[str, Any]
-
-
 class HookedModel:
-    """DDP model whose gradients travel by a hook, or beside tables (``dense=None``) by DDP's own all-reduce.
-
-    Its construction is collective.
-    """
+    """DDP model whose gradients travel by a hook, or beside tables (``dense=None``) by DDP's own all-reduce."""
 
     def __init__(
         self,
@@ -70,7 +82,8 @@ class HookedModel:
             ddp.register_comm_hook(self.topk, topk_hook)
         if self.tables is not None and self.dear is None:
             self.tables.follow(optimizer)
-        self._final: _FinalState | None = None
+        self._final_optimizer: dict[str, Any] | None = None  # for checkpoints after communication has ended
+        self._final_residual: dict[str, Any] = {}
         self._parameters = {id(parameter) for parameter in managed_parameters(ddp).values()}
 
     @property
@@ -83,7 +96,6 @@ class HookedModel:
         return id(parameter) in self._parameters
 
     def synchronize(self) -> None:
-        """Wait until parameters hold their new values. Communicates nothing."""
         for state in (self.dear, self.topk):
             if state is not None:
                 state.synchronize()
@@ -125,8 +137,8 @@ class HookedModel:
 
     def optimizer_state(self) -> dict[str, Any]:
         """Return the optimizer's complete ``state_dict``; with DeAR on the first rank, {} on others. Collective."""
-        if self._final is not None:
-            return self._final.optimizer
+        if self._final_optimizer is not None:
+            return self._final_optimizer
         if self.topk is not None:
             self.topk.synchronize()
         if self.dear is not None:
@@ -156,8 +168,7 @@ class HookedModel:
         With ``everywhere`` every rank also writes the files that are equal on all ranks, for nodes with own folders.
         """
         if self.topk is not None:
-            residual = self.topk.state_dict() if self._final is None else self._final.residual
-            _write(residual, Path(folder) / RESIDUAL_FILE.format(self.rank))
+            _write(self._final_residual or self.topk.state_dict(), Path(folder) / RESIDUAL_FILE.format(self.rank))
         if self.tables is not None and (everywhere or self.rank == 0):
             _write(self.tables.optimizer.state_dict(), Path(folder) / TABLES_FILE)
 
@@ -198,14 +209,11 @@ class HookedModel:
         return numbers
 
     def close(self, keep_state: bool = False) -> None:
-        """End communication; with ``keep_state`` the present state can still be saved, and the call is collective.
-
-        Tables stay open. See :meth:`ddp_hooks.DearState.close`.
-        """
+        """End communication, but for tables; with ``keep_state`` the state can still be saved (a collective call)."""
         if keep_state:
-            optimizer = self.optimizer_state()
+            self._final_optimizer = self.optimizer_state()
             self.consolidate_tables()
-            self._final = _FinalState(optimizer, self.topk.state_dict() if self.topk is not None else {})
+            self._final_residual = self.topk.state_dict() if self.topk is not None else {}
         for state in (self.dear, self.topk):
             if state is not None:
                 state.close()
@@ -270,7 +278,6 @@ class HookedModels:
             model.close()
 
     def synchronize(self) -> None:
-        """Wait until parameters hold their new values. Communicates nothing."""
         for model in self._hooked:
             model.synchronize()
 
@@ -284,18 +291,23 @@ class HookedModels:
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
-    def clip_grad_norm(self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, **how: Any) -> Any:
-        """Clip the common norm of gradients; return None, and do nothing, if no model owns any of them. Collective."""
+    def clip_grad_norm(
+        self, parameters: Iterable[Tensor], max_norm: float, norm_type: float = 2.0, **how: Any
+    ) -> Tensor:
+        """Clip the common norm of gradients, of these models and of others; collective."""
         shares, rest = self._split(parameters)
+        if not shares:
+            return nn.utils.clip_grad_norm_(rest, max_norm, norm_type, **how)
         sources = [source for model, own in shares for source in model.sources(own)]
-        return clip_grad_norm_([*sources, rest], max_norm, norm_type, **how).float() if sources else None
+        return clip_grad_norm_([*sources, rest], max_norm, norm_type, **how).float()
 
-    def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> list[Tensor]:
-        """Clamp gradients of models here; return the parameters of no model. All ranks call it."""
+    def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
+        """Clamp gradients of these models and of others; all ranks call it."""
         shares, rest = self._split(parameters)
         for model, own in shares:
             model.clip_grad_value_(own, clip_value)
-        return rest
+        if rest:
+            nn.utils.clip_grad_value_(rest, clip_value)
 
     def _split(self, parameters: Iterable[Tensor]) -> tuple[list[tuple[HookedModel, list[Tensor]]], list[Tensor]]:
         """Split parameters by their models; return also the parameters of no model."""
@@ -325,7 +337,6 @@ class HookedModels:
         return state_dict() if all(model.tables is None or model.tables.is_whole for model in self._hooked) else {}
 
     def consolidate_tables(self, everywhere: bool = False) -> None:
-        """Gather the tables of all models; see :meth:`HookedModel.consolidate_tables`. Collective."""
         for model in self._hooked:
             model.consolidate_tables(everywhere)
 
@@ -335,7 +346,6 @@ class HookedModels:
             model.save(_numbered(folder, number), everywhere)
 
     def load(self, folder: str | Path) -> None:
-        """Read the files of all models. Collective."""
         for number, model in enumerate(self._hooked):
             model.load(_numbered(folder, number))
 

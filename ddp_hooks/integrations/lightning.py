@@ -29,8 +29,7 @@ else:  # the same under their former names
     from lightning_fabric.strategies import DDPStrategy as FabricDDPStrategy
     from pytorch_lightning.strategies import DDPStrategy
 
-from ddp_hooks.dear import GradScaler
-from ddp_hooks.integrations.hooked_models import HookedModels
+from ddp_hooks.integrations.hooked_models import HookedModels, scaler_like
 from ddp_hooks.integrations.settings import BUCKET_MB, Config, combination_of
 from ddp_hooks.intercept import clipping_of_frameworks
 
@@ -70,20 +69,21 @@ class _Hooked:
         """Replace torch's scaler by :class:`~ddp_hooks.GradScaler` with the same settings; return the one in force."""
         stock = getattr(precision, "scaler", None)
         if type(stock) is torch.amp.GradScaler and self._has_peers:
-            precision.scaler = GradScaler(
-                self.root_device.type,  # type: ignore[attr-defined]
-                init_scale=stock.get_scale(),
-                growth_factor=stock.get_growth_factor(),
-                backoff_factor=stock.get_backoff_factor(),
-                growth_interval=stock.get_growth_interval(),
-            )
+            precision.scaler = scaler_like(stock)
         return getattr(precision, "scaler", None)
 
-    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the complete state on the first rank; with DeAR {} on others. Collective."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        """Return the complete state, after a fit the last one; with DeAR {} on all ranks but the first. Collective."""
         inner = _unwrapped(optimizer)
         models = self.hooked_models.of(inner)
         return models[0].optimizer_state() if models else inner.state_dict()
+
+    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+        """Return the parameters of an optimizer; if it holds shards, the model's parameters."""
+        models = self.hooked_models.of(_unwrapped(optimizer))
+        if not any(model.has_sharded_optimizer for model in models):
+            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        return [parameter for model in models for parameter in model.ddp.parameters() if parameter.requires_grad]
 
     def _save_beside(self, path: str | Path) -> None:
         """Write residuals and the state of tables into a folder beside the checkpoint; all ranks call it."""
@@ -134,27 +134,12 @@ class CommHookStrategy(_Hooked, DDPStrategy):
             self.precision_plugin.clip_grad_by_value = self._clip_by_value  # type: ignore[method-assign]
 
     def _clip_by_norm(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        parameters = self._parameters_of(optimizer)
-        if self.hooked_models.clip_grad_norm(parameters, clip_val) is None:
-            nn.utils.clip_grad_norm_(parameters, clip_val)
+        self.hooked_models.clip_grad_norm(self._parameters_of(optimizer), clip_val)
 
     def _clip_by_value(self, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        rest = self.hooked_models.clip_grad_value(self._parameters_of(optimizer), clip_val)
-        if rest:
-            nn.utils.clip_grad_value_(rest, clip_val)
-
-    def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-        """Return the parameters of an optimizer; if it holds shards, the model's parameters."""
-        models = self.hooked_models.of(_unwrapped(optimizer))
-        if not any(model.has_sharded_optimizer for model in models):
-            return [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        return [parameter for model in models for parameter in model.ddp.parameters() if parameter.requires_grad]
+        self.hooked_models.clip_grad_value(self._parameters_of(optimizer), clip_val)
 
     # -- checkpoints ------------------------------------------------------------------------------------------------
-
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the complete state, after a fit the last one; with DeAR {} on all ranks but the first. Collective."""
-        return self._optimizer_state(optimizer)
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the model's state; with sharded tables on the first rank, {} on others. Collective."""
@@ -229,24 +214,16 @@ class CommHookFabricStrategy(_Hooked, FabricDDPStrategy):
         norm_type: float = 2.0,
         error_if_nonfinite: bool = True,
     ) -> Tensor:
-        if not self.hooked_models.of(_unwrapped(optimizer)):
-            return super().clip_gradients_norm(module, optimizer, max_norm, norm_type, error_if_nonfinite)
         self.precision.unscale_gradients(optimizer)
-        norm: Tensor = self.hooked_models.clip_grad_norm(
-            module.parameters(), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
+        return self.hooked_models.clip_grad_norm(
+            self._parameters_of(optimizer), max_norm, norm_type, error_if_nonfinite=error_if_nonfinite
         )
-        return norm
 
     def clip_gradients_value(self, module: nn.Module, optimizer: torch.optim.Optimizer, clip_val: float) -> None:
-        if not self.hooked_models.of(_unwrapped(optimizer)):
-            super().clip_gradients_value(module, optimizer, clip_val)
-            return
         self.precision.unscale_gradients(optimizer)
-        self.hooked_models.clip_grad_value(module.parameters(), clip_val)
+        self.hooked_models.clip_grad_value(self._parameters_of(optimizer), clip_val)
 
-    def get_optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        """Return the complete state; with DeAR on the first rank, {} on others. Collective."""
-        return self._optimizer_state(optimizer)
+    get_optimizer_state = _Hooked.optimizer_state
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
         """Return the model's state; with sharded tables on the first rank, {} on others. Collective."""

@@ -14,7 +14,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,16 +28,18 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ddp_hooks.comm import see
 from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
+from ddp_hooks.embedding.exchange.ids import BatchRows
+from ddp_hooks.embedding.step.prefetch import Announcement
 from ddp_hooks.integrations import accelerate
 from ddp_hooks.integrations.fsdp import RESIDUAL_FOLDER
 from ddp_hooks.integrations.hooked_models import TABLES_FILE, tables_of
-from ddp_hooks.integrations.lookahead import Lookahead
 from ddp_hooks.integrations.settings import Config, combination_of
 from ddp_hooks.intercept import clipping_of_frameworks
 
 logger = logging.getLogger("ddp_hooks")
 
 _TRAINER_STATE = "trainer_state.json"  # the last file that a Trainer writes into a checkpoint
+_END = object()
 
 if TYPE_CHECKING:
     _Trainer = transformers.Trainer
@@ -64,7 +67,7 @@ class CommHookMixin(_Trainer):
     _comm_hook: Config | None = None
     _attachment: accelerate.Attachment | None = None
     _tables: EmbeddingTables | None = None
-    _lookahead: Lookahead | None = None
+    _lookahead: _Lookahead | None = None
     _follows_schedule: bool = False
     _has_consolidated: bool = False  # tables since the last step, on every rank
     _has_users_optimizer: bool | None = None
@@ -116,7 +119,7 @@ class CommHookMixin(_Trainer):
         self._attachment, self._tables, self._lookahead = None, None, None
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
-        if self._attachment is not None and self._attachment.is_active:
+        if self._attachment is not None and self.accelerator.num_processes > 1:
             if self._has_users_optimizer is None:
                 self._has_users_optimizer = self.optimizer is not None
             if self.args.auto_find_batch_size:
@@ -186,7 +189,7 @@ class CommHookMixin(_Trainer):
             if self.neftune_noise_alpha is not None:
                 self.neftune_hook_handle = activate_neftune(self.model, self.neftune_noise_alpha, self.accelerator)
         if settings.ids is not None:
-            self._lookahead = Lookahead(self._tables, settings.ids)
+            self._lookahead = _Lookahead(self._tables, settings.ids)
 
     # -- steps ------------------------------------------------------------------------------------------------------
 
@@ -249,11 +252,13 @@ class CommHookMixin(_Trainer):
             super()._save_checkpoint(model, trial)
             return
         everywhere = self.args.save_on_each_node
-        with attachment.complete(everywhere):
+        with attachment.hooked_models.complete(everywhere):
             if with_optimizer:
                 folder = Path(self._get_output_dir(trial=trial)) / f"{PREFIX_CHECKPOINT_DIR}-{self.state.global_step}"
-                if self.args.should_save:
-                    _forget_former(folder)
+                if self.args.should_save:  # first make another run's checkpoint in the same place incomplete
+                    for path in [folder / _TRAINER_STATE, *folder.glob("ddp_hooks*.bin")]:
+                        path.unlink(missing_ok=True)
+                    shutil.rmtree(folder / RESIDUAL_FOLDER, ignore_errors=True)
                 self.accelerator.wait_for_everyone()
                 attachment.hooked_models.save(folder, everywhere)
             super()._save_checkpoint(model, trial)
@@ -265,10 +270,54 @@ class CommHookMixin(_Trainer):
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None and self._tables is not None:
-            _refuse_checkpoint_without_tables(Path(checkpoint))
+            folder = Path(checkpoint)
+            if (folder / "optimizer.pt").exists() and not (folder / TABLES_FILE).exists():
+                raise ValueError(
+                    f"{checkpoint} was saved without sharded tables, so its optimizer has a state for whole ones: "
+                    f"resume it without tables, or begin with its weights alone, with "
+                    f"model.from_pretrained({checkpoint!r}){see('in-a-trainer')}"
+                )
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self._attachment is not None:
             self._attachment.hooked_models.load(checkpoint)
+
+
+class _Lookahead:
+    """Draws one batch ahead, and announces each batch to the tables when its training begins.
+
+    A Trainer draws several batches at a time, and trains with them one after the other.
+    """
+
+    def __init__(self, tables: EmbeddingTables, ids: Callable[[Any], Any]) -> None:
+        self._tables = tables
+        self._ids = ids
+        self._source: Iterator[Any] | None = None
+        self._drawn: Any = _END  # the batch ahead
+        self._rows: deque[BatchRows] = deque()  # of batches that are not trained with yet, the one ahead included
+
+    def over(self, source: Iterator[Any]) -> Iterator[Any]:
+        """Yield the batches of ``source``; several calls with the same source continue it."""
+        if source is not self._source:
+            self._tables.announcements.withdraw(self)
+            self._rows.clear()
+            self._source = source
+            self._draw(source)
+        while self._drawn is not _END:
+            batch = self._drawn
+            self._draw(source)
+            yield batch
+
+    def _draw(self, source: Iterator[Any]) -> None:
+        self._drawn = next(source, _END)
+        if self._drawn is not _END:
+            self._rows.append(self._tables.rows_of(self._ids(self._drawn)))
+
+    def announce(self) -> None:
+        """Announce the next batch to train with, and the one after it."""
+        if self._rows:
+            current = self._rows.popleft()
+            upcoming = self._rows[0] if self._rows else None
+            self._tables.announcements.announce(self, Announcement(self, current, upcoming))
 
 
 def attach(trainer: transformers.Trainer, config: Config) -> None:
@@ -310,22 +359,6 @@ def last_complete_checkpoint(output_dir: str | os.PathLike[str]) -> str | None:
         except (OSError, ValueError):
             logger.warning("%s was not written to its end, so training does not resume from it", folder)
     return None
-
-
-def _forget_former(checkpoint: Path) -> None:
-    """Make another run's checkpoint in the same place incomplete, before this one is begun."""
-    for path in [checkpoint / _TRAINER_STATE, *checkpoint.glob("ddp_hooks*.bin")]:
-        path.unlink(missing_ok=True)
-    shutil.rmtree(checkpoint / RESIDUAL_FOLDER, ignore_errors=True)
-
-
-def _refuse_checkpoint_without_tables(checkpoint: Path) -> None:
-    if (checkpoint / "optimizer.pt").exists() and not (checkpoint / TABLES_FILE).exists():
-        raise ValueError(
-            f"{checkpoint} was saved without sharded tables, so its optimizer has a state for whole ones: resume it "
-            f"without tables, or begin with its weights alone, with model.from_pretrained({str(checkpoint)!r})"
-            f"{see('in-a-trainer')}"
-        )
 
 
 def _follow_learning_rate(tables: EmbeddingTables, optimizer: torch.optim.Optimizer) -> None:

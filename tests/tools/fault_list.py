@@ -843,8 +843,8 @@ _INTEGRATIONS = (
     Fault(
         "integrations: clipping between parts is allowed",
         "ddp_hooks/integrations/accelerate.py",
-        "if not self._accelerator.sync_gradients and any(",
-        "if self._accelerator.sync_gradients and any(",
+        "if not self.accelerator.sync_gradients and any(",
+        "if self.accelerator.sync_gradients and any(",
         ("tests/integrations/test_accelerate.py",),
         "clipping or refusals",
     ),
