@@ -58,7 +58,7 @@ class EmbeddingTables:
         self.announcements = self._scheduler.lookups.queue  # batches that loaders have handed out
         self._replaced: list[weakref.ref[Tensor]] = []  # whole weights, by table
         self._at_exit = at_exit(self.close, channels.abandon, channels.is_stuck)
-        co_optimizers.join_module(model, self)
+        co_optimizers.join(self, model)
 
     # -- training loop
 
@@ -87,12 +87,12 @@ class EmbeddingTables:
             )
         self.unfollow()
         self._optimizers.follow(optimizer)
-        co_optimizers.join_optimizer(optimizer, self)
+        co_optimizers.join(self, self._root, optimizer)
 
     def unfollow(self) -> None:
         """Step with no other optimizer."""
         if self._optimizers.followed is not None:
-            co_optimizers.leave_optimizer(self._optimizers.followed, self)
+            co_optimizers.join(self, self._root)
         self._optimizers.unfollow()
 
     def step(self) -> None:
@@ -195,7 +195,7 @@ class EmbeddingTables:
         finally:
             self._scheduler.close()
             self.unfollow()
-            co_optimizers.leave_module(self._root, self)
+            co_optimizers.leave(self)
             self._optimizers.close()
             self._at_exit.remove()
             self._channels.close()

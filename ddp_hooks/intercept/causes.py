@@ -27,13 +27,8 @@ def why_not_reduced(
 ) -> str:
     """Return the remedy and the cause; several causes where the facts do not tell which one it is.
 
-    Args:
-        ddp: the model.
-        parameters, names: parameters that DDP reduces, as the state knows them.
-        without: names of parameters to which the last backward gave no gradient.
-        latest: see :data:`LatestForward`.
-        state, hook: names of the state's class and of its hook, for the message.
-        change: how users may change gradients; None if code cannot have assigned the gradient.
+    ``without`` names parameters to which the last backward gave no gradient; ``state`` and ``hook`` are names of the
+    state's class and of its hook; ``change`` says how users may change gradients (None: no code can have set one).
     """
     if not comm_hook_registered(ddp):
         return f"the hook is missing: call ddp.register_comm_hook(state, {hook}) after creating {state}"

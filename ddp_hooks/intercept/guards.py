@@ -50,10 +50,10 @@ clipping_of_frameworks: dict[str, str] = {}
 
 
 class GradientGuard(Tensor):
-    """Tensor of the right shape, dtype and device, but without memory; any use raises.
+    """Tensor of the right shape, dtype and device, but without memory; any use but of its metadata raises.
 
-    Metadata may be read. ``zero_()`` sets :attr:`zeroed`: the owner of the gradient then treats it as zeros. A
-    conversion to another device or dtype, as ``module.to()`` makes of every gradient, gives a guard there.
+    ``zero_()`` sets ``zeroed``: the owner of the gradient then treats it as zeros. A conversion, as ``module.to()``
+    makes of every gradient, gives a guard of the other device or dtype.
     """
 
     owner: str  # the parameter's name
@@ -62,7 +62,6 @@ class GradientGuard(Tensor):
 
     @staticmethod
     def standing_for(parameter: Tensor, name: str, explain: Callable[[str], str]) -> GradientGuard:
-        """Make a guard with the shape, dtype and device of ``parameter``."""
         blank = torch.zeros((), dtype=parameter.dtype, device=parameter.device).expand(parameter.shape)
         guard = blank.as_subclass(GradientGuard)
         guard.owner = name
@@ -76,26 +75,24 @@ class GradientGuard(Tensor):
     ) -> Any:
         if func in METADATA or compiler_looks():
             return super().__torch_function__(func, types, args, kwargs or {})
-        guards = list(_guards_in(args)) + list(_guards_in((kwargs or {}).values()))
+        tensors = list(_tensors_in((*args, *(kwargs or {}).values())))
+        guards = [tensor for tensor in tensors if isinstance(tensor, GradientGuard)]
         if func in _ZEROING:
             for guard in guards:
                 guard.zeroed = True
-            plain = [g for g in _tensors_in(args) if not isinstance(g, GradientGuard)]
-            for tensor in plain:
-                tensor.zero_()
+            for tensor in tensors:
+                if not isinstance(tensor, GradientGuard):
+                    tensor.zero_()
             return args[0] if args else None
         if func in _CONVERSIONS and guards and args[0] is guards[0]:
             return guards[0]._converted(func, args[1:], kwargs or {})
         if func in DATA_MAY_BE_SET:
             return False  # module.to() then sets .grad in the place of .grad.data
         what = getattr(func, "__name__", str(func))
-        if not guards:
-            raise RuntimeError(
-                f"{what}() met a gradient that may not be used between backward and step{see('gradients-are-guarded')}"
-            )
-        raise RuntimeError(
-            f"{what}() met the gradient of {guards[0].owner}. {guards[0].explain(what)}{see('gradients-are-guarded')}"
-        )
+        met = "a gradient that may not be used between backward and step"
+        if guards:
+            met = f"the gradient of {guards[0].owner}. {guards[0].explain(what)}"
+        raise RuntimeError(f"{what}() met {met}{see('gradients-are-guarded')}")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -103,7 +100,7 @@ class GradientGuard(Tensor):
     ) -> Any:
         # Only code that does not ask __torch_function__ comes here: autograd, which adds to a gradient.
         if in_backward():
-            owner = next((guard.owner for guard in _guards_in(args)), "a parameter")
+            owner = next((met.owner for met in _tensors_in(args) if isinstance(met, GradientGuard)), "a parameter")
             raise RuntimeError(
                 f"a backward adds to the gradient of {owner}, which an earlier one has reduced: {ONE_BACKWARD}"
                 f"{see('late-gradients')}"
@@ -117,8 +114,10 @@ class GradientGuard(Tensor):
         kwargs = {key: value for key, value in kwargs.items() if key != "memory_format"}
         like = torch.zeros((), dtype=self.dtype, device=self.device)
         result = convert(like, *args, **kwargs)
-        if not isinstance(result, Tensor) or (result.dtype == self.dtype and result.device == self.device):
-            return self if isinstance(result, Tensor) else result
+        if not isinstance(result, Tensor):
+            return result
+        if result.dtype == self.dtype and result.device == self.device:
+            return self
         guard = GradientGuard.standing_for(result.expand(self.shape), self.owner, self.explain)
         guard.zeroed = self.zeroed
         return guard
@@ -144,10 +143,6 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _tensors_in(value)
 
 
-def _guards_in(values: Iterable[Any]) -> Iterable[GradientGuard]:
-    return (tensor for tensor in _tensors_in(values) if isinstance(tensor, GradientGuard))
-
-
 # id of a parameter -> its owner, because tensors do not compare as keys have to
 _of: dict[int, weakref.ref[SuspendedGuards]] = {}
 
@@ -166,11 +161,7 @@ def _forget(ids: Iterable[int], gone: weakref.ref[SuspendedGuards]) -> None:
 
 
 class SuspendedGuards:
-    """Guards that are removed during ``optimizer.step()``; readers of ``.grad`` find None meanwhile.
-
-    Args:
-        parameters: of the optimizer, in a fixed order.
-    """
+    """Guards that are removed during ``optimizer.step()``; readers of ``.grad`` find None meanwhile."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
@@ -182,7 +173,6 @@ class SuspendedGuards:
         return bool(self._guards)
 
     def holds(self, parameter: Tensor) -> bool:
-        """Return True if the guard of this parameter is suspended."""
         return bool(self._guards) and self._index_of.get(id(parameter)) in self._guards
 
     def take(self, indices: Iterable[int]) -> None:
@@ -193,11 +183,7 @@ class SuspendedGuards:
             parameter.grad = None
 
     def put_back(self, consumed: Iterable[int] = ()) -> None:
-        """Restore the guards, except where the optimizer's code has removed the gradient.
-
-        Args:
-            consumed: parameters whose gradients the optimizer's code has seen.
-        """
+        """Restore the guards, except where the optimizer's code has seen (``consumed``) and removed the gradient."""
         taken = {index for index in consumed if self._parameters[index].grad is None}
         guards = self._forget()
         for index, guard in guards.items():

@@ -24,15 +24,10 @@ from ddp_hooks.intercept.module_hooks import NonCopyableHook
 
 
 class LocalGradients:
-    """Notices gradients that DDP does not reduce, with hooks on the parameters.
+    """Notices gradients that DDP does not reduce, with hooks on the parameters that it reduces.
 
     DDP hands over its last bucket when every gradient of a backward is in place. So a parameter that autograd has
     written since then holds a gradient of this rank alone. (A hook costs 0.7 us for each parameter and backward.)
-
-    Args:
-        ddp: the model.
-        parameters, names: that it reduces.
-        state, hook: names of the state's class and of its hook, for the message.
     """
 
     def __init__(
@@ -47,7 +42,7 @@ class LocalGradients:
         self._parameters = parameters
         self._names = names
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._users = state, hook
+        self._users = state, hook  # names of the state's class and of its hook, for messages
         self._written: set[int] = set()  # parameters with gradients that are not reduced yet
         self._latest: LatestForward = "none"
         reference = weakref.ref(self)  # torch and the model keep hooks for as long as nobody removes them
@@ -64,7 +59,6 @@ class LocalGradients:
         self._latest = "none"
 
     def close(self) -> None:
-        """Remove the hooks."""
         _remove(self._handles)
 
     def _before_forward(self, *_: Any) -> None:

@@ -14,16 +14,32 @@ from ddp_hooks.comm.torch_compat.compiler import is_scripted
 _REASON = "ddp_hooks waits for parameters between graphs: compile with fullgraph=False"
 
 
-def do_nothing(*args: Any, **kwargs: Any) -> None:
+def _do_nothing(*args: Any, **kwargs: Any) -> None:
     """Stand in for a hook in a copy of its module."""
 
 
-class NonCopyableHook:
-    """Hook that calls ``function``; copies and pickles as :func:`do_nothing`.
+def _inert() -> Callable[..., None]:
+    return _do_nothing
+
+
+class InertInCopies:
+    """Hook that copies and pickles as a function that does nothing.
 
     torch copies module hooks with their module. A copied hook would act for the original: an averaged model would wait
     for gathers of the trained one.
     """
+
+    __slots__ = ()
+
+    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
+        return _do_nothing
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        return _inert, ()
+
+
+class NonCopyableHook(InertInCopies):
+    """Hook that calls ``function``."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
@@ -33,16 +49,6 @@ class NonCopyableHook:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._function(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return do_nothing
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return _inert, ()
-
-
-def _inert() -> Callable[..., None]:
-    return do_nothing
 
 
 def refuse_assigned_parameters(root: nn.Module, parameters: Collection[nn.Parameter]) -> list[Any]:

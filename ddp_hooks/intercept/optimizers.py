@@ -15,6 +15,7 @@ from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle as HookHandle
 
@@ -23,17 +24,13 @@ from ddp_hooks.comm.torch_compat.optimizer import calls_hooks, step_hooks
 from ddp_hooks.comm.torch_compat.overrides import without_overrides
 
 # Optimizers whose update of an element looks at no other element.
-ELEMENTWISE = tuple(
-    getattr(torch.optim, name)
-    for name in (
-        "SGD", "Adam", "AdamW", "Adagrad", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop",
-    )
+ELEMENTWISE = (
+    optim.SGD, optim.Adam, optim.AdamW, optim.Adagrad, optim.Adadelta, optim.Adamax, optim.ASGD, optim.NAdam,
+    optim.RAdam, optim.RMSprop, optim.Rprop,
 )  # fmt: skip
 
 # Optimizers whose update of a parameter looks at no other parameter.
-PARAMETERWISE = ELEMENTWISE + tuple(
-    getattr(torch.optim, name) for name in ("Adafactor", "Muon") if hasattr(torch.optim, name)
-)
+PARAMETERWISE = (*ELEMENTWISE, optim.Adafactor, optim.Muon)
 
 
 def find_problem_of_hooks(optimizer: torch.optim.Optimizer) -> str | None:
@@ -91,20 +88,15 @@ def _arrange(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         return
     before, after = step_hooks(optimizer)
     pairs[:] = [pair for pair in pairs if pair.before in before or pair.after in after]  # others were removed
-    first = [pair.before for pair in pairs if pair.shows]
-    last = [pair.before for pair in pairs if not pair.shows]
-    _put(before, [*first, *_others(before, [*first, *last]), *last])
-    ours = [pair.after for pair in pairs]
-    _put(after, [*ours, *_others(after, ours)])
+    shown = [pair.before for pair in pairs if pair.shows]
+    _arrange_hooks(before, shown, [pair.before for pair in pairs if not pair.shows])
+    _arrange_hooks(after, [pair.after for pair in pairs], [])
 
 
-def _others(hooks: dict[int, Any], ours: Sequence[int]) -> list[int]:
-    return [key for key in hooks if key not in ours]
-
-
-def _put(hooks: dict[int, Any], order: Sequence[int]) -> None:
-    """Sort the hooks into this order, without those that were removed."""
-    order = [key for key in order if key in hooks]
+def _arrange_hooks(hooks: dict[int, Any], first: Sequence[int], last: Sequence[int]) -> None:
+    """Sort hooks: those of ``first``, all others, and those of ``last``; some of ours may have been removed."""
+    others = [key for key in hooks if key not in first and key not in last]
+    order = [key for key in (*first, *others, *last) if key in hooks]
     if list(hooks) != order:
         for key in order:
             hooks[key] = hooks.pop(key)
@@ -112,9 +104,7 @@ def _put(hooks: dict[int, Any], order: Sequence[int]) -> None:
 
 def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None]) -> RemovableHandle:
     """Call ``restore()`` before an exception leaves ``optimizer.step()``, when post-hooks do not run."""
-    # torch's own schedulers wrap step() on the instance in the same way, and unwrap a bound method.
     original = optimizer.step
-    was_wrapped = "step" in vars(optimizer)
 
     @functools.wraps(getattr(original, "__func__", original))  # with the mark by which schedulers know their wrapper
     def step(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -124,47 +114,41 @@ def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None
             restore()
             raise
 
-    optimizer.step = types.MethodType(step, optimizer)  # type: ignore[method-assign]
-    wrapped, ours = weakref.ref(optimizer), weakref.ref(step)
-
-    def undo() -> None:
-        optimizer = wrapped()
-        present = vars(optimizer).get("step") if optimizer is not None else None
-        if optimizer is None or ours() is None or getattr(present, "__func__", None) is not ours():
-            return  # somebody has wrapped ours meanwhile; it does no harm
-        if was_wrapped:
-            optimizer.step = original  # type: ignore[method-assign]
-        else:
-            del optimizer.step
-
-    return RemovableHandle(undo)
+    return _wrap_method(optimizer, "step", step)
 
 
 def extend_zero_grad(
     owner: torch.optim.Optimizer | torch.nn.Module, also: Callable[[bool], None]
 ) -> RemovableHandle:
     """Call ``also(set_to_none)`` before every ``owner.zero_grad(set_to_none)``, for which torch has no hook."""
-    # torch's own schedulers wrap step() on the instance in the same way.
     original = owner.zero_grad
-    extended_before = "zero_grad" in vars(owner)
 
-    def zero_grad(set_to_none: bool = True) -> None:
+    def zero_grad(self: Any, set_to_none: bool = True) -> None:
         also(set_to_none)
         # Removing gradients touches no value: no parameter in flight, and no guard, has to be asked one by one.
         with without_overrides() if set_to_none else nullcontext():
             original(set_to_none=set_to_none)
 
-    zero_grad.__wrapped__ = original  # type: ignore[attr-defined]
-    owner.zero_grad = zero_grad  # type: ignore[method-assign]
-    extended, ours = weakref.ref(owner), weakref.ref(zero_grad)  # whoever keeps the handle does not keep the model
+    return _wrap_method(owner, "zero_grad", zero_grad)
+
+
+def _wrap_method(owner: Any, name: str, wrapper: Any) -> RemovableHandle:
+    """Make ``wrapper`` a method of the instance, as torch's schedulers do; the handle puts the former one back.
+
+    Whoever keeps the handle does not keep the owner.
+    """
+    wrapper.former = vars(owner).get(name)  # None: the method of its class
+    setattr(owner, name, types.MethodType(wrapper, owner))
+    wrapped, ours = weakref.ref(owner), weakref.ref(wrapper)
 
     def undo() -> None:
-        owner = extended()
-        if owner is None or vars(owner).get("zero_grad") is not ours():
-            return  # somebody has extended ours meanwhile; it does no harm
-        if extended_before:
-            owner.zero_grad = vars(owner)["zero_grad"].__wrapped__  # type: ignore[method-assign]
+        owner = wrapped()
+        method = vars(owner).get(name) if owner is not None else None
+        if method is None or getattr(method, "__func__", method) is not ours():
+            return  # somebody has wrapped ours meanwhile; it does no harm
+        if method.former is not None:
+            setattr(owner, name, method.former)
         else:
-            del owner.zero_grad
+            delattr(owner, name)
 
     return RemovableHandle(undo)

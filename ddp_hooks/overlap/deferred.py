@@ -9,8 +9,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 from ddp_hooks.comm import see
 from ddp_hooks.comm.torch_compat.optimizer import unhooked_step
 from ddp_hooks.comm.torch_compat.overrides import without_overrides
-from ddp_hooks.overlap.pending_state import let_state_wait
 
 
 class DeferredUpdates:
@@ -137,7 +135,9 @@ class DeferredUpdates:
             if entries is not None:
                 acting.state[parameter] = entries
         try:
-            with _outside_of_any_forward(self._parameters[0].device):
+            # An update may run in the middle of a forward, whose modes are not its own.
+            autocast = torch.autocast(self._parameters[0].device.type, enabled=False)
+            with torch.inference_mode(False), torch.no_grad(), autocast:
                 unhooked_step(optimizer)(acting)
                 with without_overrides():
                     for index, parameter in inside.items():
@@ -177,8 +177,37 @@ def take_back(assigned: Tensor, memory: Tensor, state: MutableMapping[str, Any] 
             entries[key] = memory.detach()
 
 
-@contextmanager
-def _outside_of_any_forward(device: torch.device) -> Iterator[None]:
-    """Keep an update in the middle of a forward out of the forward's modes."""
-    with torch.inference_mode(False), torch.no_grad(), torch.autocast(device.type, enabled=False):
-        yield
+class PendingState(defaultdict[Any, Any]):
+    """State of an optimizer that calls ``wait`` before every use; copies and pickles as a plain one."""
+
+    def __init__(self, state: dict[Any, Any], wait: Callable[[], None]) -> None:
+        super().__init__(dict, state)
+        self._wait = wait
+
+    def __reduce__(self) -> Any:
+        return defaultdict, (dict, dict(self))
+
+
+def _waiting(name: str) -> Callable[..., Any]:
+    method = getattr(defaultdict, name)
+
+    def wait_and_call(self: PendingState, *args: Any, **kwargs: Any) -> Any:
+        wait = self.__dict__.get("_wait")
+        if wait is not None:
+            wait()
+        return method(self, *args, **kwargs)
+
+    return wait_and_call
+
+
+for _name in (
+    *("__getitem__", "__setitem__", "__delitem__", "__contains__", "__iter__", "__len__", "__eq__", "__repr__"),
+    *("get", "items", "keys", "values", "pop", "popitem", "clear", "setdefault", "update", "copy"),
+):
+    setattr(PendingState, _name, _waiting(_name))
+
+
+def let_state_wait(optimizer: torch.optim.Optimizer, wait: Callable[[], None]) -> None:
+    """Put a :class:`PendingState` in the place of ``optimizer.state``, unless there is one."""
+    if not isinstance(optimizer.state, PendingState):
+        optimizer.state = PendingState(optimizer.state, wait)

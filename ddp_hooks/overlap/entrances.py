@@ -15,16 +15,11 @@ import torch
 from torch import nn
 
 from ddp_hooks.comm.torch_compat.compiler import before_call, is_compiled, is_scripted
-from ddp_hooks.intercept.module_hooks import do_nothing
+from ddp_hooks.intercept.module_hooks import InertInCopies
 
 
-class WaitBefore:
-    """Forward pre-hook that waits for parameters; copies and pickles as a hook that does nothing.
-
-    Args:
-        wait: waits for the parameters that it is given.
-        parameters: their numbers.
-    """
+class WaitBefore(InertInCopies):
+    """Forward pre-hook that calls ``wait`` with the numbers of parameters."""
 
     __slots__ = ("_parameters", "_wait")
 
@@ -36,12 +31,6 @@ class WaitBefore:
         if not torch.compiler.is_compiling():  # whoever entered the compiled code has waited
             self._wait(self._parameters)
 
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return do_nothing
-
-    def __reduce__(self) -> str | tuple[Any, ...]:
-        return _nothing, ()
-
 
 class Entrances:
     """Forward pre-hooks on the modules that own parameters, and on those that are compiled or scripted.
@@ -52,9 +41,7 @@ class Entrances:
         wait: waits for parameters, given by number; ``on_host=True`` waits until they have their own classes.
     """
 
-    def __init__(
-        self, root: nn.Module, index_of: dict[int, int], wait: Callable[..., None]
-    ) -> None:
+    def __init__(self, root: nn.Module, index_of: dict[int, int], wait: Callable[..., None]) -> None:
         self._root = root
         self._index_of = index_of
         self._wait = wait
@@ -84,7 +71,3 @@ class Entrances:
     def _numbers(self, module: nn.Module, recurse: bool) -> tuple[int, ...]:
         parameters = module.parameters(recurse=recurse)
         return tuple(self._index_of[id(p)] for p in parameters if id(p) in self._index_of)
-
-
-def _nothing() -> Callable[..., None]:
-    return do_nothing

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -51,9 +52,9 @@ class FeedPipe:
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         for parameter in parameters:
             if isinstance(parameter, Waiting):  # of another pipe
-                parameter.waiter.wait_for_parameter(parameter, on_host=True)
+                parameter.wait_for(parameter, True)
         self._own_classes = [type(parameter) for parameter in parameters]
-        kinds = {kind: waiting_class(kind, self) for kind in set(self._own_classes)}
+        kinds = {kind: waiting_class(kind, self._wait_for_parameter) for kind in set(self._own_classes)}
         self._waiting_classes = [kinds[kind] for kind in self._own_classes]
         self._on_streams = any(parameter.is_cuda for parameter in parameters)
         self._lock = threading.RLock()  # several threads may read
@@ -151,8 +152,12 @@ class FeedPipe:
                 for index in list(self._visible):
                     self._show(index, on_host=True)
 
-    def wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
-        """See :class:`~ddp_hooks.overlap.waiting.Waiter`."""
+    def _wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
+        """Return when the current stream may use the parameter; with ``on_host``, when every stream may.
+
+        Returns:
+            True if the parameter has its own class again; False if other streams still have to wait.
+        """
         index = self._index_of.get(id(parameter))
         if index is None:  # made of a waiting class, or its class and memory swapped: it may share what is in flight
             self.finish()
@@ -181,10 +186,7 @@ class FeedPipe:
 
     def _await(self, groups: Iterable[int]) -> None:
         """Wait for groups; the reader's modes, function transforms and tracers do not see how."""
-        if is_observed():
-            with unobserved():
-                self._await_unobserved(groups)
-        else:
+        with unobserved() if is_observed() else nullcontext():
             self._await_unobserved(groups)
 
     def _await_unobserved(self, groups: Iterable[int]) -> None:

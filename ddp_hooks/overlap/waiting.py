@@ -15,7 +15,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Iterable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -44,23 +44,12 @@ METADATA: frozenset[Any] = frozenset(
 _PRINTING = (Tensor.__repr__, Tensor.__format__)  # their text names the class
 
 
-class Waiter(Protocol):
-    """Waits for parameters."""
-
-    def wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
-        """Return when the current stream may use the parameter; with ``on_host``, when every stream may.
-
-        Returns:
-            True if the parameter has its own class again; False if other streams still have to wait.
-        """
-
-
 class Waiting:
     """Base class of parameters in flight."""
 
     __slots__ = ()
-    waiter: Waiter
     own_class: type[nn.Parameter]
+    wait_for: Callable[[Tensor, bool], bool]  # waits for one; see FeedPipe
     wait_in: Callable[[Iterable[Any], bool], bool]
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
@@ -95,12 +84,12 @@ class Waiting:
         return self.__reduce_ex__(protocol)
 
 
-def waiting_class(own_class: type[nn.Parameter], waiter: Waiter) -> type[nn.Parameter]:
-    """Return a subclass of ``own_class`` whose instances wait by asking ``waiter``."""
+def waiting_class(own_class: type[nn.Parameter], wait_for: Callable[[Tensor, bool], bool]) -> type[nn.Parameter]:
+    """Return a subclass of ``own_class`` whose instances wait by ``wait_for``."""
     before_transforms(_wait_for)
     # A graph must contain no wait. Not a decorator: that would import the compiler with this module.
     wait_in = staticmethod(torch.compiler.disable(_wait_in, reason="a parameter is still on its way"))
-    members = {"waiter": waiter, "own_class": own_class, "wait_in": wait_in}
+    members = {"own_class": own_class, "wait_for": staticmethod(wait_for), "wait_in": wait_in}
     return type(own_class.__name__, (Waiting, own_class), members)
 
 
@@ -114,7 +103,7 @@ def _wait_in(values: Iterable[Any], on_host: bool) -> bool:
     arrived = True
     for value in values:
         if isinstance(value, Waiting):
-            arrived &= value.waiter.wait_for_parameter(value, on_host)  # type: ignore[arg-type]
+            arrived &= value.wait_for(value, on_host)  # type: ignore[arg-type]
         elif isinstance(value, list | tuple):
             arrived &= _wait_in(value, on_host)
     return arrived

@@ -87,7 +87,7 @@ class Run(NamedTuple):
 
 
 TUNER = BucketTuner(
-    low_mb=0.02, high_mb=0.2, start_mb=0.02, search="grid", max_trials=3, steps_per_trial=1, dropped_steps=0,
+    low_mb=0.02, high_mb=0.2, start_mb=0.02, max_trials=3, steps_per_trial=1, dropped_steps=0,
     first_step=2, profile=None,
 )  # fmt: skip
 RUNS = {

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_hooks.comm import Recorder
 from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.overlap import FeedPipe
-from ddp_hooks.overlap.pending_state import let_state_wait
+from ddp_hooks.overlap.deferred import let_state_wait
 from ddp_hooks.overlap.waiting import METADATA, Waiting
 
 OLD, NEW = 1.0, 2.0
