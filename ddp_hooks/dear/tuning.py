@@ -1,4 +1,4 @@
-"""Settings that a :class:`~ddp_hooks.BucketTuner` searches: which atoms travel together, and on how many lanes."""
+"""How a :class:`~ddp_hooks.BucketTuner` changes which atoms travel together."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout.model_layout import ModelLayout
 from ddp_hooks.dear.layout.parameters import ManagedParameters
 from ddp_hooks.planning.atoms import FusionRule
-from ddp_hooks.tuning import Groups, Setting, Tuning, begin, job_of
+from ddp_hooks.tuning import Groups, Tuning, begin, job_of
 
 
 class TunableFusion:
@@ -18,13 +18,11 @@ class TunableFusion:
 
     Args:
         layout: the layout whose atoms are grouped.
-        lanes: of which some may be left idle.
         regroup: puts another rule in force.
     """
 
-    def __init__(self, layout: ModelLayout, lanes: Lanes, regroup: Callable[[FusionRule], None]) -> None:
+    def __init__(self, layout: ModelLayout, regroup: Callable[[FusionRule], None]) -> None:
         self._layout = layout
-        self._lanes = lanes
         self._regroup = regroup
 
     def groups_of(self, mb: float) -> Groups:
@@ -32,9 +30,8 @@ class TunableFusion:
         reduced, gathered = self._layout.groups_with(self._rule(mb))
         return Groups(len(reduced), (tuple(reduced), tuple(gathered)))
 
-    def apply(self, setting: Setting) -> None:
-        self._regroup(self._rule(setting.mb))
-        self._lanes.use(setting.lanes)
+    def apply(self, mb: float) -> None:
+        self._regroup(self._rule(mb))
 
     def _rule(self, mb: float) -> FusionRule:
         return replace(self._layout.rule, fusion="size", mb=mb)
@@ -55,5 +52,5 @@ def begin_tuning(
     settings = f"{replace(config, tuner=None, trace=False)}, buckets of {bucket_bytes} bytes"
     goodput_bytes_s = link.goodput_bytes_s if link is not None else None
     job = job_of("dear", parameters.tensors, parameters.names, lanes, settings, goodput_bytes_s)
-    tunable = TunableFusion(layout, lanes, regroup)
+    tunable = TunableFusion(layout, regroup)
     return begin(config.tuner, tunable, lanes, layout.rule.mb, job, parameters.device)

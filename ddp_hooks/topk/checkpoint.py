@@ -15,7 +15,7 @@ from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.groups import GradientGroup, Kept
 
 _KINDS: tuple[Kept, ...] = ("residual", "velocity")
-_SAME_ON_EVERY_RANK = ("step", "order", "chosen", "group_mb", "lanes", "tuned")
+_SAME_ON_EVERY_RANK = ("step", "order", "chosen", "group_mb", "tuned")
 
 
 def kept_by_name(groups: Sequence[GradientGroup], context: Context) -> dict[str, dict[str, Tensor]]:

@@ -147,7 +147,6 @@ class TopKState:
             "order": self._grouping.order(),
             "chosen": [list(variant) for variant in chosen] if chosen is not None else None,
             "group_mb": self._grouping.mb,
-            "lanes": len(self._lanes),
             "tuned": self.tuning is not None and self.tuning.finished,
             "memories": [group.memory() for group in groups],
             **checkpoint.kept_by_name(groups, self._context),
@@ -177,7 +176,7 @@ class TopKState:
         self._grouping.restore(first["order"], group_mb)
         if self.tuning is not None:
             finished = first["tuned"] and first["world_size"] == world_size
-            self.tuning.resume(group_mb, first["lanes"], finished)
+            self.tuning.resume(group_mb, finished)
         groups = self._grouping.groups
         mine = saved if own else [state for state in saved if state["rank"] % world_size == rank]
         checkpoint.restore(groups, self._context, mine, saved)

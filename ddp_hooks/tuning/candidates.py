@@ -1,11 +1,10 @@
-"""Settings that a search may try: sizes that form different groups, and numbers of lanes."""
+"""Sizes that a search may try: those that form different groups."""
 
 from __future__ import annotations
 
 import itertools
 import math
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 _NUM_SIZES = 64  # grid on which groups are compared
@@ -18,25 +17,14 @@ class Groups(NamedTuple):
     members: Hashable  # equal for two sizes that form the same groups
 
 
-class Setting(NamedTuple):
-    """Values that a trial applies."""
+class Candidate(NamedTuple):
+    """Size that stands for all sizes from ``low_mb`` to ``high_mb``, which form the same groups."""
 
     mb: float  # largest group, in MiB
-    lanes: int
-
-    def __str__(self) -> str:
-        return f"{self.mb:.3g} MB, {self.lanes} lane{'s' if self.lanes > 1 else ''}"
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """Setting that stands for all sizes from ``low_mb`` to ``high_mb``, which form the same groups."""
-
-    setting: Setting
     low_mb: float
     high_mb: float
     num_groups: int
-    position: tuple[float, ...]  # in the searched unit interval (size) or unit square (size, lanes)
+    position: float  # in the searched unit interval
 
 
 class Observation(NamedTuple):
@@ -62,28 +50,17 @@ class Range(NamedTuple):
         return math.log(inside / self.low_mb) / math.log(self.high_mb / self.low_mb)
 
 
-def find_candidates(
-    sizes: Range, groups_of: Callable[[float], Groups], firsts: Sequence[Setting], max_lanes: int | None
-) -> list[Candidate]:
-    """Return settings with different groups or lanes, by size and then by lanes.
+def find_candidates(sizes: Range, groups_of: Callable[[float], Groups], firsts: Sequence[float]) -> list[Candidate]:
+    """Return the sizes with different groups, ascending; ``firsts`` stand for their groups themselves.
 
-    Args:
-        sizes: range of sizes.
-        groups_of: groups that a size forms. As sizes grow, equal groups are neighbours.
-        firsts: settings that stand for their groups themselves, also outside of ``sizes``.
-        max_lanes: try 1 to ``max_lanes`` lanes and those of ``firsts``; None: those of ``firsts`` alone.
+    As sizes grow, equal groups have to be neighbours. ``firsts`` may lie outside of the range.
     """
-    grid = {sizes.size_at(i / (_NUM_SIZES - 1)) for i in range(_NUM_SIZES)} | {first.mb for first in firsts}
+    grid = {sizes.size_at(i / (_NUM_SIZES - 1)) for i in range(_NUM_SIZES)} | set(firsts)
     runs = [(groups, list(run)) for groups, run in itertools.groupby(sorted(grid), groups_of)]
-    numbers = sorted({first.lanes for first in firsts} | set(range(1, (max_lanes or 0) + 1)))
     candidates = []
     for index, (groups, run) in enumerate(runs):
-        mb = _representative(run, [first.mb for first in firsts], index == 0, index == len(runs) - 1)
-        for lanes in numbers:
-            position = [sizes.position_of(mb)]
-            if len(numbers) > 1:
-                position.append((lanes - numbers[0]) / (numbers[-1] - numbers[0]))
-            candidates.append(Candidate(Setting(mb, lanes), run[0], run[-1], groups.num_groups, tuple(position)))
+        mb = _representative(run, firsts, index == 0, index == len(runs) - 1)
+        candidates.append(Candidate(mb, run[0], run[-1], groups.num_groups, sizes.position_of(mb)))
     return candidates
 
 
@@ -97,9 +74,6 @@ def _representative(run: Sequence[float], firsts: Sequence[float], lowest: bool,
     return run[0] if highest else run[len(run) // 2]
 
 
-def candidate_of(candidates: Sequence[Candidate], setting: Setting) -> int | None:
-    """Return the index of the candidate with the groups and lanes of ``setting``; None if there is none."""
-    for index, candidate in enumerate(candidates):
-        if candidate.setting.lanes == setting.lanes and candidate.low_mb <= setting.mb <= candidate.high_mb:
-            return index
-    return None
+def candidate_of(candidates: Sequence[Candidate], mb: float) -> int | None:
+    """Return the index of the candidate with the groups of a size; None if there is none."""
+    return next((i for i, candidate in enumerate(candidates) if candidate.low_mb <= mb <= candidate.high_mb), None)

@@ -26,7 +26,6 @@ class BucketTuner:
         dropped_steps: steps after each change that are not measured.
         first_step: steps before the first trial, in which DDP rebuilds its buckets and memory is allocated.
         min_gain: the search ends when no trial promises to be faster than the best by this part.
-        max_lanes: also search for the number of lanes, from 1 to this. None: the number stays.
         profile: JSON file of results per model, number of ranks, link and settings. The first rank reads it when
             training begins, and writes it after every trial. None: no file.
         seed: of the search.
@@ -44,7 +43,6 @@ class BucketTuner:
     dropped_steps: int = 1
     first_step: int = 5
     min_gain: float = 0.005
-    max_lanes: int | None = None
     profile: str | os.PathLike[str] | None = "~/.cache/ddp_hooks/tuning.json"
     seed: int = 0
 
@@ -56,7 +54,7 @@ class BucketTuner:
             raise ValueError(f"low_mb must be below high_mb, got {self.low_mb} and {self.high_mb}")
         if not self.low_mb <= self.start_mb <= self.high_mb:
             raise ValueError(f"start_mb must be from {self.low_mb} to {self.high_mb}, got {self.start_mb}")
-        check_whole(self, max_trials=2, steps_per_trial=1, dropped_steps=0, first_step=2, max_lanes=1, seed=0)
+        check_whole(self, max_trials=2, steps_per_trial=1, dropped_steps=0, first_step=2, seed=0)
         for name in ("xi", "min_gain"):
             if not at_least(getattr(self, name), 0):
                 raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")

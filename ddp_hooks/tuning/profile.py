@@ -17,7 +17,6 @@ import filelock
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes
-from ddp_hooks.tuning.candidates import Setting
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -30,18 +29,13 @@ _SAME_LINK = 2.0  # two measurements of one link may differ by this factor
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurement of one setting."""
+    """Measurement of one size."""
 
     mb: float
-    lanes: int
     num_groups: int
     step_s: float  # median seconds per step, of the slowest rank
     role: Role = "search"  # "check": compared with the default after the search
     trial_s: float = 0.0  # duration of the whole trial, including the decision before it
-
-    @property
-    def setting(self) -> Setting:
-        return Setting(self.mb, self.lanes)
 
 
 @dataclass(frozen=True)
@@ -74,12 +68,11 @@ class Entry:
 
     job: Job
     trials: tuple[Trial, ...]
-    chosen: Setting | None  # None: the search has not ended
+    chosen: float | None  # size; None: the search has not ended
 
     def packed(self) -> dict[str, Any]:
         """Return plain data for JSON."""
-        chosen = list(self.chosen) if self.chosen is not None else None
-        return {"job": asdict(self.job), "trials": [asdict(trial) for trial in self.trials], "chosen": chosen}
+        return {"job": asdict(self.job), "trials": [asdict(trial) for trial in self.trials], "chosen": self.chosen}
 
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> Entry:
@@ -90,16 +83,15 @@ class Entry:
         """
         trials = tuple(Trial(**trial) for trial in packed["trials"])
         for trial in trials:
-            if not (trial.mb > 0 and trial.step_s > 0 and trial.lanes >= 1 and trial.role in ("search", "check")):
+            if not (trial.mb > 0 and trial.step_s > 0 and trial.role in ("search", "check")):
                 raise ValueError(f"not a trial: {trial}")
         chosen = packed["chosen"]
-        setting = Setting(float(chosen[0]), int(chosen[1])) if chosen is not None else None
-        if setting is not None and not (setting.mb > 0 and setting.lanes >= 1):
-            raise ValueError(f"not a setting: {setting}")
+        if chosen is not None and not chosen > 0:
+            raise ValueError(f"not a size: {chosen}")
         job = Job(**packed["job"])
         if job.link_mb_s is not None and not job.link_mb_s > 0:
             raise ValueError(f"not a link: {job.link_mb_s}")
-        return Entry(job, trials, setting)
+        return Entry(job, trials, chosen)
 
 
 class Profile:

@@ -1,11 +1,11 @@
 """Search for a fusion size while training runs: trials and decisions, equal on every rank.
 
 1. Some steps go by, until buckets and memory are stable.
-2. The first rank chooses a setting in a thread of its own. All ranks receive the choice at the end of one step; until
-   then training continues with the setting in force.
-3. Every rank applies the setting and times some steps. The median of the slowest rank counts.
+2. The first rank chooses a size in a thread of its own. All ranks receive the choice at the end of one step; until
+   then training continues with the size in force.
+3. Every rank applies the size and times some steps. The median of the slowest rank counts.
 4. Steps 2 and 3 repeat until no trial promises more, or enough were made.
-5. The fastest setting and the default, which would stay without a tuner, are measured in turns. The faster one stays.
+5. The fastest size and the default, which would stay without a tuner, are measured in turns. The faster one stays.
 
 The first rank decides alone, and all ranks receive a decision in the same step, so they never diverge.
 """
@@ -23,7 +23,7 @@ from typing import Protocol, get_args
 import torch
 
 from ddp_hooks.comm import Lanes, Partition
-from ddp_hooks.tuning.candidates import Groups, Setting
+from ddp_hooks.tuning.candidates import Groups
 from ddp_hooks.tuning.clock import StepClock
 from ddp_hooks.tuning.config import BucketTuner
 from ddp_hooks.tuning.profile import Job, Role, Trial
@@ -35,13 +35,13 @@ _VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # ranks exchange an index
 
 
 class Tunable(Protocol):
-    """Fusion size and number of lanes of a hook."""
+    """Fusion size of a hook."""
 
     def groups_of(self, mb: float) -> Groups:
         """Return the groups that a size would form; called from another thread, also during a step."""
 
-    def apply(self, setting: Setting) -> None:
-        """Apply ``setting``; called on all ranks between steps, with no communication under way."""
+    def apply(self, mb: float) -> None:
+        """Form the groups of a size; called on all ranks between steps, with no communication under way."""
 
 
 class Phase(Enum):
@@ -57,28 +57,27 @@ class Tuning:
     """Search on one rank, running or finished; :func:`begin` makes it."""
 
     def __init__(
-        self, tuner: BucketTuner, tunable: Tunable, lanes: Lanes, device: torch.device, default: Setting, job: Job
+        self, tuner: BucketTuner, tunable: Tunable, lanes: Lanes, device: torch.device, default_mb: float, job: Job
     ) -> None:
         self.tuner = tuner
         self.trials: list[Trial] = []
         """Trials of this run, the same on every rank. The first rank alone knows those of an earlier run."""
-        self.setting = default
-        """Setting in force."""
+        self.mb = default_mb
+        """Size in force, in MiB."""
         self.phase = Phase.SETTLING
         self.tunable = tunable
         self._lanes = lanes
         self._device = device
-        self._default = default
         self._clock = StepClock(device)
         self._steps = 0  # in this phase
         self._next_poll = 0  # step of this phase in which the first rank is asked next
         self._role: Role = "search"  # of the present trial
         self._asked_s = time.perf_counter()
-        self._searcher = Searcher(tuner, tunable.groups_of, default, job) if lanes.rank == 0 else None
+        self._searcher = Searcher(tuner, tunable.groups_of, default_mb, job) if lanes.rank == 0 else None
 
     @property
     def finished(self) -> bool:
-        """True if the setting will not change any more."""
+        """True if the size will not change any more."""
         return self.phase is Phase.FINISHED
 
     @property
@@ -105,15 +104,9 @@ class Tuning:
             self._end_trial()
             self._ask()
 
-    def resume(self, mb: float, lanes: int, finished: bool) -> None:
-        """Continue the search of a checkpoint with these values, whose size is in force now; called on all ranks.
-
-        At most the existing lanes are used. A search that has ended here does not begin again.
-        """
-        if self.finished and not finished:
-            lanes = self.setting.lanes  # the best number found; it changes no result
-        self.setting = Setting(mb, min(lanes, max(self._default.lanes, self.tuner.max_lanes or 0)))
-        self._lanes.use(self.setting.lanes)
+    def resume(self, mb: float, finished: bool) -> None:
+        """Continue the search of a checkpoint, whose size is in force now, unless one has ended here; on all ranks."""
+        self.mb = mb
         if finished:
             self._finish()
         elif not self.finished:
@@ -132,19 +125,18 @@ class Tuning:
 
     def _hear(self) -> None:
         answer = self._searcher.answer() if self._searcher is not None else Decision("wait")
-        numbers = [_VERDICTS.index(answer.verdict), answer.setting.mb, answer.setting.lanes]
-        first, *_ = self._exchange(numbers, "a decision of the tuner")
-        verdict, setting = _VERDICTS[round(first[0])], Setting(first[1], round(first[2]))
+        first, *_ = self._exchange([_VERDICTS.index(answer.verdict), answer.mb], "a decision of the tuner")
+        verdict, mb = _VERDICTS[round(first[0])], first[1]
         if verdict == "wait":
             self._next_poll = 2 * self._steps  # a slow decision is asked for seldom
             return
-        if setting != self.setting:
-            self.tunable.apply(setting)
-            self.setting = setting
+        if mb != self.mb:
+            self.tunable.apply(mb)
+            self.mb = mb
         if verdict == "stop":
             self._finish()
             if self._searcher is not None:
-                logger.info("the tuner has ended: %s; %d trials", setting, len(self.trials))
+                logger.info("the tuner has ended: %.3g MB; %d trials", mb, len(self.trials))
             return
         self.phase, self._steps, self._role = Phase.MEASURING, 0, verdict
         self._clock.restart()
@@ -152,15 +144,15 @@ class Tuning:
     def _end_trial(self) -> None:
         median_s = statistics.median(self._clock.seconds()[self.tuner.dropped_steps :])
         step_s = max(row[0] for row in self._exchange([median_s], "the times of a trial"))  # of the slowest rank
-        num_groups = self.tunable.groups_of(self.setting.mb).num_groups
-        trial = Trial(*self.setting, num_groups, step_s, self._role, time.perf_counter() - self._asked_s)
+        num_groups = self.tunable.groups_of(self.mb).num_groups
+        trial = Trial(self.mb, num_groups, step_s, self._role, time.perf_counter() - self._asked_s)
         self.trials.append(trial)
         if self._searcher is not None:
             fastest = min(self.trials, key=lambda trial: trial.step_s)
+            check = " (check)" if trial.role == "check" else ""
             logger.info(
-                f"trial {len(self.trials)}{' (check)' if trial.role == 'check' else ''}: {trial.setting}, {num_groups} "
-                f"groups: {step_s:.4g} s per step, {1 / step_s:.4g} steps/s ({trial.trial_s:.1f} s for the trial); "
-                f"fastest so far: {fastest.setting}"
+                f"trial {len(self.trials)}{check}: {trial.mb:.3g} MB, {num_groups} groups: {step_s:.4g} s per step, "
+                f"{1 / step_s:.4g} steps/s ({trial.trial_s:.1f} s for the trial); fastest so far: {fastest.mb:.3g} MB"
             )
 
     def _exchange(self, numbers: Sequence[float], label: str) -> list[list[float]]:
@@ -184,19 +176,15 @@ def begin(
 
     Args:
         tuner: the settings.
-        tunable: applies a setting.
-        lanes: of the ranks that decide together; they grow to ``max_lanes``.
-        mb: size in force; with the present number of lanes the default, which would stay without a tuner.
+        tunable: forms the groups of a size.
+        lanes: of the ranks that decide together.
+        mb: size in force, the default, which would stay without a tuner.
         job: key of the profile.
         device: of the model.
     """
     if lanes.world_size == 1:
         logger.info("one rank sends nothing, so the tuner has nothing to do")
         return None
-    default = Setting(mb, len(lanes))
     # The same settings with another range or number of lanes are another search.
-    searched = f"{tuner.low_mb} to {tuner.high_mb} MB, {default.lanes} to {tuner.max_lanes} lanes"
-    if tuner.max_lanes is not None:
-        lanes.grow(tuner.max_lanes)
-        lanes.use(default.lanes)
-    return Tuning(tuner, tunable, lanes, device, default, replace(job, settings=f"{job.settings}, {searched}"))
+    searched = f"{tuner.low_mb} to {tuner.high_mb} MB, {len(lanes)} lanes"
+    return Tuning(tuner, tunable, lanes, device, mb, replace(job, settings=f"{job.settings}, {searched}"))

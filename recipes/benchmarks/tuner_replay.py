@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias
 
 from ddp_hooks import BucketTuner
-from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
+from ddp_hooks.tuning.candidates import Candidate, Groups, Range, candidate_of, find_candidates
 from ddp_hooks.tuning.search import propose
 from ddp_hooks.tuning.surrogate import Observation
 
@@ -73,12 +73,12 @@ def trials_needed(
         tuner = replace(tuner, start_mb=start_mb)
     candidates = candidates_of(tuner)
     order = order_of(search, len(candidates), seed, max_trials)
-    best_s = min(curve.step_s(candidate.setting.mb) for candidate in candidates)
+    best_s = min(curve.step_s(candidate.mb) for candidate in candidates)
     dice = random.Random(seed)
     observed = list[Observation]()
-    following = candidate_of(candidates, Setting(tuner.start_mb, 1))
+    following = candidate_of(candidates, tuner.start_mb)
     while following is not None and len(observed) < max_trials:
-        step_s = curve.step_s(candidates[following].setting.mb)
+        step_s = curve.step_s(candidates[following].mb)
         if step_s <= (1 + near) * best_s:
             return len(observed) + 1
         observed.append(Observation(following, 1 / (step_s * (1 + curve.spread * dice.gauss(0, 1)))))
@@ -100,5 +100,4 @@ def order_of(search: SearchName, number: int, seed: int, max_trials: int) -> lis
 
 def candidates_of(tuner: BucketTuner) -> list[Candidate]:
     """All sizes of the tuner's range, as if each made other groups."""
-    firsts = [Setting(tuner.start_mb, 1)]
-    return find_candidates(Range(tuner.low_mb, tuner.high_mb), lambda mb: Groups(1, mb), firsts, None)
+    return find_candidates(Range(tuner.low_mb, tuner.high_mb), lambda mb: Groups(1, mb), [tuner.start_mb])

@@ -52,17 +52,17 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
     ddp.register_comm_hook(state, dear_hook)
     tuning, start_s, steps = state.tuning, time.perf_counter(), 0
     assert tuning is not None, "one worker has nothing to tune"
-    default_mb = tuning.setting.mb
+    default_mb = tuning.mb
     told = 0
     while not tuning.finished:
         train_step(trainee, StepTimes())
         steps += 1
         for trial in tuning.trials[told:]:
-            report(f"{job.name} trial {len(tuning.trials)}: {trial.setting}, {trial.step_s:.4f} s per step")
+            report(f"{job.name} trial {len(tuning.trials)}: {trial.mb:.3g} MB, {trial.step_s:.4f} s per step")
         told = len(tuning.trials)
     search_s = time.perf_counter() - start_s
-    chosen_mb = tuning.setting.mb
-    report(f"{job.name}: {tuning.setting} after {steps} steps, {search_s:.0f} s")
+    chosen_mb = tuning.mb
+    report(f"{job.name}: {tuning.mb:.3g} MB after {steps} steps, {search_s:.0f} s")
     result = {
         "goodput_bytes_per_s": goodput,
         "trials": [asdict(trial) for trial in tuning.trials],

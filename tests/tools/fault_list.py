@@ -769,13 +769,6 @@ _TUNING = (
         ("tests/tuning/test_search.py",),
         "posterior",
     ),
-    Fault(
-        "tuning: lanes lie outside of the unit square",
-        "ddp_hooks/tuning/candidates.py",
-        "(lanes - numbers[0]) / (numbers[-1] - numbers[0])",
-        "(lanes - numbers[0]) / numbers[0]",
-        ("tests/tuning/test_candidates.py",),
-    ),
 )
 
 _PLANNING = (

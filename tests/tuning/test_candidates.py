@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ddp_hooks import BucketTuner
-from ddp_hooks.tuning.candidates import Groups, Range, Setting, candidate_of, find_candidates
+from ddp_hooks.tuning.candidates import Groups, Range, candidate_of, find_candidates
 
 
 def groups_of_eight(mb: float) -> Groups:
@@ -19,33 +19,24 @@ def groups_of_eight(mb: float) -> Groups:
 
 
 def test_each_grouping_is_there_once() -> None:
-    found = find_candidates(Range(1, 100), groups_of_eight, [Setting(25, 2), Setting(9.5, 2)], None)
+    found = find_candidates(Range(1, 100), groups_of_eight, [25, 9.5])
     assert [candidate.num_groups for candidate in found] == [8, 4, 3, 2, 2, 2, 2, 1]
-    assert len({groups_of_eight(candidate.setting.mb) for candidate in found}) == len(found)
-    assert {candidate.setting.lanes for candidate in found} == {2}
+    assert len({groups_of_eight(candidate.mb) for candidate in found}) == len(found)
 
 
 def test_the_range_ends_where_nothing_changes() -> None:
-    found = find_candidates(Range(1, 100), groups_of_eight, [Setting(25, 1), Setting(9.5, 1)], None)
-    assert 7 < found[0].setting.mb < 8, "below 8 MB every part is alone: the largest such size stands for them"
-    assert 32 <= found[-1].setting.mb < 35, "from 32 MB on all travel together: the smallest such size stands for them"
+    found = find_candidates(Range(1, 100), groups_of_eight, [25, 9.5])
+    assert 7 < found[0].mb < 8, "below 8 MB every part is alone: the largest such size stands for them"
+    assert 32 <= found[-1].mb < 35, "from 32 MB on all travel together: the smallest such size stands for them"
     assert found[0].low_mb == 1 and found[-1].high_mb == pytest.approx(100)
 
 
 def test_first_settings_stand_for_their_groups() -> None:
-    found = find_candidates(Range(1, 100), groups_of_eight, [Setting(25, 1), Setting(150, 1)], None)
-    settings = [candidate.setting for candidate in found]
-    assert Setting(25, 1) in settings and Setting(150, 1) in settings
-    assert found[-1].position == (1.0,), "a size outside of the range lies at its end"
-    index = candidate_of(found, Setting(25, 1))
-    assert index is not None and found[index].setting.mb == 25
-
-
-def test_lanes_are_a_second_dimension() -> None:
-    found = find_candidates(Range(1, 100), groups_of_eight, [Setting(25, 3), Setting(8, 3)], 2)
-    assert len(found) == 8 * 3, "one and two lanes, and the three in force"
-    assert {candidate.position[1] for candidate in found} == {0.0, 0.5, 1.0}
-    assert candidate_of(found, Setting(25, 3)) is not None and candidate_of(found, Setting(25, 4)) is None
+    found = find_candidates(Range(1, 100), groups_of_eight, [25, 150])
+    assert {25, 150} <= {candidate.mb for candidate in found}
+    assert found[-1].position == 1.0, "a size outside of the range lies at its end"
+    index = candidate_of(found, 25)
+    assert index is not None and found[index].mb == 25
 
 
 @given(st.floats(0, 1), st.floats(0.01, 10), st.floats(1.1, 1000))
@@ -64,15 +55,15 @@ def test_every_size_is_a_candidates(parts: list[int], start_mb: float, default_m
             groups[-1].append(part)
         return Groups(len(groups), tuple(map(tuple, groups)))
 
-    firsts = [Setting(start_mb, 1), Setting(default_mb, 1)]
-    found = find_candidates(Range(1, 100), groups_of, firsts, None)
-    made = [groups_of(candidate.setting.mb) for candidate in found]
+    firsts = [start_mb, default_mb]
+    found = find_candidates(Range(1, 100), groups_of, firsts)
+    made = [groups_of(candidate.mb) for candidate in found]
     assert len(set(made)) == len(made)
     for first in firsts:
         index = candidate_of(found, first)
-        assert index is not None and made[index] == groups_of(first.mb)
+        assert index is not None and made[index] == groups_of(first)
     for candidate, groups in zip(found, made, strict=True):
-        assert candidate.low_mb <= candidate.setting.mb <= candidate.high_mb
+        assert candidate.low_mb <= candidate.mb <= candidate.high_mb
         assert groups_of(candidate.low_mb) == groups_of(candidate.high_mb) == groups
 
 
@@ -86,7 +77,6 @@ def test_every_size_is_a_candidates(parts: list[int], start_mb: float, default_m
         ({"max_trials": 1}, "max_trials must be a whole number >= 2"),
         ({"steps_per_trial": 0}, "steps_per_trial must be a whole number >= 1"),
         ({"first_step": 1}, "first_step must be a whole number >= 2"),
-        ({"max_lanes": 0}, "max_lanes must be None, or a whole number >= 1"),
         ({"min_gain": float("nan")}, "min_gain must be >= 0"),
     ],
 )

@@ -14,11 +14,10 @@ import filelock
 import pytest
 
 from ddp_hooks.tuning import profile as profile_module
-from ddp_hooks.tuning.candidates import Setting
 from ddp_hooks.tuning.profile import Entry, Job, Profile, Trial
 
 JOB = Job("dear", "0123456789abcdef", 4, "gloo", "DearConfig(...)", 118.0)
-ENTRY = Entry(JOB, (Trial(25.0, 1, 3, 0.25), Trial(8.0, 1, 12, 0.2, "check", 2.5)), Setting(8.0, 1))
+ENTRY = Entry(JOB, (Trial(25.0, 3, 0.25), Trial(8.0, 12, 0.2, "check", 2.5)), 8.0)
 
 
 def test_what_was_stored_is_found(tmp_path: Path) -> None:
@@ -35,7 +34,7 @@ def test_jobs_do_not_overwrite_each_other(tmp_path: Path) -> None:
     other = Entry(replace(JOB, model="fedcba"), (), None)
     profile.store(ENTRY)
     profile.store(other)
-    newer = replace(ENTRY, chosen=Setting(4.0, 2))
+    newer = replace(ENTRY, chosen=4.0)
     profile.store(newer)
     assert profile.find(JOB) == newer and profile.find(other.job) == other
 
@@ -103,8 +102,8 @@ def packed(**changes: object) -> str:
         packed(chosen=["much", 1]),
         packed(chosen=[]),
         packed(trials=[{"mb": 1}]),
-        packed(trials=[{"mb": 1.0, "lanes": 1, "num_groups": 1, "step_s": -1.0}]),
-        packed(trials=[{"mb": "1", "lanes": 1, "num_groups": 1, "step_s": 1.0}]),
+        packed(trials=[{"mb": 1.0, "num_groups": 1, "step_s": -1.0}]),
+        packed(trials=[{"mb": "1", "num_groups": 1, "step_s": 1.0}]),
         packed(job={}),
         packed(job={**ENTRY.packed()["job"], "link_mb_s": 0}),
         packed()[:-20],

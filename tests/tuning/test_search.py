@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from ddp_hooks import BucketTuner
-from ddp_hooks.tuning.candidates import Candidate, Groups, Range, Setting, candidate_of, find_candidates
+from ddp_hooks.tuning.candidates import Candidate, Groups, Range, candidate_of, find_candidates
 from ddp_hooks.tuning.search import propose
 from ddp_hooks.tuning.surrogate import Observation, fit_posterior
 
@@ -26,9 +26,7 @@ CURVES: dict[str, Curve] = {
 
 
 def all_candidates(tuner: BucketTuner) -> list[Candidate]:
-    return find_candidates(
-        Range(tuner.low_mb, tuner.high_mb), lambda mb: Groups(1, mb), [Setting(tuner.start_mb, 1)], None
-    )
+    return find_candidates(Range(tuner.low_mb, tuner.high_mb), lambda mb: Groups(1, mb), [tuner.start_mb])
 
 
 def in_random_order(candidates: Sequence[Candidate], tuner: BucketTuner, observed: Sequence[Observation]) -> int:
@@ -44,12 +42,12 @@ def trials_until_near(
 ) -> int:
     """Trials until the best of them is within 3 % of the best there is; more than allowed if it never is."""
     candidates = all_candidates(tuner)
-    best = max(curve(candidate.setting.mb) for candidate in candidates)
+    best = max(curve(candidate.mb) for candidate in candidates)
     dice = random.Random(tuner.seed)
     observed: list[Observation] = []
-    following = candidate_of(candidates, Setting(tuner.start_mb, 1))
+    following = candidate_of(candidates, tuner.start_mb)
     while following is not None and len(observed) < tuner.max_trials:
-        truth = curve(candidates[following].setting.mb)
+        truth = curve(candidates[following].mb)
         observed.append(Observation(following, truth * (1 + noise * dice.gauss(0, 1))))
         if truth >= 0.97 * best:
             return len(observed)
@@ -77,9 +75,9 @@ def test_fewer_trials_than_by_chance_or_in_order() -> None:
 
 def proposals(tuner: BucketTuner, measured: Callable[[float], float]) -> list[int]:
     candidates = all_candidates(tuner)
-    observed = [Observation(40, measured(candidates[40].setting.mb))]
+    observed = [Observation(40, measured(candidates[40].mb))]
     while len(observed) < 6 and (following := propose(candidates, tuner, observed)) is not None:
-        observed.append(Observation(following, measured(candidates[following].setting.mb)))
+        observed.append(Observation(following, measured(candidates[following].mb)))
     return [observation.candidate for observation in observed]
 
 
@@ -114,7 +112,7 @@ def test_it_ends_when_nothing_promises_more() -> None:
     candidates = all_candidates(tuner)
     observed = [Observation(40, 5.0)]
     while (following := propose(candidates, tuner, observed)) is not None:
-        observed.append(Observation(following, 5.0 / (1 + 0.05 * abs(math.log(candidates[following].setting.mb / 9)))))
+        observed.append(Observation(following, 5.0 / (1 + 0.05 * abs(math.log(candidates[following].mb / 9)))))
     assert 4 <= len(observed) < 20
 
 

@@ -26,7 +26,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import BucketTuner, DearConfig, DearState, LaneError, TopKConfig, TopKState, dear_hook, topk_hook
 from ddp_hooks.comm import LinkProfile
 from ddp_hooks.topk.reduction import grouping
-from ddp_hooks.tuning import Setting, Tuning
+from ddp_hooks.tuning import Tuning
 from ddp_hooks.tuning import tuning as tuning_module
 from ddp_hooks.tuning.search import Searcher
 from tests.support.dear.twins import WholeNumbers, whole_batches
@@ -79,10 +79,10 @@ class Run:
             assert self.step < MOST_STEPS, f"still {self.tuning.phase}"
             self.train_step()
 
-    def pretend(self, seconds_of: Callable[[Setting], float]) -> None:
+    def pretend(self, seconds_of: Callable[[float], float]) -> None:
         """Let steps seem to take so long, on this rank."""
         clock, tuning = self.tuning._clock, self.tuning
-        clock.seconds = lambda: [seconds_of(tuning.setting)] * len(clock)  # type: ignore[method-assign]
+        clock.seconds = lambda: [seconds_of(tuning.mb)] * len(clock)  # type: ignore[method-assign]
 
     def sizes(self) -> list[float]:
         return [trial.mb for trial in self.tuning.trials]
@@ -92,9 +92,9 @@ class Run:
         return b"".join(p.detach().numpy().tobytes() for p in self.ddp.module.parameters())
 
 
-def near(best_mb: float) -> Callable[[Setting], float]:
+def near(best_mb: float) -> Callable[[float], float]:
     """Seconds of steps that are fastest with this size."""
-    return lambda setting: 1.0 + abs(torch.tensor(setting.mb / best_mb).log().item())
+    return lambda mb: 1.0 + abs(torch.tensor(mb / best_mb).log().item())
 
 
 # -- what is computed stays the same ----------------------------------------------------------------------------------
@@ -129,7 +129,6 @@ def beside_ddp(rank: int, world_size: int, config: DearConfig | TopKConfig) -> t
 EXACT: dict[str, DearConfig | TopKConfig] = {
     "sharded": DEAR,
     "replicated": replace(DEAR, update="replicated"),
-    "lanes, too": replace(DEAR, tuner=replace(TUNER, max_lanes=3, max_trials=6)),
     "no overlap": replace(DEAR, overlap_forward=False),
     "topk, everything": replace(TOPK, density=1.0),
     "topk, everything, forward": replace(TOPK, density=1.0, pipeline="forward"),
@@ -206,9 +205,9 @@ def with_other_clocks(rank: int, world_size: int, config: DearConfig | TopKConfi
     """Every rank is fastest with another size, and all the others are faster than the second rank."""
     run = Run(rank, world_size, config)
     curve = near(0.02 if rank == 1 else 0.1)
-    run.pretend(lambda setting: curve(setting) * (10.0 if rank == 1 else 0.1))
+    run.pretend(lambda mb: curve(mb) * (10.0 if rank == 1 else 0.1))
     run.train()
-    outcome = run.tuning.trials, run.tuning.setting, run.step
+    outcome = run.tuning.trials, run.tuning.mb, run.step
     run.state.close()
     return outcome
 
@@ -218,10 +217,10 @@ def with_other_clocks(rank: int, world_size: int, config: DearConfig | TopKConfi
 def test_the_slowest_rank_counts(workers: WorkerPools, config: DearConfig | TopKConfig) -> None:
     outcomes = workers(3).run(with_other_clocks, replace(config, tuner=replace(TUNER, max_trials=8)))
     first = [replace(trial, trial_s=0.0) for trial in outcomes[0][0]]
-    for trials, setting, step in outcomes:
+    for trials, mb, step in outcomes:
         assert [replace(trial, trial_s=0.0) for trial in trials] == first
-        assert (setting, step) == outcomes[0][1:]
-        assert 0.01 < setting.mb < 0.04, "the size with which the second rank is fastest"
+        assert (mb, step) == outcomes[0][1:]
+        assert 0.01 < mb < 0.04, "the size with which the second rank is fastest"
     assert all(trial.step_s >= 10.0 for trial in first)
 
 
@@ -262,40 +261,40 @@ def test_training_goes_on_while_the_first_rank_thinks(workers: WorkerPools) -> N
     assert len(polls) < steps / 3, "a thread that needs long is asked seldom"
 
 
-def with_curve(rank: int, world_size: int, config: DearConfig, best_mb: float) -> tuple[Setting, list[Any]]:
+def with_curve(rank: int, world_size: int, config: DearConfig, best_mb: float) -> tuple[float, list[Any]]:
     run = Run(rank, world_size, config)
     run.pretend(near(best_mb))
     run.train()
-    outcome = run.tuning.setting, [(trial.mb, trial.role) for trial in run.tuning.trials]
+    outcome = run.tuning.mb, [(trial.mb, trial.role) for trial in run.tuning.trials]
     run.state.close()
     return outcome
 
 
 def test_the_default_stays_if_nothing_is_faster(workers: WorkerPools) -> None:
-    setting, trials = workers(2).run(with_curve, DEAR, 0.01)[0]
-    assert setting.mb == 0.01, "what would be in use without a tuner"
+    mb, trials = workers(2).run(with_curve, DEAR, 0.01)[0]
+    assert mb == 0.01, "what would be in use without a tuner"
     assert [mb for mb, _ in trials[:2]] == [0.05, 0.01], "first the size to start with, then the one in force"
     assert {role for _, role in trials} == {"search"}, "there is nothing to compare it with"
 
 
-def lucky_once(rank: int, world_size: int) -> tuple[Setting, list[Any]]:
+def lucky_once(rank: int, world_size: int) -> tuple[float, list[Any]]:
     """A size that seemed to be fast in its first trial is slow when it is checked."""
     run = Run(rank, world_size, DEAR)
-    run.pretend(lambda s: 1.0 if s.mb == 0.01 else (2.0 if run.tuning._role == "check" or s.mb != 0.05 else 0.5))
+    run.pretend(lambda mb: 1.0 if mb == 0.01 else (2.0 if run.tuning._role == "check" or mb != 0.05 else 0.5))
     run.train()
-    outcome = run.tuning.setting, [trial.role for trial in run.tuning.trials]
+    outcome = run.tuning.mb, [trial.role for trial in run.tuning.trials]
     run.state.close()
     return outcome
 
 
 @pytest.mark.slow
 def test_luck_does_not_count(workers: WorkerPools) -> None:
-    setting, roles = workers(2).run(lucky_once)[0]
-    assert setting.mb == 0.01
+    mb, roles = workers(2).run(lucky_once)[0]
+    assert mb == 0.01
     assert roles[-4:] == ["check"] * 4 and "check" not in roles[:-4]
 
 
-def failing(rank: int, world_size: int) -> tuple[Setting, str]:
+def failing(rank: int, world_size: int) -> tuple[float, str]:
     """The surrogate cannot be fitted."""
     messages: list[str] = []
     handler = logging.Handler()
@@ -306,14 +305,14 @@ def failing(rank: int, world_size: int) -> tuple[Setting, str]:
         run.train()
     run.train_step()
     logging.getLogger("ddp_hooks").removeHandler(handler)
-    outcome = run.tuning.setting, "\n".join(messages)
+    outcome = run.tuning.mb, "\n".join(messages)
     run.state.close()
     return outcome
 
 
 def test_a_failing_search_ends_at_the_default(workers: WorkerPools) -> None:
     outcomes = workers(2).run(failing)
-    assert all(setting.mb == 0.01 for setting, _ in outcomes)
+    assert all(mb == 0.01 for mb, _ in outcomes)
     assert "the tuner's search has failed" in outcomes[0][1] and "out of luck" in outcomes[0][1]
 
 
@@ -346,14 +345,14 @@ def test_survivors_of_a_trial_name_the_dead(workers: WorkerPools, victim: int) -
 
 def with_profile(
     rank: int, world_size: int, config: DearConfig | TopKConfig, path: str, trials: int | None
-) -> tuple[list[float], Setting, bool]:
+) -> tuple[list[float], float, bool]:
     """Train until the search has ended, or was interrupted after some trials of this run."""
     link = LinkProfile(1e9, 1, 1 << 20)  # loopback is never measured twice the same
     with mock.patch.object(grouping, "profile_link", lambda lanes: link):
         run = Run(rank, world_size, replace(config, tuner=replace(config.tuner, profile=path)))  # type: ignore[type-var]
     run.pretend(near(0.02))
     run.train(lambda: run.tuning.finished or len(run.tuning.trials) == trials)
-    outcome = run.sizes(), run.tuning.setting, run.tuning.finished
+    outcome = run.sizes(), run.tuning.mb, run.tuning.finished
     searcher = run.tuning._searcher
     if searcher is not None and searcher._future is not None:
         searcher._future.result(30)  # the profile is written
@@ -365,10 +364,10 @@ def with_profile(
 @pytest.mark.parametrize("config", [DEAR, TOPK], ids=["dear", "topk"])
 def test_what_was_found_is_used_again(workers: WorkerPools, tmp_path: Path, config: DearConfig | TopKConfig) -> None:
     path = str(tmp_path / "tuning.json")
-    sizes, setting, _ = workers(2).run(with_profile, config, path, None)[0]
+    sizes, mb, _ = workers(2).run(with_profile, config, path, None)[0]
     assert len(sizes) > 3
     again = workers(2).run(with_profile, config, path, None)
-    assert all(outcome == ([], setting, True) for outcome in again), "the second run searches nothing"
+    assert all(outcome == ([], mb, True) for outcome in again), "the second run searches nothing"
     longer, _, _ = workers(3).run(with_profile, config, path, None)[0]
     assert len(longer) > 3, "with other ranks it does"
 
@@ -400,13 +399,13 @@ def test_an_ended_search_in_another_range_is_no_check(workers: WorkerPools, tmp_
 @pytest.mark.slow
 def test_an_interrupted_search_goes_on(workers: WorkerPools, tmp_path: Path) -> None:
     path, whole = tmp_path / "tuning.json", tmp_path / "whole.json"
-    every, setting, _ = workers(2).run(with_profile, DEAR, str(whole), None)[0]
+    every, mb, _ = workers(2).run(with_profile, DEAR, str(whole), None)[0]
     first, _, finished = workers(2).run(with_profile, DEAR, str(path), 3)[0]
     assert len(first) == 3 and not finished
     known = json.loads(path.read_text())["entries"][0]
     assert [trial["mb"] for trial in known["trials"]] == first and known["chosen"] is None
     rest, same, finished = workers(2).run(with_profile, DEAR, str(path), None)[0]
-    assert finished and same == setting
+    assert finished and same == mb
     assert first + rest == every, "as if it had not been interrupted"
 
 
@@ -419,20 +418,15 @@ def test_a_corrupt_profile_is_replaced(workers: WorkerPools, tmp_path: Path) -> 
     assert json.loads(path.read_text())["entries"][0]["chosen"] is not None
 
 
-def resume_topk(
-    rank: int, world_size: int, after_trials: int | None, max_lanes: int | None = None
-) -> tuple[bool, bool, float, int]:
+def resume_topk(rank: int, world_size: int, after_trials: int | None) -> tuple[bool, bool, float]:
     """Save in the middle or at the end of a search; whether a run that is resumed goes on with the same bits."""
-    config = replace(TOPK, tuner=replace(TUNER, max_lanes=max_lanes))
-    run = Run(rank, world_size, config)
+    run = Run(rank, world_size, TOPK)
     run.pretend(near(0.02))
-    if max_lanes is not None:
-        run.pretend(lambda setting: near(0.02)(setting) / setting.lanes)
     run.train(lambda: run.tuning.finished or len(run.tuning.trials) == after_trials)
     run.tuning._next_poll = run.step + MOST_STEPS  # the size stays as it is, as it does at first in what is resumed
     saved = copy.deepcopy(run.state.state_dict())
     model, step = copy.deepcopy(run.ddp.module.state_dict()), run.step
-    resumed = Run(rank, world_size, config)
+    resumed = Run(rank, world_size, TOPK)
     resumed.ddp.module.load_state_dict(model)
     resumed.state.load_state_dict(saved)
     resumed.step = step
@@ -440,23 +434,17 @@ def resume_topk(
     for each in (run, resumed):
         for _ in range(2):
             each.train_step()
-    outcome = run.bits() == resumed.bits(), finished, resumed.state.stats().group_mb, len(resumed.state._lanes)
+    outcome = run.bits() == resumed.bits(), finished, resumed.state.stats().group_mb
     run.state.close()
     resumed.state.close()
     return outcome
 
 
 def test_checkpoints_of_topk_know_the_size(workers: WorkerPools) -> None:
-    for equal, finished, mb, _ in workers(2).run(resume_topk, None):
+    for equal, finished, mb in workers(2).run(resume_topk, None):
         assert equal and finished and 0.01 < mb < 0.04
-    for equal, finished, *_ in workers(2).run(resume_topk, 3):
+    for equal, finished, _ in workers(2).run(resume_topk, 3):
         assert equal and not finished
-
-
-@pytest.mark.slow
-def test_checkpoints_of_topk_know_the_lanes(workers: WorkerPools) -> None:
-    for equal, finished, _, lanes in workers(2).run(resume_topk, None, 4):
-        assert equal and finished and lanes == 4, "the fastest of one to four, of which two are the default"
 
 
 def go_back(rank: int, world_size: int) -> tuple[bool, bool, int]:
@@ -470,7 +458,7 @@ def go_back(rank: int, world_size: int) -> tuple[bool, bool, int]:
     run.state.load_state_dict(saved)
     for _ in range(2 * TUNER.first_step + TUNER.steps_per_trial + TUNER.dropped_steps):
         run.train_step()
-    equal_mb = run.state.stats().group_mb == run.tuning.setting.mb
+    equal_mb = run.state.stats().group_mb == run.tuning.mb
     outcome = run.tuning.finished, equal_mb, len(run.tuning.trials) - trials
     run.state.close()
     return outcome
@@ -493,7 +481,7 @@ def seen(rank: int, world_size: int, folder: str) -> tuple[str, str, list[str]]:
     logger = logging.getLogger("ddp_hooks")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
-    run = Run(rank, world_size, replace(DEAR, tuner=replace(TUNER, max_lanes=2)))
+    run = Run(rank, world_size, DEAR)
     refused = message_of(lambda: run.state.set_fusion("none"))
     with SummaryWriter(f"{folder}/{rank}") as writer:
         run.state.log_to(writer, every=1)
@@ -516,7 +504,7 @@ def test_users_see_what_happens(workers: WorkerPools, tmp_path: Path) -> None:
         assert "set_fusion while a tuner searches" in refused
         assert not late
     text = "\n".join(outcomes[0][2])
-    assert "the tuner looks for the fastest of" in text and "trial 1: 0.05 MB, 2 lanes" in text
+    assert "the tuner looks for the fastest of" in text and "trial 1: 0.05 MB, " in text
     assert "steps/s" in text and "the tuner has ended" in text
     assert not any("trial" in message for message in outcomes[1][2]), "the first rank alone reports"
     events = EventAccumulator(str(tmp_path / "0"))

@@ -77,7 +77,6 @@ class Lanes:
         self._small: list[Lane] = []  # a lane of its own for small sums, when there is the first
         self._num_small = 0
         self._submitted = 0
-        self._in_use: int | None = None  # lanes that get work; None: all of them
         self._ending: list[threading.Thread] = []
         self._stuck_streams = False
         # At exit, close() or abandon() come first.
@@ -107,8 +106,7 @@ class Lanes:
         return make() if self.native else while_all_live(make, self.group, f"the making of {name}")
 
     def __len__(self) -> int:
-        """Lanes that get work."""
-        return len(self._lanes) if self._in_use is None else self._in_use
+        return len(self._lanes)
 
     @property
     def failures(self) -> FailureStore | None:
@@ -194,12 +192,6 @@ class Lanes:
         lane = self._lanes[self._submitted % len(self)]
         self._submitted += 1
         return lane
-
-    def use(self, num_lanes: int) -> None:
-        """Give work to the first ``num_lanes`` lanes only; all ranks do it, with nothing under way."""
-        if not 1 <= num_lanes <= len(self._lanes):
-            raise ValueError(f"use(...) takes 1 to {len(self._lanes)} lanes, got {num_lanes}")
-        self._in_use = num_lanes
 
     def close(self, farewell_s: float = 10.0) -> None:
         """Finish the submitted work on all ranks and end the lanes; wait at most ``farewell_s`` for other ranks.

@@ -11,7 +11,7 @@ from torch import Tensor
 from ddp_hooks.comm import agree, mebibytes, profile_link
 from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.groups import GradientGroup, Members, form_groups
-from ddp_hooks.tuning import Groups, Setting, Tuning, begin, job_of
+from ddp_hooks.tuning import Groups, Tuning, begin, job_of
 
 
 class Grouping:
@@ -80,9 +80,8 @@ class Grouping:
         members = tuple(self._members_of(mb))
         return Groups(len(members), members)
 
-    def apply(self, setting: Setting) -> None:
-        self.form(setting.mb)
-        self._context.lanes.use(setting.lanes)
+    def apply(self, mb: float) -> None:
+        self.form(mb)
 
     def note(self, index: int) -> None:
         """Note that a backward has reached a parameter."""
