@@ -92,7 +92,6 @@ class HookedModel:
         return self.dear is not None and self.dear.has_sharded_optimizer
 
     def owns(self, parameter: Tensor) -> bool:
-        """Return True if DDP reduces the gradient of ``parameter``."""
         return id(parameter) in self._parameters
 
     def synchronize(self) -> None:
@@ -181,8 +180,6 @@ class HookedModel:
                 self.topk.load_state_dict(saved)
             elif files := sorted(Path(folder).glob(RESIDUAL_FILE.format("*"))):
                 self.topk.load_state_dict([_read(path) for path in files])
-            elif self.rank == 0:
-                logger.info("%s has no residual of sparse all-reduce: it begins with zero", folder)
         elif self.rank == 0 and next(Path(folder).glob(RESIDUAL_FILE.format("*")), None) is not None:
             logger.warning(
                 "%s has a residual of sparse all-reduce, and this run has no sparse all-reduce: it is dropped", folder
@@ -196,12 +193,12 @@ class HookedModel:
         numbers: dict[str, float] = {}
         if self.dear is not None:
             dear = self.dear.stats()
-            numbers |= {"stall_s": dear.stall_s, "sent_mb": dear.sent_bytes / 2**20}
+            numbers = {"stall_s": dear.stall_s, "sent_mb": dear.sent_bytes / 2**20}
             if dear.fusion_mb is not None:
                 numbers["fusion_mb"] = dear.fusion_mb
         if self.topk is not None:
             topk = self.topk.stats()
-            numbers |= {"stall_s": topk.stall_s, "sent_mb": topk.sent_bytes / 2**20, "density": topk.density}
+            numbers = {"stall_s": topk.stall_s, "sent_mb": topk.sent_bytes / 2**20, "density": topk.density}
         if self.tables is not None:
             rows = self.tables.stats()
             sent_bytes = rows.id_bytes + rows.lookup_bytes + rows.prior_bytes + rows.delayed_bytes
@@ -266,7 +263,6 @@ class HookedModels:
         return None
 
     def of(self, optimizer: torch.optim.Optimizer) -> list[HookedModel]:
-        """Return the models of an optimizer."""
         return [model for model in self._hooked if model.optimizer is optimizer]
 
     def release(self, but: nn.Module | None = None) -> None:

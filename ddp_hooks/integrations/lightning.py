@@ -10,6 +10,7 @@ Lightning's own ``DDPStrategy(ddp_comm_hook=...)`` registers hooks on CUDA only,
 from __future__ import annotations
 
 import logging
+import shutil
 from collections.abc import Mapping
 from functools import partial
 from importlib.util import find_spec
@@ -124,7 +125,6 @@ class CommHookStrategy(_Hooked, DDPStrategy):
         self._expect(self.model)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Set up the optimizers, and register hooks with them."""
         super().setup_optimizers(trainer)
         self._has_failed = False
         scaler = self._use_our_scaler(self.precision_plugin)
@@ -155,10 +155,7 @@ class CommHookStrategy(_Hooked, DDPStrategy):
     def remove_checkpoint(self, filepath: str | Path) -> None:
         super().remove_checkpoint(filepath)
         if self.is_global_zero:
-            for path in _beside(filepath).glob("*.bin"):
-                path.unlink()
-            if _beside(filepath).is_dir():
-                _beside(filepath).rmdir()
+            shutil.rmtree(_beside(filepath), ignore_errors=True)
 
     def load_checkpoint(self, checkpoint_path: str | Path, *args: Any, **kwargs: Any) -> Any:
         self._path = checkpoint_path
@@ -199,7 +196,6 @@ class CommHookFabricStrategy(_Hooked, FabricDDPStrategy):
         return ddp
 
     def setup_optimizer(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """Set up the optimizer, and register the hook with it."""
         optimizer = super().setup_optimizer(optimizer)
         self.hooked_models.bind([_unwrapped(optimizer)], self._use_our_scaler(self.precision))
         kind = type(optimizer)
@@ -230,7 +226,6 @@ class CommHookFabricStrategy(_Hooked, FabricDDPStrategy):
         return self.hooked_models.model_state(partial(super().get_module_state_dict, module))
 
     def save_checkpoint(self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint; residuals and the state of tables go into the folder ``<path>.ddp_hooks``."""
         self._save_beside(path)
         super().save_checkpoint(path, state, *args, **kwargs)
 
@@ -249,7 +244,6 @@ class _ReachedByZeroGrad:
 
 
 def _unwrapped(optimizer: Any) -> torch.optim.Optimizer:
-    """Return the optimizer inside of the wrapper of Lightning, Fabric or the user."""
     inner: torch.optim.Optimizer = getattr(optimizer, "_optimizer", getattr(optimizer, "optimizer", optimizer))
     return inner
 

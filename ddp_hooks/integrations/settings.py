@@ -66,12 +66,7 @@ class Combination:
 
 
 def combination_of(config: Config) -> Combination:
-    """Take a configuration apart.
-
-    Raises:
-        TypeError: it is no configuration.
-        ValueError: its parts exclude each other, or there are none.
-    """
+    """Take a configuration apart; raise TypeError or ValueError if it is none, or if its parts exclude each other."""
     parts = list(config) if isinstance(config, (list, tuple)) else [config]
     if len(parts) == 1 and isinstance(parts[0], ExtConfig):
         return Combination(None, None, parts[0])

@@ -23,11 +23,7 @@ from ddp_hooks.comm.torch_compat.overrides import without_overrides
 class DeferredUpdates:
     """Updates some parameters as ``optimizer.step()`` would have, whatever schedulers have done since.
 
-    Args:
-        optimizer: the user's.
-        parameters: parameters with deferred updates, in a fixed order.
-        gradient_of: number of a parameter -> its gradient.
-        finish: runs all updates that are left, for readers of ``optimizer.state``; None: readers do not wait.
+    ``finish`` runs all updates that are left, for readers of ``optimizer.state``; None: readers do not wait.
     """
 
     def __init__(
@@ -74,7 +70,6 @@ class DeferredUpdates:
         ]
 
     def forget_memory(self) -> None:
-        """Forget the memory of parameters, which are about to move."""
         self._stand_ins.clear()
 
     def _finish_unless_running(self) -> None:
@@ -111,7 +106,6 @@ class DeferredUpdates:
                     self._optimizer.param_groups[position][key] = value
 
     def _stand_in(self, index: int) -> torch.nn.Parameter:
-        """Return a parameter with the memory, the attributes and the gradient of the one with that number."""
         parameter = self._parameters[index]
         made = self._stand_ins.get(index)
         if made is None or made.data_ptr() != parameter.data_ptr():

@@ -35,10 +35,8 @@ class WaitBefore(InertInCopies):
 class Entrances:
     """Forward pre-hooks on the modules that own parameters, and on those that are compiled or scripted.
 
-    Args:
-        root: the module inside DDP.
-        index_of: ``id`` of a parameter -> its number.
-        wait: waits for parameters, given by number; ``on_host=True`` waits until they have their own classes.
+    ``index_of`` has the number of a parameter by ``id``; with ``on_host=True`` ``wait`` returns when parameters have
+    their own classes.
     """
 
     def __init__(self, root: nn.Module, index_of: dict[int, int], wait: Callable[..., None]) -> None:
@@ -64,7 +62,6 @@ class Entrances:
         return len(self._entrances) > known
 
     def close(self) -> None:
-        """Remove all hooks."""
         for handle in (*self._handles.values(), *self._entrances.values()):
             handle.remove()
 

@@ -96,7 +96,6 @@ class FeedPipe:
                     self._hide(index)
 
     def end_forward(self) -> None:
-        """End the forward."""
         if len(self._read) >= len(self._order):
             self._order = list(self._read)
         if self._num_hidden and not self.in_flight:
@@ -213,7 +212,6 @@ class FeedPipe:
                 self.in_flight = self._num_in_flight > 0
 
     def _complete(self, indices: Sequence[int]) -> None:
-        """Update parameters that are gathered completely, and let them be read."""
         # Nobody must read a parameter in the middle of its update, so it goes on waiting. On accelerators torch looks
         # at classes to choose kernels: there the thread that trains, whose reads follow in its stream, shows it before.
         shown = self._on_streams and threading.get_ident() == self._launcher

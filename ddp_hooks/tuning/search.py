@@ -75,7 +75,6 @@ def times_by_candidate(candidates: Sequence[Candidate], trials: Iterable[Trial])
 
 
 def observations(times_s: Mapping[int, Sequence[float]]) -> list[Observation]:
-    """Return the median throughput of each candidate."""
     return [Observation(index, 1 / statistics.median(values)) for index, values in times_s.items()]
 
 
@@ -98,15 +97,13 @@ class Searcher:
         self._default_mb = default_mb
         self._job = job
         self._profile = Profile(tuner.profile) if tuner.profile is not None else None
-        self.seconds: list[float] = []
-        """Durations of the decisions."""
+        self.seconds: list[float] = []  # durations of the decisions
         self._former: tuple[Trial, ...] = ()  # trials of an interrupted run
         self._candidates: list[Candidate] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ddp_hooks tuner")
         self._future: Future[Decision] | None = None
 
     def ask(self, trials: Sequence[Trial]) -> None:
-        """Start to decide what follows ``trials``."""
         self._future = self._thread.submit(self._decide, list(trials))
 
     def answer(self) -> Decision:

@@ -113,7 +113,6 @@ class Tuning:
             self.phase, self._steps = Phase.SETTLING, 0
 
     def close(self) -> None:
-        """End the first rank's thread."""
         if self._searcher is not None:
             self._searcher.close()
 
@@ -156,7 +155,6 @@ class Tuning:
             )
 
     def _exchange(self, numbers: Sequence[float], label: str) -> list[list[float]]:
-        """Gather every rank's numbers, by rank; collective."""
         world_size, length = self._lanes.world_size, len(numbers)
         rows = torch.zeros(world_size, length, dtype=torch.float64, device=self._device)
         rows[self._lanes.rank] = torch.tensor(numbers, dtype=torch.float64)
