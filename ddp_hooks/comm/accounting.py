@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
 import torch
+
+from ddp_hooks.comm.algorithms.exchange import Recv, Send
 
 KEPT_STEPS, KEPT_SPANS = 100, 50_000
 """Number of last steps, and of spans, that a :class:`Recorder` keeps: about 12 MB."""
@@ -35,28 +38,22 @@ class Traffic:
     busy_s: float = 0.0  # seconds in which the lane had work under way
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.sent_bytes + other.sent_bytes,
-            self.received_bytes + other.received_bytes,
-            self.rounds + other.rounds,
-            self.busy_s + other.busy_s,
-        )
+        return Traffic(*map(operator.add, astuple(self), astuple(other)))
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(
-            self.sent_bytes - other.sent_bytes,
-            self.received_bytes - other.received_bytes,
-            self.rounds - other.rounds,
-            self.busy_s - other.busy_s,
-        )
+        return Traffic(*map(operator.sub, astuple(self), astuple(other)))
+
+    def count(self, exchange: Send | Recv) -> None:
+        """Add the bytes of a message."""
+        if isinstance(exchange, Recv):
+            self.received_bytes += exchange.tensor.nbytes
+        else:
+            self.sent_bytes += exchange.tensor.nbytes
 
 
 @dataclass
 class Recorder:
-    """Collects spans when ``enabled``; threads may add to it at the same time.
-
-    It keeps the spans of the last :data:`KEPT_STEPS` steps, at most :data:`KEPT_SPANS`.
-    """
+    """Collects spans of the last :data:`KEPT_STEPS` steps, at most :data:`KEPT_SPANS`, if ``enabled``; thread-safe."""
 
     enabled: bool = False
     spans: deque[Span] = field(default_factory=lambda: deque(maxlen=KEPT_SPANS))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
 
 import torch.distributed as dist
 
@@ -18,14 +17,6 @@ from ddp_hooks.comm.meeting import gather_objects
 
 VERIFY = "DDP_HOOKS_VERIFY"
 """Environment variable, see :mod:`ddp_hooks.comm.collective_check`."""
-_num_agreements = 0
-
-
-class Disagreement(NamedTuple):
-    """Reason why ranks cannot go on, in the same words on all of them; at most one of the two."""
-
-    problem: str | None = None  # on some ranks, or on all
-    difference: str | None = None  # the first entry that differs, its values, and the ranks that hold each
 
 
 def agree(
@@ -41,11 +32,11 @@ def agree(
         ValueError: on every rank, if any rank has a problem or the entries differ.
         LaneTimeout, LaneError: see :func:`~ddp_hooks.comm.gather_objects`.
     """
-    found = compare(entries, problem, group, subject, patience)
-    if found.problem is not None:
-        raise ValueError(f"{found.problem}{see('set-up-is-refused', quoted=found.problem)}")
-    if found.difference is not None:
-        raise ValueError(f"{found.difference}{see('ranks-differ')}")
+    found, difference = compare(entries, problem, group, subject, patience)
+    if found is not None:
+        raise ValueError(f"{found}{see('set-up-is-refused', quoted=found)}")
+    if difference is not None:
+        raise ValueError(f"{difference}{see('ranks-differ')}")
 
 
 def compare(
@@ -54,14 +45,16 @@ def compare(
     group: dist.ProcessGroup,
     subject: str,
     patience: object,
-) -> Disagreement:
+) -> tuple[str | None, str | None]:
     """Compare ``entries`` (name -> anything with a stable ``str``) and this rank's ``problem`` over all ranks.
 
     Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ. Messages say that ranks
     wait in ``subject``. ``patience`` has ``timeout_s`` and ``stall_warning_s``, as settings do.
+
+    Returns:
+        The problem on some ranks or on all, and the first entry that differs with its values and the ranks that hold
+        each. The same words on all ranks; None where all is well, and at most one of the two.
     """
-    global _num_agreements
-    _num_agreements += 1
     lines = {name: str(value) for name, value in entries.items()}
     lines[VERIFY] = os.environ.get(VERIFY) or "0"  # or some ranks would wait for others' lines
     digest = hashlib.sha256("\n".join(f"{k}={v}" for k, v in lines.items()).encode()).hexdigest()
@@ -76,22 +69,16 @@ def compare(
             text if len(where) == len(verdicts) else f"on ranks {where}: {text}"
             for text, where in problems.items()
         ]
-        return Disagreement(problem="; ".join(texts))
+        return "; ".join(texts), None
     if len({digest for _, digest in verdicts}) > 1:
         found = first_difference(gather_objects(lines, group, subject, patience), ranks)
-        return Disagreement(difference=f"{subject} differs between ranks: {found}")
-    return Disagreement()
-
-
-def num_agreements() -> int:
-    """Return the number of comparisons of this process; it does not change in steady state."""
-    return _num_agreements
+        return None, f"{subject} differs between ranks: {found}"
+    return None, None
 
 
 def first_difference(lines_by_rank: list[dict[str, str]], ranks: Sequence[int]) -> str:
     """Return a sentence on the first entry whose value differs, with the ranks that hold each value."""
-    names = list(dict.fromkeys(name for lines in lines_by_rank for name in lines))
-    for name in names:
+    for name in dict.fromkeys(name for lines in lines_by_rank for name in lines):
         ranks_by_value: dict[str, list[int]] = {}
         for rank, lines in zip(ranks, lines_by_rank, strict=True):
             ranks_by_value.setdefault(lines.get(name, "(absent)"), []).append(rank)

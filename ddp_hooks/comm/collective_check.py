@@ -1,8 +1,7 @@
 """For debugging: ranks compare every collective before it moves, so that a difference is an error and not a hang.
 
-Hooks compare their set-up and layout once; in steady state they send nothing about it. With ``DDP_HOOKS_VERIFY=1`` in
-the environment of every process each lane sends a line of text before each piece of work, which costs P - 1 short
-messages.
+With ``DDP_HOOKS_VERIFY=1`` in the environment of every process each lane sends a line of text before each piece of
+work, in P - 1 short messages.
 """
 
 from __future__ import annotations

@@ -10,26 +10,20 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import LaneError, died, last_words, lost_ranks
 from ddp_hooks.comm.torch_compat.distributed import default_store, serves
+from ddp_hooks.comm.torch_compat.handles import RemovableHandle
 
 logger = logging.getLogger("ddp_hooks")
 
 T = TypeVar("T")
 _LOOK_S = 0.25  # how often it is seen whether a rank died
 _GRACE_S = 1.0  # what waits for a rank that died may end by itself in this time
-
-
-class RemovableHandle:
-    """A handle whose ``remove`` runs a function, like torch's."""
-
-    def __init__(self, function: Callable[[], None]) -> None:
-        self.remove = function
 
 
 def while_all_live(action: Callable[[], T], group: dist.ProcessGroup, what: str) -> T:
@@ -95,15 +89,13 @@ def at_exit(
     process ends here, with status 1: others do not have what it had to send. The status is 1, too, if ``close``
     raises: Python itself would print the error and end with 0.
     """
-    references = weakref.WeakMethod(close), weakref.WeakMethod(abandon), weakref.WeakMethod(is_stuck)
+    references: list[Any] = [weakref.WeakMethod(method) for method in (close, abandon, is_stuck)]
 
     def finish() -> None:
-        """Close or abandon communication when the interpreter ends."""
-        close, abandon, is_stuck = references[0](), references[1](), references[2]()
-        error = getattr(sys, "last_value", None)
+        close, abandon, is_stuck = (reference() for reference in references)
         if close is None or abandon is None or is_stuck is None:
             return
-        failed = False
+        error, failed = getattr(sys, "last_value", None), False
         try:
             if error is not None:
                 abandon(error)

@@ -58,12 +58,9 @@ def is_lost_connection(error: BaseException | None) -> bool:
 
 
 def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages: bool = False) -> str:
-    """Return a sentence on the calls that ranks wait in.
+    """Return a sentence on the calls that ranks wait in, by rank, and on the ranks that wait in none.
 
-    Args:
-        calls: call by rank.
-        silent: ranks that wait in no call.
-        are_messages: ranks wait for messages of lanes, which belong to many calls.
+    With ``are_messages`` ranks wait for messages of lanes, which belong to many calls.
 
     >>> describe_waits({0: "consolidate()"}, [1])
     'rank 0 waits in consolidate(); rank 1 has not called it: is it under `if rank == 0`?'
@@ -101,30 +98,26 @@ def _named(ranks: Sequence[int]) -> str:
     return f"ranks {shown}" + (f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else "")
 
 
-class WaitNotes:
-    """Notes in the store of the call that each rank waits in; only ranks that have waited long write one.
+# Only ranks that have waited long note the call that they wait in; one note for all groups. The note of a failed wait
+# stays, for ranks that still wait.
 
-    A rank has one note for all groups. The note of a failed wait stays, for ranks that still wait.
-    """
 
-    def __init__(self, store: Any, rank: int) -> None:
-        self._store = store
-        self._rank = rank
+def note_wait(store: Any, rank: int, call: str) -> None:
+    """Note that this rank waits in ``call``."""
+    _noted[dist.group.WORLD] = True
+    store.set(_wait_key(rank), call)
 
-    def begin(self, call: str) -> None:
-        """Note that this rank waits in ``call``."""
-        _noted[dist.group.WORLD] = True
-        self._store.set(_wait_key(self._rank), call)
 
-    def end(self) -> None:
-        """Delete this rank's note, if it has written one."""
-        if _noted.pop(dist.group.WORLD, False):
-            self._store.delete_key(_wait_key(self._rank))
+def end_wait(store: Any, rank: int) -> None:
+    """Delete this rank's note, if it has written one."""
+    if _noted.pop(dist.group.WORLD, False):
+        store.delete_key(_wait_key(rank))
 
-    def of(self, ranks: Iterable[int]) -> dict[int, str]:
-        """Return the calls that these ranks have noted."""
-        noted = [rank for rank in ranks if self._store.check([_wait_key(rank)])]
-        return {rank: self._store.get(_wait_key(rank)).decode() for rank in noted}
+
+def waits_of(store: Any, ranks: Iterable[int]) -> dict[int, str]:
+    """Return the calls that these ranks have noted."""
+    noted = [rank for rank in ranks if store.check([_wait_key(rank)])]
+    return {rank: store.get(_wait_key(rank)).decode() for rank in noted}
 
 
 def _wait_key(rank: int) -> str:
@@ -164,54 +157,51 @@ class FailureNotices:
 class FailureStore:
     """Reports and reads the first failure in the store under ``prefix``, and the waits of ranks; ranks are global.
 
-    Args:
-        store: the rendezvous store.
-        prefix: prefix of keys in the store, of this group alone.
-        rank: this rank.
-        ranks: all ranks of the group.
-        group: group whose connections carry notices of failures; None if gloo does not carry it.
+    A note of a failure is ``reporter:culprit``, or ``rank:rank:reason`` from a rank that ends. The connections of
+    ``group`` carry notices of failures; None if gloo does not carry it.
     """
 
     def __init__(
         self, store: Any, prefix: str, rank: int, ranks: Sequence[int], group: dist.ProcessGroup | None = None
     ) -> None:
+        self.prefix = f"ddp_hooks/{prefix}"  # of keys in the store, of this group alone
+        self.ranks = ranks  # of the group
+        self.knows = False  # of a failure
         self._store = store
-        self._prefix = f"ddp_hooks/{prefix}"
         self._rank = rank
-        self._ranks = ranks
         self._group = group
         self._notices = FailureNotices(group) if group is not None else None
-        self._notes = WaitNotes(store, rank)
-        self._knows = False  # of a failure
         self._blamed_until_s: float | None = None  # another rank lost the connection to this one; see _own_timeout()
         self._gave_up: LaneTimeout | None = None  # the first message of this rank that timed out
         _stores.add(self)
 
-    @property
-    def prefix(self) -> str:
-        """Prefix of keys in the store, of this group alone."""
-        return self._prefix
-
     def report_peer(self, suspect: int) -> str:
         """Report that the connection to ``suspect`` broke; return a sentence on the rank that failed first."""
         mine = f"{self._rank}:{suspect}"
+        note, dead_store = self._report(mine)
+        if dead_store is not None:
+            return f"{_plainly(note, note == mine)}; {no_answer(dead_store)}"
+        return self._sentence(note, note == mine)
+
+    def report_self(self, reason: str) -> None:
+        """Report that this rank ends because of ``reason``."""
+        self._report(f"{self._rank}:{self._rank}:{reason}")
+
+    def _report(self, mine: str) -> tuple[str, Exception | None]:
+        """Report a failure, and pass the first one on; return its note, and the error of a store that is dead."""
         note = self._notice() or mine
+        dead_store = None
         try:
-            note = self._store.compare_set(f"{self._prefix}/failure", "", note).decode()
+            note = self._store.compare_set(f"{self.prefix}/failure", "", note).decode()
         except Exception as error:  # whatever a dead store raises; its being dead is the news
-            self._tell(note)
-            own = self._rank if note == mine else None
-            return f"{_plainly(note, own)}; the rendezvous store does not answer ({type(error).__name__})"
+            dead_store = error
         self._tell(note)
-        return self._sentence(note, mine)
+        return note, dead_store
 
     def failure_of(self, error: Exception, peer: int, description: str) -> LaneError:
-        """Return the error to raise for an ``error`` of the backend or a socket; reports a broken connection.
+        """Return the error to raise for one of the backend or a socket, of a message to or from ``peer``.
 
-        Args:
-            error: raised for a message to or from ``peer``.
-            peer: a global rank.
-            description: rank, lane, work, round and peer of the message.
+        Reports a broken connection. ``description`` names rank, lane, work, round and peer of the message.
         """
         text = str(error).splitlines()[0]
         if "timed out" in text.lower() or "timeout" in text.lower():
@@ -245,22 +235,13 @@ class FailureStore:
             time.sleep(0.02)
         return copy.copy(self._gave_up)  # each thread raises one of its own
 
-    def report_self(self, reason: str) -> None:
-        """Report that this rank ends because of ``reason``."""
-        note = self._notice() or f"{self._rank}:{self._rank}:{reason}"
-        try:
-            note = self._store.compare_set(f"{self._prefix}/failure", "", note).decode()
-        except Exception as error:  # whatever a dead store raises; this rank ends anyway
-            logger.debug("could not report the end of rank %d: %s", self._rank, error)
-        self._tell(note)
-
     def first_failure(self) -> str | None:
         """Return a sentence on the failure that another rank has reported, or None."""
         note = self._notice()
         try:
-            if self._store.check([f"{self._prefix}/failure"]):
-                note = self._store.get(f"{self._prefix}/failure").decode()
-        except Exception as error:  # see report_peer()
+            if self._store.check([f"{self.prefix}/failure"]):
+                note = self._store.get(f"{self.prefix}/failure").decode()
+        except Exception as error:  # whatever a dead store raises
             return self._without_store(error)
         if note is None:
             return None
@@ -270,39 +251,38 @@ class FailureStore:
     def check_peers(self) -> str | None:
         """Return :meth:`first_failure`, or report a broken connection of this rank; for waits without messages."""
         failure = self.first_failure()
-        lost = lost_ranks(self._group, self._ranks) if failure is None and self._group is not None else []
+        lost = self._lost() if failure is None else []
         return self.report_peer(lost[0]) if lost else failure
 
     def _without_store(self, error: Exception) -> str:
         """Return a sentence on the first failure where the store is gone, from notices or broken connections."""
-        silence = f"the rendezvous store does not answer ({type(error).__name__})"
         deadline_s = time.monotonic() + _NOTICES_S
         while True:
-            note = self._notice()
-            lost = lost_ranks(self._group, self._ranks) if self._group is not None else []
+            note, lost = self._notice(), self._lost()
             if note is None and lost:
                 note = f"{self._rank}:{lost[0]}"
             if note is not None:
                 self._tell(note)
-                return f"{_plainly(note)}; {silence}"
+                return f"{_plainly(note)}; {no_answer(error)}"
             if time.monotonic() >= deadline_s:
-                return f"{silence}: the process that holds it (rank 0, or torchrun's agent) died"
+                return f"{no_answer(error)}: the process that holds it (rank 0, or torchrun's agent) died"
             time.sleep(0.05)
 
     def report_wait(self, description: str) -> str:
         """Note that this rank waits in ``description``; return a sentence on the calls that all ranks wait in."""
         call = description.removeprefix(f"rank {self._rank}, ")
         try:
-            self._notes.begin(call)
-            calls = {self._rank: call} | self._notes.of(rank for rank in self._ranks if rank != self._rank)
+            note_wait(self._store, self._rank, call)
+            others = [rank for rank in self.ranks if rank != self._rank]
+            calls = {self._rank: call} | waits_of(self._store, others)
         except Exception as error:  # a warning must not turn into a failure of its own
-            return f"the rendezvous store does not answer ({type(error).__name__})"
-        return describe_waits(calls, [rank for rank in self._ranks if rank not in calls], are_messages=True)
+            return no_answer(error)
+        return describe_waits(calls, [rank for rank in self.ranks if rank not in calls], are_messages=True)
 
     def end_wait(self) -> None:
         """Take back the note of a wait, which is over."""
         try:
-            self._notes.end()
+            end_wait(self._store, self._rank)
         except Exception as error:  # the wait has succeeded; only its note stays
             logger.debug("could not take back the report of a wait: %s", error)
 
@@ -311,28 +291,17 @@ class FailureStore:
         _stores.discard(self)
         self._group = self._notices = None
 
-    @property
-    def ranks(self) -> Sequence[int]:
-        """Ranks whose failures are reported here."""
-        return self._ranks
-
-    @property
-    def knows(self) -> bool:
-        """True if this process has heard of a failure."""
-        return self._knows
-
     def exit_barrier(self, deadline_s: float) -> bool:
         """Wait until every rank is here, a rank has failed, or the store is gone; return True if all are here.
 
-        Args:
-            deadline_s: latest time of return, in ``time.monotonic()``'s seconds.
+        It returns by ``deadline_s``, in ``time.monotonic()``'s seconds.
         """
         try:
-            present = self._store.add(f"{self._prefix}/exit_barrier", 1)
-            while present < len(self._ranks) and time.monotonic() < deadline_s and self.first_failure() is None:
+            present = self._store.add(f"{self.prefix}/exit_barrier", 1)
+            while present < len(self.ranks) and time.monotonic() < deadline_s and self.first_failure() is None:
                 time.sleep(0.02)
-                present = self._store.add(f"{self._prefix}/exit_barrier", 0)
-            return present >= len(self._ranks)
+                present = self._store.add(f"{self.prefix}/exit_barrier", 0)
+            return present >= len(self.ranks)
         except Exception as error:  # the process that serves the store has left
             logger.debug("left without the exit barrier: %s", error)
             return False
@@ -340,50 +309,52 @@ class FailureStore:
     def _notice(self) -> str | None:
         return self._notices.first() if self._notices is not None else None
 
+    def _lost(self) -> list[int]:
+        return lost_ranks(self._group, self.ranks) if self._group is not None else []
+
     def _tell(self, note: str) -> None:
         """Pass the report on, before this rank ends and others take its end for the first failure."""
-        if self._knows:
+        if self.knows:
             return
-        self._knows = True
+        self.knows = True
         if self._notices is not None:
             self._notices.send(note)
         try:
-            self._store.add(f"{self._prefix}/readers", 1)
-            expect_readers(self._store, f"{self._prefix}/readers", len(self._ranks) - 1)
+            self._store.add(f"{self.prefix}/readers", 1)
+            expect_readers(self._store, f"{self.prefix}/readers", len(self.ranks) - 1)
         except Exception as error:  # letters are on their way
             logger.debug("could not say that a failure was noticed: %s", error)
 
-    def _sentence(self, note: str, mine: str | None = None) -> str:
+    def _sentence(self, note: str, is_mine: bool = False) -> str:
         reporter, culprit, *reason = note.split(":", 2)
-        own = self._rank if note == mine else None
         if not reason:
             if int(culprit) == self._rank != int(reporter) and self._blamed_until_s is None:
                 self._blamed_until_s = time.monotonic() + _OWN_TIMEOUT_S
             try:
                 end = end_of(self._store, int(culprit))
-                if end is not None:
-                    return f"rank {culprit} ended first, with {end}"
-                return _plainly(note, own, self._notes.of([int(culprit)]).get(int(culprit)))
+                return end or _plainly(note, is_mine, waits_of(self._store, [int(culprit)]).get(int(culprit)))
             except Exception as error:  # a note is enough
                 logger.debug("could not ask about the end of rank %s: %s", culprit, error)
-        return _plainly(note, own)
+        return _plainly(note, is_mine)
 
 
-def _plainly(note: str, own: int | None = None, wait: str | None = None) -> str:
-    """Return a sentence for a note, ``reporter:culprit`` or ``rank:rank:reason``.
-
-    Args:
-        note: see above.
-        own: this rank, if it wrote the note.
-        wait: call that the culprit has waited in for long, so that it may have given up.
-    """
+def _plainly(note: str, is_mine: bool = False, wait: str | None = None) -> str:
+    """Return a sentence for a note of a failure; ``wait``: a call that the culprit may have given up."""
     reporter, culprit, *reason = note.split(":", 2)
     if reason:
-        return f"rank {culprit} ended first, with {reason[0]}"
+        return ended_first(culprit, reason[0])
     lost = f"gave up its wait in {wait}, or died" if wait is not None else "died or closed its connection"
-    if own is not None and int(reporter) == own:
-        return f"rank {culprit} {lost}"
-    return f"rank {culprit} {lost} first (seen by rank {reporter})"
+    return f"rank {culprit} {lost}" if is_mine else f"rank {culprit} {lost} first (seen by rank {reporter})"
+
+
+def ended_first(rank: int | str, error: str) -> str:
+    """Return a sentence on a rank that has reported the error that ends it."""
+    return f"rank {rank} ended first, with {error}"
+
+
+def no_answer(error: Exception) -> str:
+    """Return a sentence on a store that raised ``error``."""
+    return f"the rendezvous store does not answer ({type(error).__name__})"
 
 
 def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float = 0.0) -> list[int]:
@@ -398,8 +369,7 @@ def lost_ranks(group: dist.ProcessGroup, ranks: Sequence[int], patience_s: float
 
 def died(ranks: Sequence[int]) -> str:
     """Return a sentence on ranks whose connections broke."""
-    connections = "connection" if len(ranks) == 1 else "connections"
-    return f"{_named(ranks)} died or closed {'its' if len(ranks) == 1 else 'their'} {connections}"
+    return f"{_named(ranks)} died or closed {'its connection' if len(ranks) == 1 else 'their connections'}"
 
 
 def failure_seen_by_lanes(ranks: Iterable[int]) -> str | None:
@@ -419,19 +389,13 @@ def tell_lanes(lost: int) -> None:
 
 
 def end_of(store: Any, rank: int) -> str | None:
-    """Return the error that ended rank ``rank``, if it has reported one."""
-    found: str | None = store.get(f"ddp_hooks/end/{rank}").decode() if store.check([f"ddp_hooks/end/{rank}"]) else None
-    return found
+    """Return a sentence on the error that ended rank ``rank``, if it has reported one."""
+    key = f"ddp_hooks/end/{rank}"
+    return ended_first(rank, store.get(key).decode()) if store.check([key]) else None
 
 
 def expect_readers(store: Any, key: str, num_readers: int) -> None:
-    """Keep this process, if it serves the store, alive until ``num_readers`` ranks have read of a failure.
-
-    Args:
-        store: the rendezvous store.
-        key: key of the number of ranks that have read.
-        num_readers: ranks that are to read, with this one.
-    """
+    """Keep this process, if it serves the store, alive until ``key`` counts as many ranks that read of a failure."""
     if serves(store):
         _expected[key] = store, num_readers
 

@@ -27,19 +27,23 @@ from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import (
     LaneError,
     LaneTimeout,
-    WaitNotes,
     describe_waits,
     died,
     end_of,
+    end_wait,
+    ended_first,
     expect_readers,
     failure_seen_by_lanes,
     is_lost_connection,
     lost_ranks,
+    no_answer,
+    note_wait,
     refuse_different_calls,
     shortened,
     tell_lanes,
+    waits_of,
 )
-from ddp_hooks.comm.torch_compat.distributed import default_store, get_all
+from ddp_hooks.comm.torch_compat.distributed import default_store
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -106,7 +110,7 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
     heads = _Meeting(group, ranks, head, Patience.of(patience)).hold()
     for rank, each in zip(ranks, heads, strict=True):
         if each.error is not None:
-            reported = f"rank {rank} ended first, with {each.error}"
+            reported = ended_first(rank, each.error)
             raise ReportedError(f"{head.call} cannot end: {reported}{see('a-rank-died', quoted=reported)}")
     refuse_different_calls(ranks, _distinguished(heads))
     items = [each.data for each in heads]
@@ -168,7 +172,6 @@ class _Meeting:
         self._group, self._ranks, self._head, self._patience = group, ranks, head, patience
         self._rank = ranks[dist.get_rank(group)]
         self._store = default_store()
-        self._notes = WaitNotes(self._store, self._rank)
         with _numbering:
             numbers = _numbers.setdefault(dist.group.WORLD, Counter())
             number = numbers[group.group_name]
@@ -180,18 +183,18 @@ class _Meeting:
     def hold(self) -> list[_Head]:
         """Return the item of every rank; raises as :func:`gather_objects` does."""
         try:
-            self._notes.end()
-            self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(tuple(self._head)))
+            end_wait(self._store, self._rank)
+            self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(self._head))
             verdict = self._await_verdict()
-            found = get_all(self._store, self._keys) if verdict == _MET else []
+            found = self._read_all() if verdict == _MET else []
             self._leave(verdict)
         except LaneError:
             raise
         except Exception as error:  # whatever a dead store raises
             raise LaneError(f"{self._without_store(error)}{see('a-rank-died')}") from error
         if verdict == _MET:
-            self._notes.end()
-            return [_Head(*pickle.loads(each)) for each in found]
+            end_wait(self._store, self._rank)
+            return [pickle.loads(each) for each in found]
         if verdict.startswith(_TIMEOUT):
             raise LaneTimeout(f"{verdict.removeprefix(_TIMEOUT)}{see('a-wait-timed-out')}")
         lost = verdict.removeprefix(_LOST)
@@ -212,7 +215,7 @@ class _Meeting:
                     return self._decide(f"{_LOST}{failure}")
             if now_s - start_s >= warn_s and not warned:
                 warned = True
-                self._notes.begin(self._head.call)
+                note_wait(self._store, self._rank, self._head.call)
                 logger.warning("waited %.0f s: %s", now_s - start_s, self._describe())
             if now_s - start_s >= timeout_s:
                 return self._decide(f"{_TIMEOUT}waited {now_s - start_s:.0f} s: {self._describe()}")
@@ -224,13 +227,18 @@ class _Meeting:
         found: str = self._store.compare_set(self._verdict, "", verdict).decode()
         return found
 
+    def _read_all(self) -> list[bytes]:
+        if self._store.has_extended_api():
+            return list(self._store.multi_get(self._keys))  # one request
+        return [self._store.get(key) for key in self._keys]
+
     def _failure(self) -> str | None:
-        """Return a sentence on the rank that was lost, if one was."""
+        """Return a sentence on the rank that was lost first; None if all live."""
         lost = [rank for rank in lost_ranks(self._group, self._ranks) if rank in self._missing()]
         if lost:
             end = end_of(self._store, lost[0])
             tell_lanes(lost[0])
-            return died(lost) if end is None else f"rank {lost[0]} ended first, with {end}"
+            return end or died(lost)
         return failure_seen_by_lanes(self._ranks)
 
     def _missing(self) -> list[int]:
@@ -239,9 +247,9 @@ class _Meeting:
     def _describe(self) -> str:
         """Return a sentence on the call that each rank is in."""
         missing = self._missing()
-        heads = [rank for rank in self._ranks if rank not in missing]
-        calls = {rank: pickle.loads(self._store.get(f"{self._prefix}/{rank}"))[0] for rank in heads}
-        noted = self._notes.of(missing)
+        present = [rank for rank in self._ranks if rank not in missing]
+        calls = {rank: pickle.loads(self._store.get(f"{self._prefix}/{rank}")).call for rank in present}
+        noted = waits_of(self._store, missing)
         return describe_waits(calls | noted, [rank for rank in missing if rank not in noted])
 
     def _leave(self, verdict: str) -> None:
@@ -257,4 +265,4 @@ class _Meeting:
     def _without_store(self, error: Exception) -> str:
         lost = lost_ranks(self._group, self._ranks, patience_s=1.0)
         who = died(lost) if lost else "the process that holds it (rank 0, or torchrun's agent) probably died"
-        return f"{self._head.call} cannot end: the rendezvous store does not answer ({type(error).__name__}), and {who}"
+        return f"{self._head.call} cannot end: {no_answer(error)}, and {who}"

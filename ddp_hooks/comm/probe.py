@@ -50,8 +50,7 @@ def profile_link(lanes: Lanes) -> LinkProfile:
     """
     if lanes.world_size == 1 or lanes.native:
         return suited_to(None)
-    outgoing = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
-    incoming = torch.zeros(_PROBE_BYTES, dtype=torch.uint8)
+    outgoing, incoming = (torch.zeros(_PROBE_BYTES, dtype=torch.uint8) for _ in range(2))
     seconds = []
     for _ in range(4):
         start_s = time.perf_counter()

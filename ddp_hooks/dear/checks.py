@@ -153,7 +153,7 @@ def refuse_different_replicas(
 ) -> None:
     """Raise RuntimeError, on every rank, if a parameter differs between ranks in any bit; collective."""
     digests = {f"the hash of {name}": _digest(p) for name, p in zip(names, parameters, strict=True)}
-    difference = compare(digests, None, group, f"the model after step {step}", config).difference
+    _, difference = compare(digests, None, group, f"the model after step {step}", config)
     if difference is not None:
         raise RuntimeError(
             f"{difference}. Look for code that only some ranks run: writing parameters, seeding, skipping a step or a "

@@ -116,7 +116,6 @@ def ask_late(rank: int, port: int) -> None:
     assert world is not None
     lanes = Lanes(world, 1, torch.device("cpu"), LaneSettings(timeout_s=20), Recorder(False))
     failures = lanes.failures
-    assert failures is not None
     failure._LINGER_S = 0.0
     dist.barrier()
     if rank == 1:
@@ -171,7 +170,7 @@ def test_close_on_nccl_waits_for_no_dead_peer(
     monkeypatch.setattr("ddp_hooks.comm.executors.lanes.abort_group", lambda _: done.append("aborted"))
     monkeypatch.setattr(dist, "get_rank", lambda _: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
-    lane = StreamLane(0, SimpleNamespace(), torch.device("cpu"), Recorder())  # type: ignore[arg-type]
+    lane = StreamLane(SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]
     lane._stream = FakeStream(num_busy)  # type: ignore[assignment]
     lanes: Any = Lanes.__new__(Lanes)
     vars(lanes).update(
@@ -182,7 +181,7 @@ def test_close_on_nccl_waits_for_no_dead_peer(
         _ending=[],
         _stuck_streams=False,
         _settings=LaneSettings(timeout_s=0.3, stall_warning_s=0.1),
-        _failures=SimpleNamespace(
+        failures=SimpleNamespace(
             first_failure=lambda: failure_found,
             report_wait=lambda call: f"rank 0 waits in {call}",
             end_wait=lambda: None,

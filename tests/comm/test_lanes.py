@@ -64,7 +64,7 @@ def scatter_and_gather(rank: int, world_size: int, num_lanes: int, jitter: bool)
         gather.wait()
         assert gather.done
         assert all(torch.equal(p.flat, total) for p, total in zip(partitions, expected, strict=True))
-    scratch = [[each.nbytes for each in b] for lane in lanes._lanes for b in lane._scratch.values()]  # type: ignore[attr-defined]
+    scratch = [[each.nbytes for each in b] for lane in lanes._lanes for b in lane._scratch.values()]  # type: ignore[union-attr]
     traffic = lanes.traffic
     lanes.close()
     payload = sum(p.nbytes for _, partitions, _ in submissions for p in partitions)
@@ -116,7 +116,7 @@ def test_one_collective_on_all_lanes(workers: WorkerPools, world_size: int, num_
 
 def native_lane(rank: int, world_size: int) -> None:
     """The stream lane's native collectives, whose stream verbs do nothing on CPU."""
-    lane = StreamLane(0, dist.group.WORLD, CPU, Recorder())  # type: ignore[arg-type]
+    lane = StreamLane(dist.group.WORLD, CPU)  # type: ignore[arg-type]
     for numel in (0, 3, 130, 32 * world_size, 1001):
         values = [whole(numel, 10 * numel + r) for r in range(world_size)]
         total = torch.stack(values).sum(0)

@@ -80,12 +80,13 @@ class Victim:
     def die_on_lane(self, label: str) -> None:
         """Die when a lane has been given the messages of the first round of something that is called so."""
         for lane in self._coordinator._lanes._lanes:
-            lane._wait = functools.partial(self._wait, label, lane._wait)  # type: ignore[attr-defined]
+            complete = functools.partial(self._complete, label, lane._complete)  # type: ignore[union-attr]
+            lane._complete = complete  # type: ignore[method-assign,union-attr]
 
-    def _wait(self, label: str, wait: Callable[..., None], running: Any, submission: Any) -> None:
-        if submission.work.label.startswith(label):
-            self.die(submission.work.label)
-        wait(running, submission)
+    def _complete(self, label: str, complete: Callable[..., None], messages: Any, place: str) -> None:
+        if place.startswith(label):
+            self.die(place)
+        complete(messages, place)
 
     def die_when_others_ask(self, doing: str) -> None:
         """Die when this rank, which does nothing, has heard another one begin a cycle."""

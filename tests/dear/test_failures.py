@@ -99,7 +99,7 @@ def raise_in_one_backward(rank: int, world_size: int) -> bool:
         ddp(*whole_batches(rank, world_size, 7)).backward()
     except ZeroDivisionError:
         handle.remove()
-    threads = [lane._thread for lane in state._driver.lanes._lanes]  # type: ignore[attr-defined]
+    threads = [lane._thread for lane in state._driver.lanes._lanes]  # type: ignore[union-attr]
     state.close()
     del optimizer
     return len(threads) == 2 and not any(thread.is_alive() for thread in threads)

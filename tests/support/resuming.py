@@ -90,14 +90,14 @@ def die() -> None:
 def die_in_a_round(lanes: Any, label: str = "") -> None:
     """Die in the middle of the next exchange of these lanes whose label begins so."""
     for lane in lanes._lanes:
-        wait = lane._wait
+        complete = lane._complete
 
-        def wait_or_die(running: Any, submission: Any, wait: Callable[..., Any] = wait) -> None:
-            wait(running, submission)
-            if submission.work.label.startswith(label):
+        def complete_or_die(messages: Any, place: str, complete: Callable[..., Any] = complete) -> None:
+            complete(messages, place)
+            if place.startswith(label):
                 die()
 
-        lane._wait = wait_or_die
+        lane._complete = complete_or_die
 
 
 def kill_and_resume(

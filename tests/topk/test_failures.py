@@ -73,7 +73,7 @@ def raise_in_one_backward(rank: int, world_size: int) -> tuple[str, bool]:
     first = message_of(lambda: ddp(*whole_batches(rank, world_size, 7)).backward())
     handle.remove()
     message = message_of(lambda: ddp(*whole_batches(rank, world_size, 8)))
-    threads = [lane._thread for lane in state._lanes._lanes]  # type: ignore[attr-defined]
+    threads = [lane._thread for lane in state._lanes._lanes]  # type: ignore[union-attr]
     state.close()
     return f"{first}; {message}", any(thread.is_alive() for thread in threads)
 

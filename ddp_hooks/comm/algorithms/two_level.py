@@ -12,11 +12,14 @@ allows any all-reduce that splits in two.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TypeAlias
 
 from torch import Tensor
 
 from ddp_hooks.comm.algorithms.collectives import all_gather_among, reduce_scatter_among
 from ddp_hooks.comm.algorithms.exchange import Algorithm
+
+_Level: TypeAlias = tuple[Sequence[int], int, Sequence[Sequence[Tensor]]]  # members, which is this, chunks by member
 
 
 def two_level_reduce_scatter(
@@ -32,22 +35,16 @@ def two_level_reduce_scatter(
         scratch: at least :func:`two_level_scratch_numel` elements; overwritten.
         divisor: number of ranks for a mean.
     """
-    levels = _Levels(chunks, rank, node_size)
-    yield from reduce_scatter_among(levels.node_members, levels.local_rank, levels.within, scratch)
-    yield from reduce_scatter_among(levels.peers, levels.node, levels.between, scratch, divisor)
+    within, between = _levels(chunks, rank, node_size)
+    yield from reduce_scatter_among(*within, scratch)
+    yield from reduce_scatter_among(*between, scratch, divisor)
 
 
 def two_level_all_gather(chunks: Sequence[Tensor], rank: int, node_size: int) -> Algorithm:
-    """Copy ``chunks[r]`` of every rank r to all ranks, in place.
-
-    Args:
-        chunks: as above; ``chunks[rank]`` is read, the others are overwritten.
-        rank: the rank that runs this generator.
-        node_size: ranks per node, a divisor of P.
-    """
-    levels = _Levels(chunks, rank, node_size)
-    yield from all_gather_among(levels.peers, levels.node, levels.between)
-    yield from all_gather_among(levels.node_members, levels.local_rank, levels.within)
+    """Copy ``chunks[r]`` of every rank r to all ranks, in place; arguments as above."""
+    within, between = _levels(chunks, rank, node_size)
+    yield from all_gather_among(*between)
+    yield from all_gather_among(*within)
 
 
 def two_level_scratch_numel(chunks: Sequence[Tensor], rank: int, node_size: int) -> int:
@@ -56,17 +53,13 @@ def two_level_scratch_numel(chunks: Sequence[Tensor], rank: int, node_size: int)
     return max(within, (len(chunks) // node_size - 1) * chunks[rank].numel())
 
 
-class _Levels:
-    """Partners and chunks of a rank on both levels."""
-
-    def __init__(self, chunks: Sequence[Tensor], rank: int, node_size: int) -> None:
-        world_size = len(chunks)
-        if node_size < 1 or world_size % node_size:
-            raise ValueError(f"node_size must divide {world_size} ranks, got {node_size}")
-        self.node, self.local_rank = divmod(rank, node_size)
-        self.node_members = range(self.node * node_size, (self.node + 1) * node_size)
-        self.peers = range(self.local_rank, world_size, node_size)  # equal local ranks, by node
-        self.within = [chunks[local_rank::node_size] for local_rank in range(node_size)]
-        """Chunks by the local rank that owns them, of all nodes."""
-        self.between = [[chunks[peer]] for peer in self.peers]
-        """Chunks of equal local ranks, by node."""
+def _levels(chunks: Sequence[Tensor], rank: int, node_size: int) -> tuple[_Level, _Level]:
+    """Return the level within the rank's node, and that between nodes."""
+    world_size = len(chunks)
+    if node_size < 1 or world_size % node_size:
+        raise ValueError(f"node_size must divide {world_size} ranks, got {node_size}")
+    node, local_rank = divmod(rank, node_size)
+    members = range(node * node_size, (node + 1) * node_size)
+    peers = range(local_rank, world_size, node_size)  # equal local ranks, by node
+    within = [chunks[each::node_size] for each in range(node_size)]
+    return (members, local_rank, within), (peers, node, [[chunks[peer]] for peer in peers])

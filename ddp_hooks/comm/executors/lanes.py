@@ -5,11 +5,12 @@ from __future__ import annotations
 import atexit
 import itertools
 import logging
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -19,10 +20,9 @@ from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.algorithms.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.algorithms.exchange import Algorithm
-from ddp_hooks.comm.executors.lane import Lane, LaneSettings, special_tag
 from ddp_hooks.comm.executors.small import SmallExchange
 from ddp_hooks.comm.executors.stream_lane import StreamLane
-from ddp_hooks.comm.executors.thread_lane import LIVENESS_TAG, SMALL_SUMS, ThreadLane
+from ddp_hooks.comm.executors.thread_lane import LIVENESS_TAG, SMALL_SUMS, LaneSettings, Part, ThreadLane, special_tag
 from ddp_hooks.comm.executors.work import Work, WorkGroup
 from ddp_hooks.comm.exit_handler import while_all_live
 from ddp_hooks.comm.failure import FailureStore, LaneError, is_lost_connection, shortened
@@ -34,25 +34,33 @@ from ddp_hooks.comm.torch_compat.distributed import (
     destroy_group,
     new_group_like,
 )
-from ddp_hooks.comm.torch_compat.handles import add_note
 
 logger = logging.getLogger("ddp_hooks")
 
 _SMALL = (1 << 9) + 1  # kind of exchange that nobody else has
 _LONGEST_PAUSE_S = 0.1  # between two looks at streams that are to end
+_EXPLAIN_S = 10.0  # for ranks to learn who died
+_FAREWELL_S = 2.0  # for messages under way when an error ends this rank
+
+Lane: TypeAlias = ThreadLane | StreamLane
+"""Ordered stream of communication beside the training thread, with its own process group."""
 
 
 class Lanes:
     """A number of lanes over the ranks of one group; work goes to them in turn, the same on every rank.
 
+    Every rank submits the same work in the same order; nothing else is needed for agreement.
+
     Args:
         group: the ranks; its backend decides the kind of lane. Creating the lanes is collective over it.
-        num_lanes: how many, to begin with.
+        num_lanes: how many, to begin with; at least one.
         device: where the tensors will be.
         settings: slices and timeouts.
         recorder: where lanes note spans, for a timeline.
         backend: what carries them; None: what the group uses for such a device.
     """
+
+    failures: FailureStore  # reports of ranks that failed
 
     def __init__(
         self,
@@ -71,10 +79,9 @@ class Lanes:
         self._device = device
         self._settings = settings
         self._recorder = recorder
-        self._failures: FailureStore | None = None
         self._lanes: list[Lane] = []
         self._groups: list[dist.ProcessGroup] = []
-        self._small: list[Lane] = []  # a lane of its own for small sums, when there is the first
+        self._small: list[ThreadLane] = []  # a lane of its own for small sums, when there is the first
         self._num_small = 0
         self._submitted = 0
         self._ending: list[threading.Thread] = []
@@ -89,14 +96,14 @@ class Lanes:
             index = len(self._lanes)
             group = self._new_group(f"ddp_hooks lane {index}")
             self._groups.append(group)
-            if self._failures is None:
+            if index == 0:
                 ranks = dist.get_process_group_ranks(group)
                 store, messages = default_store(), group if self.backend == "gloo" else None
-                self._failures = FailureStore(store, group.group_name, ranks[self.rank], ranks, messages)
+                self.failures = FailureStore(store, group.group_name, ranks[self.rank], ranks, messages)
             if self.native:
-                self._lanes.append(StreamLane(index, group, self._device, self._recorder))
-                continue
-            self._lanes.append(ThreadLane(index, group, self._settings, self._failures, self._recorder))
+                self._lanes.append(StreamLane(group, self._device))
+            else:
+                self._lanes.append(ThreadLane(index, group, self._settings, self.failures, self._recorder))
 
     def _new_group(self, name: str) -> dist.ProcessGroup:
         def make() -> dist.ProcessGroup:
@@ -107,11 +114,6 @@ class Lanes:
 
     def __len__(self) -> int:
         return len(self._lanes)
-
-    @property
-    def failures(self) -> FailureStore | None:
-        """Reports of ranks that failed; None before the first lane."""
-        return self._failures
 
     @property
     def traffic(self) -> Traffic:
@@ -143,16 +145,14 @@ class Lanes:
         what = call_named(what)
         if self.world_size == 1:
             return value.clone()
-        if self.native:
-            lane = self._lanes[0]
-            assert isinstance(lane, StreamLane)
+        first = self._lanes[0]
+        if isinstance(first, StreamLane):
             result = value.clone()
-            lane.all_reduce(result, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, what).wait()
+            first.all_reduce(result, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, what).wait()
             return result
         if not self._small:
-            assert self._failures is not None
             # Beside the first lane, on its connections: tags keep their messages apart.
-            self._small.append(ThreadLane(SMALL_SUMS, self._groups[0], self._settings, self._failures, self._recorder))
+            self._small.append(ThreadLane(SMALL_SUMS, self._groups[0], self._settings, self.failures, self._recorder))
         exchange = SmallExchange(value.detach().cpu(), what, self.rank, self.world_size)
         tag = special_tag(_SMALL, self._num_small)
         self._num_small += 1
@@ -160,11 +160,17 @@ class Lanes:
         return exchange.result(dist.get_process_group_ranks(self.group), largest).to(value.device)
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> Work:
-        """:meth:`Lane.reduce_scatter` on the next lane."""
+        """Sum every partition over the ranks and divide, in place. Rank r gets its range; the rest is undefined."""
         return self.next_lane().reduce_scatter(partitions, label, divisor)
 
     def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
-        """:meth:`Lane.all_gather` on the next lane."""
+        """Copy rank r's range of every partition from rank r to all ranks, in place.
+
+        Args:
+            partitions: data to gather; rank r holds range r of each.
+            label: name for messages.
+            after: work of these lanes, submitted before, that must complete first.
+        """
         return self.next_lane().all_gather(partitions, label, after)
 
     def spread_reduce_scatter(self, partition: Partition, label: str, divisor: int = 1) -> Work:
@@ -179,12 +185,15 @@ class Lanes:
         """Run any algorithms as one piece of work; each lane makes and runs some of them."""
         return self._spread(lambda lane, part: lane.run_several(starts, label, part))
 
-    def _spread(self, submit: Callable[[ThreadLane, tuple[int, int]], Work]) -> Work:
+    def _spread(self, submit: Callable[[ThreadLane, Part], Work]) -> Work:
         lanes = [lane for lane in self._lanes[: len(self)] if isinstance(lane, ThreadLane)]
         return WorkGroup([submit(lane, (index, len(lanes))) for index, lane in enumerate(lanes)])
 
     def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
-        """:meth:`Lane.run` on the next lane."""
+        """Run any algorithm once ``after`` is complete.
+
+        A ``tag`` from :func:`special_tag` keeps its messages apart from all others, even where ranks differ in order.
+        """
         return self.next_lane().run(algorithm, label, after, tag)
 
     def next_lane(self) -> Lane:
@@ -201,11 +210,10 @@ class Lanes:
         """
         deadline_s = time.monotonic() + farewell_s
         together = False
-        if self._end_threads(deadline_s) and self._end_streams() and self._failures is not None:
+        if self._end_threads(deadline_s) and self._end_streams():
             # Through the store: a thread that waited in the backend for a rank that is late could not be woken.
-            together = self._failures.exit_barrier(max(deadline_s, time.monotonic() + farewell_s / 2))
-        if self._failures is not None:
-            self._failures.close()
+            together = self.failures.exit_barrier(max(deadline_s, time.monotonic() + farewell_s / 2))
+        self.failures.close()
         self._lanes.clear()
         self._small.clear()
         while self._groups:
@@ -220,64 +228,62 @@ class Lanes:
         start_s, pause_s, warned = time.monotonic(), 0.0001, False
         while not all(lane.is_idle for lane in streams):
             waited_s = time.monotonic() - start_s
-            assert self._failures is not None
-            failure = self._failures.first_failure() if pause_s >= _LONGEST_PAUSE_S else None
+            failure = self.failures.first_failure() if pause_s >= _LONGEST_PAUSE_S else None
             if failure is not None or waited_s >= self._settings.timeout_s:
                 self._stuck_streams = True
-                hint = failure or self._failures.report_wait("close()")
+                hint = failure or self.failures.report_wait("close()")
                 logger.error("close() cuts short what is under way after %.0f s: %s", waited_s, hint)
                 return False
             if waited_s >= self._settings.stall_warning_s and not warned:
                 warned = True
-                logger.warning("waited %.0f s in close(): %s", waited_s, self._failures.report_wait("close()"))
+                logger.warning("waited %.0f s in close(): %s", waited_s, self.failures.report_wait("close()"))
             time.sleep(pause_s)
             pause_s = min(_LONGEST_PAUSE_S, 2 * pause_s)
-        if warned and self._failures is not None:
-            self._failures.end_wait()
+        if warned:
+            self.failures.end_wait()
         return True
 
-    def explain(self, error: BaseException | None, patience_s: float = 10.0) -> str | None:
+    def _explain(self, error: BaseException | None) -> str | None:
         """Return a sentence on the rank that was lost first, if ``error`` is a lost connection of another group.
 
         Checks on a lane that all ranks are alive: neighbours of a dead rank know at once, the others learn from them.
-        Returns None if no rank was found.
         """
-        if self._failures is None or self.native or not self._lanes or not is_lost_connection(error):
+        lane = self._lanes[0] if self._lanes else None
+        if not isinstance(lane, ThreadLane) or not is_lost_connection(error):
             return None
         tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
-        lane = self._lanes[0]
-        assert isinstance(lane, ThreadLane)
         # Ranks may be at different places of the lane's order: a tag of its own keeps the check apart.
         check = ring_all_gather(tokens, self.rank)
         work = lane.run(check, "a liveness check after a lost connection", tag=LIVENESS_TAG)
-        deadline_s = time.monotonic() + patience_s
+        deadline_s = time.monotonic() + _EXPLAIN_S
         failure = None
         while not work.done and failure is None and time.monotonic() < deadline_s:
             broken = work.error_within(0.25)
             if broken is not None:
                 return str(broken)
-            failure = self._failures.first_failure()
-        failure = failure or self._failures.first_failure()
+            failure = self.failures.first_failure()
+        failure = failure or self.failures.first_failure()
         return None if failure is None else f"{failure}{see('a-rank-died', quoted=failure)}"
 
     def annotate(self, error: BaseException | None, what: str) -> None:
         """Log the rank that was lost if ``error`` is a lost connection of ``what``, and note it on the error."""
-        explanation = self.explain(error)
+        explanation = self._explain(error)
         if error is not None and explanation is not None:
             logger.error("%s lost a connection: %s", what, explanation)
-            add_note(error, explanation)
+            if sys.version_info >= (3, 11):
+                error.add_note(explanation)
 
-    def abandon(self, error: BaseException, farewell_s: float = 2.0) -> None:
+    def abandon(self, error: BaseException) -> None:
         """Report that this rank ends because of ``error``, and wait a little for messages under way.
 
         A thread that returned from the backend while the interpreter ends would abort the process.
         """
-        explanation = self.explain(error)
+        explanation = self._explain(error)
         if explanation is not None:
             logger.error("this process ends with a lost connection: %s", explanation)
-        elif self._failures is not None and not isinstance(error, LaneError):
-            self._failures.report_self(shortened(f"{type(error).__name__}: {error}"))
-        self._end_threads(time.monotonic() + farewell_s, unfinished=True)
+        elif not isinstance(error, LaneError):
+            self.failures.report_self(shortened(f"{type(error).__name__}: {error}"))
+        self._end_threads(time.monotonic() + _FAREWELL_S, unfinished=True)
 
     @property
     def stuck(self) -> bool:
@@ -292,7 +298,7 @@ class Lanes:
         return not self.stuck
 
 
-def _end(*lanes: list[Lane]) -> None:
+def _end(*lanes: Sequence[Lane]) -> None:
     """End the threads of lanes whose owner is gone without closing them, before the interpreter ends."""
     for lane in itertools.chain(*lanes):
         thread = lane.close()

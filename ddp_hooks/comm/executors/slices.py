@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ _MOST_RECEIVED = 4  # receive memory of a lane and dtype is at most this many ti
 class Slice(NamedTuple):
     """One slice of a collective, ready to start."""
 
-    start: Callable[[Tensor], Algorithm]  # scratch memory -> algorithm
+    start: Callable[[Tensor], Algorithm]  # scratch memory -> algorithm; called when the slice's turn comes
     scratch_numel: int
     dtype: torch.dtype
     tag: int | None = None  # of its messages; None: the next one in order
@@ -29,21 +30,15 @@ class Slice(NamedTuple):
 def reduce_scatter_slices(
     partitions: Sequence[Partition], rank: int, slice_bytes: int, divisor: int = 1, node_size: int = 1
 ) -> Iterator[Slice]:
-    """Cut reduce-scatters over ``partitions`` into slices, with messages of :func:`scatter_message_bytes`.
-
-    Args:
-        partitions: data; each is cut by itself.
-        rank: rank that runs the slices.
-        slice_bytes: see :func:`scatter_message_bytes`.
-        divisor: number of ranks for means.
-        node_size: ranks per node; with more than one, sums are formed on two levels.
-    """
+    """Cut reduce-scatters over ``partitions`` into slices, with messages of :func:`scatter_message_bytes`."""
     for partition in partitions:
         world_size = len(partition.bounds) - 1
         copies = world_size - 1 if node_size == 1 else (node_size - 1) * (world_size // node_size)
         for chunks in _sliced_chunks(partition, scatter_message_bytes(slice_bytes, copies)):
-            numel = two_level_scratch_numel(chunks, rank, node_size)
-            yield Slice(_scatter(chunks, rank, divisor, node_size), numel, partition.flat.dtype)
+            start = partial(direct_reduce_scatter, chunks, rank, divisor=divisor)
+            if node_size > 1:
+                start = partial(two_level_reduce_scatter, chunks, rank, node_size, divisor=divisor)
+            yield Slice(start, two_level_scratch_numel(chunks, rank, node_size), partition.flat.dtype)
 
 
 def all_gather_slices(
@@ -52,7 +47,7 @@ def all_gather_slices(
     """Cut all-gathers over ``partitions`` into slices with messages of at most ``slice_bytes``."""
     for partition in partitions:
         for chunks in _sliced_chunks(partition, slice_bytes):
-            yield Slice(_gather(chunks, rank, node_size), 0, partition.flat.dtype)
+            yield Slice(partial(_gather, chunks, rank, node_size), 0, partition.flat.dtype)
 
 
 def scatter_message_bytes(slice_bytes: int, copies: int) -> int:
@@ -60,19 +55,8 @@ def scatter_message_bytes(slice_bytes: int, copies: int) -> int:
     return max(1, min(slice_bytes // _SMALLER, _MOST_RECEIVED * slice_bytes // WINDOW // max(1, copies)))
 
 
-# Generators are made when their turn comes: functions of these arguments, not of a loop's variables.
-
-
-def _scatter(chunks: Sequence[Tensor], rank: int, divisor: int, node_size: int) -> Callable[[Tensor], Algorithm]:
-    if node_size > 1:
-        return lambda scratch: two_level_reduce_scatter(chunks, rank, node_size, scratch, divisor)
-    return lambda scratch: direct_reduce_scatter(chunks, rank, scratch, divisor)
-
-
-def _gather(chunks: Sequence[Tensor], rank: int, node_size: int) -> Callable[[Tensor], Algorithm]:
-    if node_size > 1:
-        return lambda scratch: two_level_all_gather(chunks, rank, node_size)
-    return lambda scratch: ring_all_gather(chunks, rank)
+def _gather(chunks: Sequence[Tensor], rank: int, node_size: int, scratch: Tensor) -> Algorithm:
+    return two_level_all_gather(chunks, rank, node_size) if node_size > 1 else ring_all_gather(chunks, rank)
 
 
 def _sliced_chunks(partition: Partition, range_bytes: int) -> Iterator[list[Tensor]]:

@@ -1,8 +1,8 @@
 """A lane for CPU backends: a thread that runs collectives over point-to-point messages.
 
-The thread takes one piece of work at a time, cut into slices, and keeps a window of slices under way: while one is
-added, others travel. It waits for slices in one fixed order, the same on every rank, so that no two ranks can wait for
-each other. Between two pieces of work the other lanes keep the link busy.
+gloo's own reduce-scatter moves an all-reduce. The thread takes one piece of work at a time, cut into slices, and keeps
+a window of slices under way: while one is added, others travel. It waits for slices in one fixed order, the same on
+every rank, so that no two ranks can wait for each other. Between two pieces of work the other lanes keep the link busy.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -26,43 +26,76 @@ from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.algorithms.collectives import Partition
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send
-from ddp_hooks.comm.collective_check import content_of, difference, lines_of_all
-from ddp_hooks.comm.executors.lane import FIRST_SPECIAL_TAG, LaneSettings, special_tag
+from ddp_hooks.comm.collective_check import content_of, difference, is_checking, lines_of_all
 from ddp_hooks.comm.executors.slices import WINDOW, Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.executors.work import ThreadWork, Work, WorkGroup
 from ddp_hooks.comm.failure import FailureStore, LaneError
 
-_TAGS_PER_SLICE_KIND = 1 << 28
+# Tags below those of special exchanges are those of slices: two bits for their kind, then a counter.
+_TAGS_PER_SLICE_KIND, _TAGS_PER_SPECIAL_KIND = 1 << 28, 1 << 20
 _SLICE_KINDS = ("reduce-scatter", "all-gather", "exchange")
-LIVENESS_TAG = FIRST_SPECIAL_TAG
+LIVENESS_TAG = 1 << 30
 """Tag of the check that all ranks are alive: ranks come to it from different places of a lane's order."""
 SMALL_SUMS = "of small sums"
 """Index of the lane that exchanges a few numbers."""
 _CHECKING = 1 << 9  # kind of exchange that nobody else has
+
+Part: TypeAlias = tuple[int, int]
+"""``(i, n)``: slices i, i + n, i + 2n, … of a collective; other lanes run the others."""
+_WHOLE: Part = (0, 1)
+
+
+@dataclass
+class LaneSettings:
+    """Settings of lanes.
+
+    Args:
+        slice_bytes: largest message of an all-gather. Messages of reduce-scatters have at most
+            ``min(slice_bytes / 3, 2 * slice_bytes / (P - 1))``: a lane receives at most ``4 * slice_bytes`` of a
+            dtype at a time.
+        timeout_s: seconds without progress after which a wait fails.
+        stall_warning_s: seconds after which a wait is logged, with what it waits for.
+        verify: ranks compare every collective before it moves, on CPUs; see :mod:`ddp_hooks.comm.collective_check`.
+        tag_by_label: on CPUs tags come from labels, so ranks that submit in different orders time out instead of
+            exchanging wrong data.
+        node_size: ranks per node, on CPUs; with more than one, collectives run on two levels.
+    """
+
+    slice_bytes: int = 1 << 20
+    timeout_s: float = 600.0
+    stall_warning_s: float = 60.0
+    verify: bool = field(default_factory=is_checking)
+    tag_by_label: bool = False
+    node_size: int = 1
+
+
+def special_tag(kind: int, number: int) -> int:
+    """Return the tag of the ``number``-th exchange of a kind, >= 0, that no other exchange has."""
+    return LIVENESS_TAG + 1 + kind * _TAGS_PER_SPECIAL_KIND + number % _TAGS_PER_SPECIAL_KIND
 
 
 @dataclass
 class _Submission:
     kind: str  # of _SLICE_KINDS
     work: ThreadWork
-    slices: Iterable[Slice]
-    after: Collection[Work]
-    content: str | None = ""  # for ranks to compare; None: nothing
+    slices: Iterator[Slice]
+    after: Collection[Work] = ()
+    content: str | None = None  # for ranks to compare; None: nothing
 
 
 class _Running:
-    """One slice under way: its generator, the round that it is in, and the backend's handles."""
+    """Slice under way: its generator, the round that it is in, and the backend's handles."""
 
     def __init__(self, algorithm: Algorithm, tag: int) -> None:
         self.algorithm = algorithm
         self.tag = tag
         self.round_index = -1
-        self.receiving: list[tuple[Recv, Any]] = []  # in this round
-        self.sending: list[tuple[Send, Any]] = []  # in all rounds so far
+        self.receiving: list[tuple[Recv | Send, Any]] = []  # in this round
+        self.sending: list[tuple[Recv | Send, Any]] = []  # in all rounds so far
 
 
 class ThreadLane:
-    """Lane for CPU backends: one thread, one process group, collectives over point-to-point messages."""
+    """Lane for CPU backends: one thread, one process group; methods are those of :class:`~.lanes.Lanes`."""
 
     def __init__(
         self,
@@ -92,46 +125,37 @@ class ThreadLane:
         self._thread.start()
 
     def reduce_scatter(
-        self, partitions: Sequence[Partition], label: str, divisor: int = 1, part: tuple[int, int] = (0, 1)
-    ) -> Work:
-        """Reduce-scatter slice by slice; see :class:`~.lane.Lane`.
-
-        With ``part = (i, n)`` only slices i, i + n, i + 2n, …; other lanes run the others.
-        """
+        self, partitions: Sequence[Partition], label: str, divisor: int = 1, part: Part = _WHOLE
+    ) -> ThreadWork:
         settings = self._settings
         slices = reduce_scatter_slices(partitions, self._rank, settings.slice_bytes, divisor, settings.node_size)
-        content = f"{content_of(partitions)}, divided by {divisor}" if settings.verify else ""
-        return self._submit("reduce-scatter", itertools.islice(slices, part[0], None, part[1]), label, content=content)
+        content = f"{content_of(partitions)}, divided by {divisor}" if settings.verify else None
+        return self._submit("reduce-scatter", slices, label, content, part=part)
 
     def all_gather(
-        self,
-        partitions: Sequence[Partition],
-        label: str,
-        after: Collection[Work] = (),
-        part: tuple[int, int] = (0, 1),
-    ) -> Work:
-        """All-gather slice by slice, a part as above; see :class:`~.lane.Lane`."""
-        all_slices = all_gather_slices(partitions, self._rank, self._settings.slice_bytes, self._settings.node_size)
-        slices = itertools.islice(all_slices, part[0], None, part[1])
-        content = content_of(partitions) if self._settings.verify else ""
-        return self._submit("all-gather", slices, label, after, content)
+        self, partitions: Sequence[Partition], label: str, after: Collection[Work] = (), part: Part = _WHOLE
+    ) -> ThreadWork:
+        settings = self._settings
+        slices = all_gather_slices(partitions, self._rank, settings.slice_bytes, settings.node_size)
+        content = content_of(partitions) if settings.verify else None
+        return self._submit("all-gather", slices, label, content, after, part)
 
     def run(
         self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
     ) -> ThreadWork:
-        """Run ``algorithm`` as one slice; see :class:`~.lane.Lane`."""
         # Ranks come to a liveness check from different places, and small sums carry their call.
         content = None if tag == LIVENESS_TAG or self._index == SMALL_SUMS else ""
-        whole = Slice(lambda scratch: algorithm, 0, torch.uint8, tag)
-        return self._submit("exchange", [whole], label, after, content)
+        return self._submit("exchange", [_slice_of(lambda: algorithm, tag)], label, content, after)
 
-    def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: tuple[int, int]) -> ThreadWork:
-        """Run algorithms as the slices of one piece of work, a part as above; each is made when its turn comes."""
-        slices = (Slice(lambda scratch, start=start: start(), 0, torch.uint8) for start in starts)  # type: ignore[misc]
-        return self._submit("exchange", itertools.islice(slices, part[0], None, part[1]), label)
+    def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: Part) -> ThreadWork:
+        """Run algorithms as the slices of one piece of work; each is made when its turn comes."""
+        return self._submit("exchange", map(_slice_of, starts), label, "", part=part)
 
     def close(self, unfinished: bool = False) -> threading.Thread:
-        """End when the rest is done; see :class:`~.lane.Lane`."""
+        """Take no more work, and end when the rest is done; return the thread that ends.
+
+        With ``unfinished`` wait only for messages under way.
+        """
         self._stopping = self._stopping or unfinished
         self._submissions.put(None)
         return self._thread
@@ -141,12 +165,19 @@ class ThreadLane:
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
     def _submit(
-        self, kind: str, slices: Iterable[Slice], label: str, after: Collection[Work] = (), content: str | None = ""
+        self,
+        kind: str,
+        slices: Iterable[Slice],
+        label: str,
+        content: str | None,
+        after: Collection[Work] = (),
+        part: Part = _WHOLE,
     ) -> ThreadWork:
-        settings = self._settings
+        settings, (first, step) = self._settings, part
         name = f"{kind} of {label}"
         work = ThreadWork(name, settings.timeout_s, settings.stall_warning_s, self.describe, self._failures)
-        self._submissions.put(_Submission(kind, work, slices, after, content))
+        content = content if settings.verify and self._world_size > 1 else None
+        self._submissions.put(_Submission(kind, work, itertools.islice(slices, first, None, step), after, content))
         return work
 
     @torch.no_grad()
@@ -159,7 +190,7 @@ class ThreadLane:
             if self._error is None:
                 try:
                     self._wait_for(submission.after, submission.work.label)
-                    if self._settings.verify and self._world_size > 1 and submission.content is not None:
+                    if submission.content is not None:
                         self._verify(submission)
                     with self._counting(submission.work.label):
                         self._run_slices(submission)
@@ -188,12 +219,11 @@ class ThreadLane:
 
     def _verify(self, submission: _Submission) -> None:
         """Raise on all ranks if they are about to move different things."""
-        name = submission.work.label
-        lines, algorithm = lines_of_all(f"{name}: {submission.content}", self._rank, self._world_size)
-        tag = special_tag(_CHECKING, self._num_verified)
+        line = f"{submission.work.label}: {submission.content}"
+        lines, algorithm = lines_of_all(line, self._rank, self._world_size)
+        verifying = _slice_of(lambda: algorithm, special_tag(_CHECKING, self._num_verified))
         self._num_verified += 1
-        verifying = Slice(lambda scratch: algorithm, 0, torch.uint8, tag)
-        self._run_slices(_Submission("exchange", submission.work, [verifying], ()))
+        self._run_slices(_Submission("exchange", submission.work, iter([verifying])))
         found = difference(lines, self._global_ranks)
         if found is not None:
             raise LaneError(f"collective {self._num_verified} of lane {self._index}: {found}{see('ranks-differ')}")
@@ -210,28 +240,26 @@ class ThreadLane:
             self._recorder.add(f"lane {self._index}", label, start_s, end_s)
 
     def _run_slices(self, submission: _Submission) -> None:
-        slices = iter(submission.slices)
+        label = self._doing = submission.work.label
         window: deque[_Running] = deque()
-        self._doing = submission.work.label
         if self._settings.tag_by_label:
             # Tags of different labels are far apart, if slices are few; 23 bits of the checksum are left in a tag.
-            self._num_slices = zlib.crc32(submission.work.label.encode()) << 4
+            self._num_slices = zlib.crc32(label.encode()) << 4
         for slot in range(WINDOW):
-            self._begin_next(slices, window, submission, slot)
+            self._begin_next(submission, window, slot)
         while window:
             running = window.popleft()
-            self._wait(running, submission)
+            self.traffic.rounds += 1
+            self._complete(running.receiving, f"{label}, round {running.round_index}")
             if self._advance(running):
                 window.append(running)
-            else:
-                self._wait_for_sends(running, submission)
-                self._begin_next(slices, window, submission, running.tag % WINDOW)
+            else:  # then the slice's memory is used again
+                self._complete(running.sending, f"{label}, after round {running.round_index}")
+                self._begin_next(submission, window, running.tag % WINDOW)
 
-    def _begin_next(
-        self, slices: Iterator[Slice], window: deque[_Running], submission: _Submission, slot: int
-    ) -> None:
+    def _begin_next(self, submission: _Submission, window: deque[_Running], slot: int) -> None:
         """Start the next slice that has anything to send, in the buffer of ``slot``."""
-        for piece in slices:
+        for piece in submission.slices:
             if self._stopping:
                 raise LaneError(f"{self.describe()} was cut short, because this rank ends{see('a-rank-died')}")
             tag = self._next_tag(submission.kind, slot) if piece.tag is None else piece.tag
@@ -242,11 +270,8 @@ class ThreadLane:
                 return
 
     def _next_tag(self, kind: str, slot: int) -> int:
-        """The tag of the next slice in ``slot``.
-
-        The slot keeps buffers apart, and the counter slices of one slot. The kind keeps gradients from meeting
-        parameters where one rank has skipped a step: both then wait, and say for what.
-        """
+        # The slot keeps buffers apart, and the counter slices of one slot. The kind keeps gradients from meeting
+        # parameters where one rank has skipped a step: both then wait, and say for what.
         number = (self._num_slices * WINDOW + slot) % _TAGS_PER_SLICE_KIND
         return _SLICE_KINDS.index(kind) * _TAGS_PER_SLICE_KIND + number
 
@@ -258,45 +283,36 @@ class ThreadLane:
         running.round_index += 1
         running.receiving = []
         for exchange in next_round:
-            try:
-                if isinstance(exchange, Recv):
-                    handle = self._group.recv([exchange.tensor], exchange.peer, running.tag)
-                    running.receiving.append((exchange, handle))
-                else:
-                    handle = self._group.send([exchange.tensor], exchange.peer, running.tag)
-                    running.sending.append((exchange, handle))
-            except RuntimeError as error:
-                raise self._failure(error, exchange.peer) from error
+            receives = isinstance(exchange, Recv)
+            post = self._group.recv if receives else self._group.send
+            with self._naming(exchange.peer):
+                handle = post([exchange.tensor], exchange.peer, running.tag)
+            (running.receiving if receives else running.sending).append((exchange, handle))
         return True
 
-    def _wait(self, running: _Running, submission: _Submission) -> None:
-        """Return when the slice's round is complete."""
-        self.traffic.rounds += 1
-        place = f"{submission.work.label}, round {running.round_index}"
-        for exchange, handle in running.receiving:
-            self._doing = f"{place}, from rank {self._global_ranks[exchange.peer]}"
-            self._complete(handle, exchange.peer)
-            self.traffic.received_bytes += exchange.tensor.nbytes
+    def _complete(self, messages: Iterable[tuple[Recv | Send, Any]], place: str) -> None:
+        """Wait for messages."""
+        for exchange, handle in messages:
+            way = "from" if isinstance(exchange, Recv) else "to"
+            self._doing = f"{place}, {way} rank {self._global_ranks[exchange.peer]}"
+            with self._naming(exchange.peer):
+                handle.wait()
+            self.traffic.count(exchange)
 
-    def _wait_for_sends(self, running: _Running, submission: _Submission) -> None:
-        """Return when the memory of a slice that is complete may be used again."""
-        place = f"{submission.work.label}, after round {running.round_index}"
-        for exchange, handle in running.sending:
-            self._doing = f"{place}, to rank {self._global_ranks[exchange.peer]}"
-            self._complete(handle, exchange.peer)
-            self.traffic.sent_bytes += exchange.tensor.nbytes
-
-    def _complete(self, handle: Any, peer: int) -> None:
+    @contextmanager
+    def _naming(self, peer: int) -> Iterator[None]:
+        """Let an error of a message say which rank failed first."""
         try:
-            handle.wait()
+            yield
         except RuntimeError as error:
-            raise self._failure(error, peer) from error
-
-    def _failure(self, error: RuntimeError, peer: int) -> LaneError:
-        return self._failures.failure_of(error, self._global_ranks[peer], self.describe())
+            raise self._failures.failure_of(error, self._global_ranks[peer], self.describe()) from error
 
     def _scratch_for(self, piece: Slice, slot: int) -> Tensor:
         buffers = self._scratch.setdefault(piece.dtype, [torch.empty(0, dtype=piece.dtype)] * WINDOW)
         if buffers[slot].numel() < piece.scratch_numel:
             buffers[slot] = torch.empty(piece.scratch_numel, dtype=piece.dtype)
         return buffers[slot]
+
+
+def _slice_of(start: Callable[[], Algorithm], tag: int | None = None) -> Slice:
+    return Slice(lambda scratch: start(), 0, torch.uint8, tag)

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -107,21 +108,21 @@ class ThreadWork:
             self._failures.end_wait()
 
 
+@dataclass(eq=False)
 class StreamWork:
     """Work in stream order on an accelerator; waiting makes the current stream wait, not the host."""
 
-    def __init__(self, label: str, event: torch.cuda.Event | None, device: torch.device) -> None:
-        self.label = label
-        self._event = event
-        self._device = device
+    label: str
+    device: torch.device
+    event: torch.cuda.Event | None = None
 
     @property
     def done(self) -> bool:
-        return self._event is None  # a stream must always be told to wait, even for an event that has passed
+        return self.event is None  # a stream must always be told to wait, even for an event that has passed
 
     def wait(self) -> None:
-        if self._event is not None:
-            torch.cuda.current_stream(self._device).wait_event(self._event)
+        if self.event is not None:
+            torch.cuda.current_stream(self.device).wait_event(self.event)
 
 
 class WorkGroup:

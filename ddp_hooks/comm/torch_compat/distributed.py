@@ -17,25 +17,15 @@ import torch.distributed as dist
 # init_process_group(), and the group then outlives destroy_process_group() with its threads; one that is busy when
 # the interpreter ends may abort the process. Imported here, before there is a group, it keeps nothing alive.
 import torch.distributed.nn.functional
-from torch import Tensor
 
 NOTICE_TAG = (1 << 31) - 2
 """Tag of messages about failures; tags of lanes are lower."""
 _NOBODYS_TAG = (1 << 31) - 1
 NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
+# Their names since torch 2.13, and before.
+reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _num_groups: Counter[tuple[int, ...]] = Counter()  # groups made of these ranks
-
-
-def reduce_scatter_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-    """Sum in stream order; ``dist.reduce_scatter_single`` since torch 2.13, ``reduce_scatter_tensor`` before."""
-    function = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    function(output, input, group=group)
-
-
-def all_gather_single(output: Tensor, input: Tensor, group: dist.ProcessGroup) -> None:
-    """Gather in stream order; ``dist.all_gather_single`` since torch 2.13, ``all_gather_into_tensor`` before."""
-    function = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-    function(output, input, group=group)
 
 
 def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
@@ -113,12 +103,6 @@ def serves(store: Any) -> bool:
         store = inner
     agents = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == str(True)
     return isinstance(store, dist.TCPStore) and dist.get_rank() == 0 and not agents
-
-
-def get_all(store: Any, keys: Sequence[str]) -> list[bytes]:
-    """Return the values of keys that are there; in one request, where the store has it."""
-    found: list[bytes] = store.multi_get(keys) if store.has_extended_api() else [store.get(key) for key in keys]
-    return found
 
 
 def connection_is_broken(group: dist.ProcessGroup, peer: int) -> bool:
