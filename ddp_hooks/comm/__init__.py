@@ -12,16 +12,16 @@ from ddp_hooks.comm.algorithms.collectives import (
     ring_all_gather,
 )
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round, Send, round_of, without_messages
-from ddp_hooks.comm.algorithms.two_level import two_level_all_gather, two_level_reduce_scatter
-from ddp_hooks.comm.executors.fabric import AlphaBeta, FabricError, RankTraffic, run_on_fabric
-from ddp_hooks.comm.executors.lanes import Lanes, LaneSettings, special_tag
+from ddp_hooks.comm.executors.fabric import AlphaBeta, run_on_fabric
+from ddp_hooks.comm.executors.lanes import Lanes
+from ddp_hooks.comm.executors.thread_lane import LaneSettings, special_tag
 from ddp_hooks.comm.executors.work import ThreadWork, Work
-from ddp_hooks.comm.exit_handler import RemovableHandle, at_exit
+from ddp_hooks.comm.exit_handler import at_exit
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.meeting import Patience, broadcast_object, calling, gather_objects, report_error
-from ddp_hooks.comm.metadata import read_metadata
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
+from ddp_hooks.comm.torch_compat.state_dict import read_metadata
 from ddp_hooks.comm.validation import (
     above,
     at_least,
@@ -37,7 +37,6 @@ from ddp_hooks.comm.validation import (
 __all__ = [
     "Algorithm",
     "AlphaBeta",
-    "FabricError",
     "LaneError",
     "LaneSettings",
     "LaneTimeout",
@@ -45,10 +44,8 @@ __all__ = [
     "LinkProfile",
     "Partition",
     "Patience",
-    "RankTraffic",
     "Recorder",
     "Recv",
-    "RemovableHandle",
     "Round",
     "Send",
     "Span",
@@ -89,8 +86,6 @@ __all__ = [
     "shaped_like",
     "special_tag",
     "suited_to",
-    "two_level_all_gather",
-    "two_level_reduce_scatter",
     "whole",
     "without_messages",
     "wrong_state",

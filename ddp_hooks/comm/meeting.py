@@ -96,7 +96,7 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
         item: anything that can be pickled; tensors are on the CPU.
         group: the ranks, of any backend.
         what: the call as users know it, the same on every rank, such as ``"consolidate()"``; see :func:`calling`.
-        patience: settings with ``timeout_s`` and ``stall_warning_s``; where these are none, 600 s and 60 s.
+        patience: settings with ``timeout_s`` and ``stall_warning_s``; where these are none, those of :class:`Patience`.
 
     Raises:
         LaneTimeout: on every rank that waits: some rank has not called this within ``timeout_s``.

@@ -25,17 +25,11 @@ _FAST_BYTES_S = 400e6  # above this it limits
 
 @dataclass(frozen=True)
 class LinkProfile:
-    """Number of lanes and message size for a link; the same on every rank.
+    """Number of lanes and message size for a link; the same on every rank."""
 
-    Args:
-        goodput_bytes_s: bytes per second that a rank sends while it receives as many; None if not measured.
-        num_lanes: streams of communication.
-        message_bytes: largest message.
-    """
-
-    goodput_bytes_s: float | None
+    goodput_bytes_s: float | None  #: that a rank sends while it receives as many; None if not measured
     num_lanes: int
-    message_bytes: int
+    message_bytes: int  #: largest message
 
     @property
     def outruns_processor(self) -> bool:

@@ -15,7 +15,6 @@ from torch import Tensor
 from ddp_hooks.comm import (
     Algorithm,
     AlphaBeta,
-    FabricError,
     Partition,
     Recv,
     Send,
@@ -25,6 +24,7 @@ from ddp_hooks.comm import (
     ring_all_gather,
     run_on_fabric,
 )
+from ddp_hooks.comm.executors.fabric import FabricError
 from ddp_hooks.comm.executors.slices import WINDOW, all_gather_slices, reduce_scatter_slices
 
 

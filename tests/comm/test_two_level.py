@@ -9,8 +9,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ddp_hooks.comm import Partition, run_on_fabric, two_level_all_gather, two_level_reduce_scatter
-from ddp_hooks.comm.algorithms.two_level import two_level_scratch_numel
+from ddp_hooks.comm import Partition, run_on_fabric
+from ddp_hooks.comm.algorithms.two_level import (
+    two_level_all_gather,
+    two_level_reduce_scatter,
+    two_level_scratch_numel,
+)
 
 Sizes = list[int]
 sizes_of_ranges = st.integers(1, 33).flatmap(lambda p: st.lists(st.integers(0, 9), min_size=p, max_size=p))

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 import pytest
 
-from ddp_hooks.comm import RankTraffic, num_rounds, run_on_fabric
+from ddp_hooks.comm import num_rounds, run_on_fabric
+from ddp_hooks.comm.executors.fabric import RankTraffic
 from ddp_hooks.coordination.negotiation.bitvector import vector_nbytes
 from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec

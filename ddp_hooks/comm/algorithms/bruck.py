@@ -51,8 +51,7 @@ def bruck_all_gather(
     Args:
         mine: (sizes[position],), this member's message.
         sizes: length of each member's message, in elements.
-        members: the ranks that take part.
-        position: which of them this one is.
+        members: the ranks that take part; ``members[position]`` runs this generator.
 
     Returns:
         The messages in the order of the members; views of memory that belongs to the caller.

@@ -33,13 +33,7 @@ def direct_reduce_scatter(chunks: Sequence[Tensor], rank: int, scratch: Tensor, 
 
 
 def ring_all_gather(chunks: Sequence[Tensor], rank: int) -> Algorithm:
-    """Copy ``chunks[r]`` of every rank r to all ranks, in place (DeAR, Eq. 4).
-
-    Args:
-        chunks: one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank. ``chunks[rank]`` is read,
-            the others are overwritten.
-        rank: the rank that runs this generator.
-    """
+    """Copy ``chunks[r]`` of every rank r to all ranks, in place (DeAR, Eq. 4); ``chunks`` as above."""
     return all_gather_among(range(len(chunks)), rank, [[chunk] for chunk in chunks])
 
 
@@ -48,12 +42,8 @@ def reduce_scatter_among(
 ) -> Algorithm:
     """Sum the tensors of ``parts[position]`` over the ranks ``members``, in their order, and divide, in place.
 
-    Args:
-        members: ranks; ``members[position]`` runs this generator.
-        position: see ``members``.
-        parts: for every member the tensors whose sums it forms; the same lengths on every member.
-        scratch: at least ``(len(members) - 1) * numel of parts[position]`` elements; overwritten.
-        divisor: as above.
+    ``members[position]`` runs this generator. ``parts`` are by the member that forms their sums, in scratch memory of
+    ``(len(members) - 1) * numel of parts[position]`` elements.
     """
     size, own = len(members), parts[position]
     lengths = [part.numel() for part in own]

@@ -2,8 +2,7 @@
 
 An algorithm is a generator. It yields one round after another and continues when everything that the round receives
 has arrived. Sent data may travel until the algorithm ends, which spares a wait per round. Algorithms know ranks and
-tensors, never process groups. So one piece of code is tested in one process and predicted with a clock
-(:mod:`~ddp_hooks.comm.executors.fabric`), and run (:mod:`~ddp_hooks.comm.executors.thread_lane`).
+tensors, never process groups: the same code is tested and timed in one process, and run by lanes.
 """
 
 from __future__ import annotations

@@ -8,12 +8,14 @@ still send it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
+from ddp_hooks.comm.accounting import Traffic
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round, Send
 
 
@@ -30,30 +32,14 @@ class AlphaBeta:
 
 
 @dataclass
-class RankTraffic:
-    """Clock in seconds, bytes sent and received, and rounds of one rank."""
+class RankTraffic(Traffic):
+    """Bytes sent and received, and rounds of one rank, and its clock in seconds."""
 
     clock_s: float = 0.0
-    sent_bytes: int = 0
-    received_bytes: int = 0
-    rounds: int = 0
 
 
-@dataclass
-class _Message:
-    payload: Tensor
-    arrival_s: float
-
-
-@dataclass
-class _Participant:
-    rank: int
-    algorithm: Algorithm
-    traffic: RankTraffic
-    round: Round | None = None
-    waiting: deque[Recv] = field(default_factory=deque)
-    round_end_s: float = 0.0
-    sent: list[tuple[Send, Tensor]] = field(default_factory=list)  # with what each message held when it was sent
+_Mailboxes: TypeAlias = dict[tuple[int, int], deque[tuple[Tensor, float]]]
+"""Messages and when they arrive, by sender and receiver."""
 
 
 def run_on_fabric(
@@ -73,95 +59,91 @@ def run_on_fabric(
         FabricError: the ranks wait for messages that nobody sends, a message's two sides differ in size or dtype, or
             what was sent had changed when the algorithm ended.
     """
-    cost = cost or AlphaBeta()
-    participants = [_Participant(rank, algorithm, RankTraffic()) for rank, algorithm in enumerate(algorithms)]
-    mailboxes: dict[tuple[int, int], deque[_Message]] = defaultdict(deque)
-    running = deque(participants)
+    mailboxes: _Mailboxes = defaultdict(deque)
+    ranks = [_Rank(rank, each, mailboxes, cost or AlphaBeta(), handling_s) for rank, each in enumerate(algorithms)]
+    running = deque(ranks)
     idle_turns = 0
     while running:
-        participant = running.popleft()
-        progressed, ended = _advance(participant, mailboxes, cost, handling_s)
-        idle_turns = 0 if progressed else idle_turns + 1
-        if not ended:
-            running.append(participant)
+        rank = running.popleft()
+        idle_turns = 0 if rank.advance() else idle_turns + 1
+        if not rank.ended:
+            running.append(rank)
         if idle_turns > len(running):
             raise FabricError(_describe_deadlock(running))
     left_over = {route: len(box) for route, box in mailboxes.items() if box}
     if left_over:
         raise FabricError(f"messages were sent that nobody received, as (from, to): count: {left_over}")
-    return [participant.traffic for participant in participants]
+    return [rank.traffic for rank in ranks]
 
 
-def _advance(
-    participant: _Participant,
-    mailboxes: dict[tuple[int, int], deque[_Message]],
-    cost: AlphaBeta,
-    handling_s: float,
-) -> tuple[bool, bool]:
-    """Move one rank as far as it goes; returns whether it moved and whether it has ended."""
-    progressed = False
-    while True:
-        if participant.round is None:
-            participant.round = next(participant.algorithm, None)
-            if participant.round is None:
-                _refuse_changes(participant)
-                return True, True
-            progressed = True
-            _post(participant, mailboxes, cost)
-        while participant.waiting and mailboxes[participant.waiting[0].peer, participant.rank]:
-            _receive(participant, participant.waiting.popleft(), mailboxes, handling_s)
-            progressed = True
-        if participant.waiting:
-            return progressed, False
-        participant.traffic.clock_s = participant.round_end_s
-        participant.traffic.rounds += 1
-        participant.round = None
+class _Rank:
+    def __init__(
+        self, rank: int, algorithm: Algorithm, mailboxes: _Mailboxes, cost: AlphaBeta, handling_s: float
+    ) -> None:
+        self.rank = rank
+        self.traffic = RankTraffic()
+        self.waiting: deque[Recv] = deque()  # in this round
+        self.ended = False
+        self._algorithm = algorithm
+        self._mailboxes, self._cost, self._handling_s = mailboxes, cost, handling_s
+        self._is_in_round = False
+        self._round_end_s = 0.0
+        self._sent: list[tuple[Send, Tensor]] = []  # with what each message held when it was sent
 
+    def advance(self) -> bool:
+        """Go as far as messages allow; return True if this rank moved."""
+        progressed = False
+        while True:
+            if not self._is_in_round:
+                progressed = True
+                next_round = next(self._algorithm, None)
+                if next_round is None:
+                    self.ended = True
+                    self._refuse_changes()
+                    return True
+                self._is_in_round = True
+                self._post(next_round)
+            while self.waiting and self._mailboxes[self.waiting[0].peer, self.rank]:
+                self._receive(self.waiting.popleft())
+                progressed = True
+            if self.waiting:
+                return progressed
+            self.traffic.clock_s = self._round_end_s
+            self.traffic.rounds += 1
+            self._is_in_round = False
 
-def _post(
-    participant: _Participant, mailboxes: dict[tuple[int, int], deque[_Message]], cost: AlphaBeta
-) -> None:
-    traffic, now_s = participant.traffic, participant.traffic.clock_s
-    link_free_s = now_s
-    assert participant.round is not None
-    for exchange in participant.round:
-        if isinstance(exchange, Send):
-            nbytes = exchange.tensor.numel() * exchange.tensor.element_size()
-            link_free_s += nbytes * cost.beta_s_per_byte
-            message = _Message(exchange.tensor.clone(), link_free_s + cost.alpha_s)
-            mailboxes[participant.rank, exchange.peer].append(message)
-            participant.sent.append((exchange, message.payload))
-            traffic.sent_bytes += nbytes
-    participant.waiting = deque(exchange for exchange in participant.round if isinstance(exchange, Recv))
-    participant.round_end_s = link_free_s
+    def _post(self, exchanges: Round) -> None:
+        self._round_end_s = self.traffic.clock_s
+        for exchange in exchanges:
+            if isinstance(exchange, Recv):
+                self.waiting.append(exchange)
+                continue
+            self.traffic.count(exchange)
+            self._round_end_s += exchange.tensor.nbytes * self._cost.beta_s_per_byte
+            payload = exchange.tensor.clone()
+            self._mailboxes[self.rank, exchange.peer].append((payload, self._round_end_s + self._cost.alpha_s))
+            self._sent.append((exchange, payload))
 
-
-def _refuse_changes(participant: _Participant) -> None:
-    for (peer, tensor), payload in participant.sent:
-        if not torch.equal(tensor.contiguous().view(torch.uint8), payload.contiguous().view(torch.uint8)):
+    def _receive(self, receive: Recv) -> None:
+        payload, arrival_s = self._mailboxes[receive.peer, self.rank].popleft()
+        if payload.shape != receive.tensor.shape or payload.dtype != receive.tensor.dtype:
             raise FabricError(
-                f"rank {participant.rank} changed what it had sent to rank {peer} before its algorithm ended: a lane "
-                f"might still have been reading that memory"
+                f"rank {receive.peer} sent {tuple(payload.shape)} {payload.dtype} to rank {self.rank}, "
+                f"which expected {tuple(receive.tensor.shape)} {receive.tensor.dtype}"
             )
+        receive.tensor.copy_(payload)
+        self.traffic.count(receive)
+        self._round_end_s = max(self._round_end_s, arrival_s) + self._handling_s
+
+    def _refuse_changes(self) -> None:
+        for (peer, tensor), payload in self._sent:
+            if not torch.equal(tensor.contiguous().view(torch.uint8), payload.contiguous().view(torch.uint8)):
+                raise FabricError(
+                    f"rank {self.rank} changed what it had sent to rank {peer} before its algorithm ended: a lane "
+                    f"might still have been reading that memory"
+                )
 
 
-def _receive(
-    participant: _Participant,
-    receive: Recv,
-    mailboxes: dict[tuple[int, int], deque[_Message]],
-    handling_s: float,
-) -> None:
-    message = mailboxes[receive.peer, participant.rank].popleft()
-    if message.payload.shape != receive.tensor.shape or message.payload.dtype != receive.tensor.dtype:
-        raise FabricError(
-            f"rank {receive.peer} sent {tuple(message.payload.shape)} {message.payload.dtype} to rank "
-            f"{participant.rank}, which expected {tuple(receive.tensor.shape)} {receive.tensor.dtype}"
-        )
-    receive.tensor.copy_(message.payload)
-    participant.traffic.received_bytes += message.payload.numel() * message.payload.element_size()
-    participant.round_end_s = max(participant.round_end_s, message.arrival_s) + handling_s
-
-
-def _describe_deadlock(blocked: Sequence[_Participant] | deque[_Participant]) -> str:
-    waits = "; ".join(f"rank {p.rank} waits for a message from {p.waiting[0].peer}" for p in blocked if p.waiting)
+def _describe_deadlock(blocked: Iterable[_Rank]) -> str:
+    waits = "; ".join(f"rank {each.rank} waits for a message from {each.waiting[0].peer}" for each in blocked)
     return f"deadlock: {waits}"

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send
+from ddp_hooks.comm.algorithms.collectives import pairwise_exchange
+from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.comm.failure import refuse_different_calls
 
 _CALL_BYTES, _TYPE_BYTES, _INLINE_BYTES = 96, 16, 128
@@ -25,7 +26,7 @@ class SmallExchange:
     """
 
     def __init__(self, value: Tensor, call: str, rank: int, world_size: int) -> None:
-        self._rank, self._peers = rank, [(rank + step) % world_size for step in range(1, world_size)]
+        self._rank, self._world_size = rank, world_size
         self._value = value = value.contiguous()
         self._data = value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
         name = str(value.dtype).removeprefix("torch.")
@@ -38,21 +39,16 @@ class SmallExchange:
 
     def run(self) -> Algorithm:
         """Exchange heads, and values that do not fit into them, directly with every other rank."""
-        yield self._round(self._heads)
+        yield from self._exchange(self._heads)
         if self._data.numel() > _INLINE_BYTES and len(set(self._described())) == 1:
             self._large = [torch.empty_like(self._data) for _ in self._heads]
             self._large[self._rank] = self._data
-            yield self._round(self._large)
+            yield from self._exchange(self._large)
 
     def result(self, ranks: Sequence[int], largest: bool = False) -> Tensor:
         """Return the sum in the order of ranks, or the largest values: the same bits on every rank.
 
-        Args:
-            ranks: the global ranks of the lane, for messages.
-            largest: the largest values, not sums.
-
-        Raises:
-            LaneError: on every rank: ranks are in different calls.
+        Raises LaneError on every rank if ranks, by their global numbers, are in different calls.
         """
         refuse_different_calls(ranks, self._calls())
         nbytes = self._data.numel()
@@ -70,9 +66,8 @@ class SmallExchange:
             return [call for call, *_ in found]
         return [f"{call} with {numel} of {dtype}" for call, dtype, numel in found]
 
-    def _round(self, buffers: Sequence[Tensor]) -> list[Send | Recv]:
-        receives = [Recv(peer, buffers[peer]) for peer in self._peers]
-        return [*receives, *(Send(peer, buffers[self._rank]) for peer in self._peers)]
+    def _exchange(self, buffers: Sequence[Tensor]) -> Algorithm:
+        return pairwise_exchange([buffers[self._rank]] * self._world_size, buffers, self._rank)
 
     def _described(self) -> list[tuple[str, str, int]]:
         unpacked = [_HEAD.unpack(bytes(head[: _HEAD.size].numpy())) for head in self._heads]

@@ -27,11 +27,7 @@ def problem_of_reduced_set(ddp: DistributedDataParallel, state: str) -> str | No
     """Return why the parameters that DDP reduces are not those that the model trains now; None if they are.
 
     DDP's reducer keeps the list that it was given when the model was wrapped. Needs ``_get_ddp_logging_data`` and
-    ``reducer._get_zeros_like_grad_buckets``; no public names.
-
-    Args:
-        ddp: the model.
-        state: class that is being made, for the message.
+    ``reducer._get_zeros_like_grad_buckets``; no public names. Messages name the class that is made, ``state``.
     """
     ignored = ignored_parameter_names(ddp)
     names = {id(p): name for name, p in ddp.module.named_parameters() if name not in ignored}

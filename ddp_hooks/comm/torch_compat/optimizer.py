@@ -43,10 +43,7 @@ def with_closure(
 def evaluated_once(closure: Callable[[], Any], then: Callable[[], None], who: str) -> Callable[[], Any]:
     """Return a closure that runs the user's, then ``then``; a second evaluation in one step raises RuntimeError.
 
-    Args:
-        closure: the user's.
-        then: called when the closure has made the gradients.
-        who: the state that supports one evaluation, for the message.
+    ``who`` names the state that supports one evaluation.
     """
     evaluations = 0
 

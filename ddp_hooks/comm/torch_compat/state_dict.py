@@ -1,7 +1,8 @@
-"""``torch.distributed.checkpoint.state_dict``, which asks optimizers for their state without saying for what."""
+"""``torch.distributed.checkpoint``, whose ``state_dict`` asks optimizers for their state without saying for what."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from types import FrameType
 from typing import Any, NamedTuple
@@ -33,6 +34,20 @@ class StateDictCall(NamedTuple):
         return StateDictCall(_public_name(frame), loads, info.full_state_dict and not loads, info.cpu_offload)
 
 
+def read_metadata(path: str | os.PathLike[str]) -> tuple[Mapping[str, Any], str | None]:
+    """Return the metadata of every entry of a checkpoint by name, and the problem of reading them, or None.
+
+    Every rank reads for itself, and one of them may find a damaged file: compare the problem over the ranks
+    (:func:`~ddp_hooks.comm.agree`) before any collective.
+    """
+    from torch.distributed.checkpoint import FileSystemReader  # takes a while to import, and few need it
+
+    try:
+        return FileSystemReader(path).read_metadata().state_dict_metadata, None
+    except Exception as error:  # absent, cut off in the middle, or of something else
+        return {}, f"cannot read {os.path.join(path, '.metadata')}: {type(error).__name__}: {error}"
+
+
 def inside_state_dict_api() -> bool:
     """Return True if a function of the module has called what runs; all ranks call these together."""
     return is_inside(_MODULE)
@@ -52,10 +67,7 @@ def unflattens_state() -> bool:
 
 
 def makes_state(kwargs: Mapping[str, Any]) -> bool:
-    """Return True if a step is one that the module runs to make the state of an optimizer that has none.
-
-    Gradients are zeros in that step, and learning rates 0.
-    """
+    """Return True if a step makes the state of an optimizer that has none: gradients and learning rates are 0."""
     return "closure" in kwargs and inside_making_state()
 
 
