@@ -6,8 +6,8 @@ import operator
 import threading
 import time
 from collections import deque
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import astuple, dataclass, field
 from typing import NamedTuple
 
@@ -76,6 +76,18 @@ class Recorder:
                     self.spans.popleft()
                 self._added_before.append(self._num_added)
 
+    @contextmanager
+    def measure(self, track: str, name: str, count: Callable[[float], None]) -> Iterator[None]:
+        """Record the time inside, also for torch's profiler, and ``count`` its seconds."""
+        start_s = time.perf_counter()
+        try:
+            with torch.profiler.record_function(f"ddp_hooks {track}: {name}"):
+                yield
+        finally:
+            end_s = time.perf_counter()
+            count(end_s - start_s)
+            self.add(track, name, start_s, end_s)
+
     def snapshot(self) -> list[Span]:
         """Return the spans in order of their start."""
         with self._lock:
@@ -88,17 +100,12 @@ class Stall:
 
     seconds: float = 0.0
 
-    @contextmanager
-    def measure(self, recorder: Recorder, name: str) -> Iterator[None]:
+    def measure(self, recorder: Recorder, name: str) -> AbstractContextManager[None]:
         """Count the time inside as a stall, and record it as ``name``."""
-        start_s = time.perf_counter()
-        try:
-            with torch.profiler.record_function(f"ddp_hooks wait: {name}"):
-                yield
-        finally:
-            end_s = time.perf_counter()
-            self.seconds += end_s - start_s
-            recorder.add("wait", name, start_s, end_s)
+        return recorder.measure("wait", name, self._add)
+
+    def _add(self, seconds: float) -> None:
+        self.seconds += seconds
 
 
 def mebibytes(amount: float) -> int:

@@ -20,18 +20,9 @@ VERIFY = "DDP_HOOKS_VERIFY"
 
 
 def agree(
-    entries: Mapping[str, object],
-    problem: str | None,
-    group: dist.ProcessGroup,
-    subject: str,
-    patience: object,
+    entries: Mapping[str, object], problem: str | None, group: dist.ProcessGroup, subject: str, patience: object
 ) -> None:
-    """Compare as :func:`compare` does.
-
-    Raises:
-        ValueError: on every rank, if any rank has a problem or the entries differ.
-        LaneTimeout, LaneError: see :func:`~ddp_hooks.comm.gather_objects`.
-    """
+    """Compare as :func:`compare` does; raise ValueError on every rank if any has a problem or entries differ."""
     found, difference = compare(entries, problem, group, subject, patience)
     if found is not None:
         raise ValueError(f"{found}{see('set-up-is-refused', quoted=found)}")
@@ -40,11 +31,7 @@ def agree(
 
 
 def compare(
-    entries: Mapping[str, object],
-    problem: str | None,
-    group: dist.ProcessGroup,
-    subject: str,
-    patience: object,
+    entries: Mapping[str, object], problem: str | None, group: dist.ProcessGroup, subject: str, patience: object
 ) -> tuple[str | None, str | None]:
     """Compare ``entries`` (name -> anything with a stable ``str``) and this rank's ``problem`` over all ranks.
 
@@ -52,8 +39,11 @@ def compare(
     wait in ``subject``. ``patience`` has ``timeout_s`` and ``stall_warning_s``, as settings do.
 
     Returns:
-        The problem on some ranks or on all, and the first entry that differs with its values and the ranks that hold
-        each. The same words on all ranks; None where all is well, and at most one of the two.
+        The problem of some ranks or of all, and the first entry that differs, with its values and the ranks that hold
+        each: at most one of the two, in the same words on all ranks.
+
+    Raises:
+        LaneTimeout, LaneError: see :func:`~ddp_hooks.comm.gather_objects`.
     """
     lines = {name: str(value) for name, value in entries.items()}
     lines[VERIFY] = os.environ.get(VERIFY) or "0"  # or some ranks would wait for others' lines

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any, TypeVar
 
 import torch.distributed as dist
@@ -32,13 +33,13 @@ def while_all_live(action: Callable[[], T], group: dist.ProcessGroup, what: str)
     Raises:
         LaneError: a rank died; a thread may still wait for it.
     """
-    results: list[T | BaseException] = []
+    future: Future[T] = Future()
 
     def act() -> None:
         try:
-            results.append(action())
+            future.set_result(action())
         except BaseException as error:
-            results.append(error)
+            future.set_exception(error)
 
     thread = threading.Thread(target=act, name=f"ddp_hooks {what}", daemon=True)
     thread.start()
@@ -48,17 +49,15 @@ def while_all_live(action: Callable[[], T], group: dist.ProcessGroup, what: str)
         lost = lost_ranks(group, ranks)
         thread.join(_LOOK_S)
     thread.join(_GRACE_S if lost else None)
-    result = results[0] if results else None
-    if isinstance(result, RuntimeError) and not lost:
+    ended = future.done()
+    error = future.exception() if ended else None
+    if isinstance(error, RuntimeError) and not lost:
         lost = lost_ranks(group, ranks, patience_s=_GRACE_S)
-    if lost and (result is None or isinstance(result, RuntimeError)):
+    if lost and (not ended or isinstance(error, RuntimeError)):
         atexit.register(_leave_without, thread)
-        text = f" ({str(result).splitlines()[0]})" if result is not None else ""
-        raise LaneError(f"{what} cannot end: {died(lost)}{text}{see('a-rank-died')}") from result
-    if isinstance(result, BaseException):
-        raise result
-    assert result is not None
-    return result
+        text = f" ({str(error).splitlines()[0]})" if error is not None else ""
+        raise LaneError(f"{what} cannot end: {died(lost)}{text}{see('a-rank-died')}") from error
+    return future.result()
 
 
 def _leave_without(thread: threading.Thread) -> None:
@@ -85,9 +84,8 @@ def at_exit(
     """When the process ends call the bound method ``close``, or ``abandon(error)`` if an error ends it.
 
     The last gathers must reach the other ranks before this process goes. If ``is_stuck`` afterwards, a thread waits in
-    the backend for another rank. It would abort the process if it came back while the interpreter ends, so the
-    process ends here, with status 1: others do not have what it had to send. The status is 1, too, if ``close``
-    raises: Python itself would print the error and end with 0.
+    the backend for another rank, and would abort the process if it came back while the interpreter ends. So the
+    process ends here, with status 1, which it also has if ``close`` raises: Python itself would end with 0.
     """
     references: list[Any] = [weakref.WeakMethod(method) for method in (close, abandon, is_stuck)]
 

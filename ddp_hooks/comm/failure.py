@@ -84,10 +84,13 @@ def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages
     return "; ".join(parts)
 
 
-def refuse_different_calls(ranks: Sequence[int], calls: Sequence[str]) -> None:
-    """Raise :class:`LaneError` unless the ``calls`` of ``ranks`` are equal."""
-    if len(set(calls)) > 1:
-        found = describe_waits(dict(zip(ranks, calls, strict=True)), ())
+def refuse_different_calls(ranks: Sequence[int], calls: Sequence[tuple[str, str]]) -> None:
+    """Raise :class:`LaneError` unless the ``calls`` of ``ranks`` are equal: names, and details, for the same names."""
+    named = [name for name, _ in calls]
+    if len(set(named)) == 1:
+        named = [name + detail for name, detail in calls]
+    if len(set(named)) > 1:
+        found = describe_waits(dict(zip(ranks, named, strict=True)), ())
         raise LaneError(f"ranks have called different things: {found}{see('ranks-differ')}")
 
 

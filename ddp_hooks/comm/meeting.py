@@ -112,7 +112,7 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
         if each.error is not None:
             reported = ended_first(rank, each.error)
             raise ReportedError(f"{head.call} cannot end: {reported}{see('a-rank-died', quoted=reported)}")
-    refuse_different_calls(ranks, _distinguished(heads))
+    refuse_different_calls(ranks, [(each.call, f": {each.what}") for each in heads])
     items = [each.data for each in heads]
     if None not in items:
         return [pickle.loads(each) for each in items if each is not None]
@@ -158,13 +158,6 @@ class _Head(NamedTuple):
     what: str  # in that call
     error: str | None  # that ends this rank's part
     data: bytes | None  # None: too much for the store
-
-
-def _distinguished(heads: Sequence[_Head]) -> list[str]:
-    """Return the calls; with ``what`` where only that differs."""
-    if len({head.call for head in heads}) > 1 or len({head.what for head in heads}) == 1:
-        return [head.call for head in heads]
-    return [f"{head.call}: {head.what}" for head in heads]
 
 
 class _Meeting:

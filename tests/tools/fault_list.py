@@ -138,9 +138,9 @@ _COMM = (
     ),
     Fault(
         "comm: messages name the step, not the call",
-        "ddp_hooks/comm/meeting.py",
-        "return [head.call for head in heads]",
-        "return [head.what for head in heads]",
+        "ddp_hooks/comm/failure.py",
+        "if len(set(named)) == 1:",
+        "if len(set(named)) >= 1:",
         ("tests/comm/test_meeting.py",),
     ),
     Fault(

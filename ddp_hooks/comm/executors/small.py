@@ -40,7 +40,7 @@ class SmallExchange:
     def run(self) -> Algorithm:
         """Exchange heads, and values that do not fit into them, directly with every other rank."""
         yield from self._exchange(self._heads)
-        if self._data.numel() > _INLINE_BYTES and len(set(self._described())) == 1:
+        if self._data.numel() > _INLINE_BYTES and len(set(self._calls())) == 1:
             self._large = [torch.empty_like(self._data) for _ in self._heads]
             self._large[self._rank] = self._data
             yield from self._exchange(self._large)
@@ -59,19 +59,14 @@ class SmallExchange:
             result = torch.maximum(result, value) if largest else result.add_(value)
         return result
 
-    def _calls(self) -> list[str]:
-        """Return every rank's call, with dtype and size of its value where these differ."""
-        found = self._described()
-        if len({call for call, *_ in found}) > 1 or len(set(found)) == 1:
-            return [call for call, *_ in found]
-        return [f"{call} with {numel} of {dtype}" for call, dtype, numel in found]
-
     def _exchange(self, buffers: Sequence[Tensor]) -> Algorithm:
         return pairwise_exchange([buffers[self._rank]] * self._world_size, buffers, self._rank)
 
-    def _described(self) -> list[tuple[str, str, int]]:
-        unpacked = [_HEAD.unpack(bytes(head[: _HEAD.size].numpy())) for head in self._heads]
-        return [
-            (call.rstrip(b"\0").decode(errors="replace"), dtype.rstrip(b"\0").decode(), numel)
-            for call, dtype, numel in unpacked
-        ]
+    def _calls(self) -> list[tuple[str, str]]:
+        """Return every rank's call, and size and dtype of its value."""
+        found = []
+        for head in self._heads:
+            call, dtype, numel = _HEAD.unpack(bytes(head[: _HEAD.size].numpy()))
+            name = dtype.rstrip(b"\0").decode()
+            found.append((call.rstrip(b"\0").decode(errors="replace"), f" with {numel} of {name}"))
+        return found

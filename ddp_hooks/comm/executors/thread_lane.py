@@ -10,7 +10,6 @@ from __future__ import annotations
 import itertools
 import queue
 import threading
-import time
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -83,15 +82,15 @@ class _Submission:
     content: str | None = None  # for ranks to compare; None: nothing
 
 
+@dataclass
 class _Running:
-    """Slice under way: its generator, the round that it is in, and the backend's handles."""
+    """Slice under way, with its messages and the backend's handles."""
 
-    def __init__(self, algorithm: Algorithm, tag: int) -> None:
-        self.algorithm = algorithm
-        self.tag = tag
-        self.round_index = -1
-        self.receiving: list[tuple[Recv | Send, Any]] = []  # in this round
-        self.sending: list[tuple[Recv | Send, Any]] = []  # in all rounds so far
+    algorithm: Algorithm
+    tag: int
+    round_index: int = -1
+    receiving: list[tuple[Recv | Send, Any]] = field(default_factory=list)  # in this round
+    sending: list[tuple[Recv | Send, Any]] = field(default_factory=list)  # in all rounds so far
 
 
 class ThreadLane:
@@ -192,7 +191,7 @@ class ThreadLane:
                     self._wait_for(submission.after, submission.work.label)
                     if submission.content is not None:
                         self._verify(submission)
-                    with self._counting(submission.work.label):
+                    with self._recorder.measure(f"lane {self._index}", submission.work.label, self._count_busy):
                         self._run_slices(submission)
                 except LaneError as error:
                     self._error = error
@@ -228,16 +227,8 @@ class ThreadLane:
         if found is not None:
             raise LaneError(f"collective {self._num_verified} of lane {self._index}: {found}{see('ranks-differ')}")
 
-    @contextmanager
-    def _counting(self, label: str) -> Iterator[None]:
-        start_s = time.perf_counter()
-        try:
-            with torch.profiler.record_function(f"ddp_hooks lane {self._index}: {label}"):
-                yield
-        finally:
-            end_s = time.perf_counter()
-            self.traffic.busy_s += end_s - start_s
-            self._recorder.add(f"lane {self._index}", label, start_s, end_s)
+    def _count_busy(self, seconds: float) -> None:
+        self.traffic.busy_s += seconds
 
     def _run_slices(self, submission: _Submission) -> None:
         label = self._doing = submission.work.label

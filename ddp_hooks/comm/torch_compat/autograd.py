@@ -12,10 +12,7 @@ from ddp_hooks.comm.torch_compat.frames import frames_of, is_inside
 
 
 def queue_engine_callback(function: Callable[[], None]) -> None:
-    """Run ``function`` when the running backward ends; only valid inside of one.
-
-    Needs ``Variable._execution_engine.queue_callback``, which DDP and FSDP use; no public name.
-    """
+    """Run ``function`` when the running backward ends; only valid inside of one."""
     torch.autograd.Variable._execution_engine.queue_callback(function)
 
 
@@ -32,7 +29,6 @@ def backward_reaches_leaves() -> bool:
     """Return True if the tensor hook that asks runs in a backward, False in ``torch.autograd.grad()``.
 
     A backward is about to add to the gradient of some leaf that the hook's tensor depends on: mostly the first found.
-    Needs ``torch._C._current_autograd_node`` and ``_will_engine_execute_node``; no public names.
     """
     waiting: list[torch.autograd.graph.Node | None] = [torch._C._current_autograd_node()]
     seen = set()
@@ -53,10 +49,7 @@ def backward_reaches_leaves() -> bool:
 
 
 def current_backward() -> int:
-    """Return a number of the backward that this thread runs, -1 for none.
-
-    Needs ``torch._C._current_graph_task_id``; no public name.
-    """
+    """Return a number of the backward that this thread runs, -1 for none."""
     return torch._C._current_graph_task_id()
 
 

@@ -22,7 +22,7 @@ def let_graphs_know_of_hooks() -> None:
     """Make ``torch.compile`` guard on module hooks; clears its cache.
 
     By default a graph that was made of a module without hooks is used for modules with hooks, too: for the same module
-    after hooks were registered, and for others of its class. Needs ``torch._dynamo.config.skip_nnmodule_hook_guards``.
+    after hooks were registered, and for others of its class.
     """
     config = torch._dynamo.config
     if config.skip_nnmodule_hook_guards:
@@ -51,13 +51,10 @@ def is_scripted(module: torch.nn.Module) -> bool:
 
 
 def before_call(module: torch.nn.Module, hook: Callable[..., None]) -> RemovableHandle:
-    """Call ``hook(module, args)`` before the module's code begins, outside of any graph; returns a handle.
-
-    Needs ``Module._compiled_call_impl``, because a compiled ``__call__`` contains the module's hooks.
-    """
+    """Call ``hook(module, args)`` before the module's code begins, outside of any graph; returns a handle."""
     # The method of nn.Module: scripted modules refuse hooks, but Python calls them through nn.Module's __call__.
     handle = torch.nn.Module.register_forward_pre_hook(module, hook, prepend=True)
-    compiled = module.__dict__.get("_compiled_call_impl")
+    compiled = module.__dict__.get("_compiled_call_impl")  # contains the module's hooks
     if compiled is None:
         return RemovableHandle(handle.remove)
 

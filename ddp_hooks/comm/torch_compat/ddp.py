@@ -26,8 +26,8 @@ def ignored_parameter_names(ddp: DistributedDataParallel) -> set[str]:
 def problem_of_reduced_set(ddp: DistributedDataParallel, state: str) -> str | None:
     """Return why the parameters that DDP reduces are not those that the model trains now; None if they are.
 
-    DDP's reducer keeps the list that it was given when the model was wrapped. Needs ``_get_ddp_logging_data`` and
-    ``reducer._get_zeros_like_grad_buckets``; no public names. Messages name the class that is made, ``state``.
+    DDP's reducer keeps the list that it was given when the model was wrapped. Messages name ``state``, the class that
+    is being made.
     """
     ignored = ignored_parameter_names(ddp)
     names = {id(p): name for name, p in ddp.module.named_parameters() if name not in ignored}

@@ -48,7 +48,7 @@ def _names_that_are_used_once() -> Iterator[None]:
     """Give groups that only their ranks know of names that none has had.
 
     Before torch 2.14 such a name counts the groups that exist. A group made after another is gone gets its name, meets
-    what it has left in the store, and waits for ever. Replaces ``_hash_ranks_to_str``.
+    what it has left in the store, and waits for ever.
     """
     module: Any = dist.distributed_c10d
     name_of = getattr(module, "_hash_ranks_to_str", None)
@@ -75,10 +75,7 @@ def destroy_group(group: dist.ProcessGroup) -> None:
 
 
 def abort_group(group: dist.ProcessGroup) -> None:
-    """Give a group's connections back without waiting for other ranks, and cut short what is under way.
-
-    Needs ``_abort_process_group``; no public name.
-    """
+    """Give a group's connections back without waiting for other ranks, and cut short what is under way."""
     if dist.is_initialized():
         dist.distributed_c10d._abort_process_group(group)
 
@@ -93,7 +90,7 @@ def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
 
 
 def default_store() -> Any:
-    """Return the rendezvous store of the default group. Needs ``_get_default_store``; no public name."""
+    """Return the rendezvous store of the default group."""
     return dist.distributed_c10d._get_default_store()
 
 

@@ -23,10 +23,7 @@ DATA_MAY_BE_SET: tuple[Any, ...] = (torch._has_compatible_shallow_copy_type,)
 
 
 def without_overrides() -> AbstractContextManager[Any]:
-    """Let functions treat tensors of all classes as plain tensors: no ``__torch_function__`` is asked.
-
-    Needs ``torch._C.DisableTorchFunctionSubclass``, which ``torch.overrides`` documents under another name.
-    """
+    """Let functions treat tensors of all classes as plain tensors: no ``__torch_function__`` is asked."""
     return torch._C.DisableTorchFunctionSubclass()
 
 
@@ -64,10 +61,7 @@ def unobserved() -> Iterator[None]:
 
 
 def before_transforms(wait: Callable[[Tensor], None]) -> None:
-    """Call ``wait(tensor)`` before ``torch.func``'s transforms wrap a tensor: they ask no ``__torch_function__``.
-
-    Replaces ``_wrap_for_grad`` and ``_add_batch_dim`` of ``torch._functorch``, once per process.
-    """
+    """Call ``wait(tensor)`` before ``torch.func``'s transforms wrap a tensor: they ask no ``__torch_function__``."""
     from torch._functorch import eager_transforms, vmap
 
     for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
@@ -93,5 +87,5 @@ def copy_all(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Return the count of changes in place of a tensor's values. Needs ``Tensor._version``; no public name."""
+    """Return the count of changes in place of a tensor's values."""
     return tensor._version
