@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.torch_compat.distributed import (
@@ -143,8 +144,7 @@ class FailureNotices:
 
     def send(self, text: str) -> None:
         """Send ``text`` to all ranks that are left; once."""
-        data = bytearray(text.encode()[: _NOTICE_BYTES - 1].ljust(_NOTICE_BYTES - 1, b"\0") + b"\1")
-        notice = torch.frombuffer(data, dtype=torch.uint8)
+        notice = torch.cat([packed(text, _NOTICE_BYTES - 1), torch.ones(1, dtype=torch.uint8)])
         for peer in self._peers:
             with contextlib.suppress(RuntimeError):  # the connection is broken
                 self._handles.append(self._group.send([notice], peer, NOTICE_TAG))
@@ -153,7 +153,7 @@ class FailureNotices:
         """Return a notice that has arrived, or None."""
         for box in self._boxes:
             if box[-1] == 1:  # it comes last
-                return bytes(box[:-1].numpy()).rstrip(b"\0").decode(errors="replace")
+                return unpacked(box[:-1])
         return None
 
 
@@ -420,6 +420,16 @@ def last_words() -> None:
     except Exception as failure:  # whatever a dead store raises
         logger.debug("left without last words: %s", failure)
     _expected.clear()
+
+
+def packed(text: str, num_bytes: int) -> Tensor:
+    """Return a text as bytes, cut off or padded."""
+    return torch.frombuffer(bytearray(text.encode()[:num_bytes].ljust(num_bytes, b"\0")), dtype=torch.uint8)
+
+
+def unpacked(data: Tensor) -> str:
+    """Return a text that was :func:`packed`."""
+    return bytes(data.numpy()).rstrip(b"\0").decode(errors="replace")
 
 
 def shortened(reason: str) -> str:

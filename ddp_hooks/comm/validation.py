@@ -48,11 +48,11 @@ def check_slice(slice_mb: object) -> None:
 
 def check_whole(config: Any, **least: int) -> None:
     """Raise ValueError unless each setting is an int of at least ``least``; None is valid where it is the default."""
-    for name, default in _defaults(config, least).items():
-        value = getattr(config, name)
-        if not (whole(value, least[name]) or (value is None and default is None)):
+    for name, bound in least.items():
+        value, default = getattr(config, name), getattr(type(config), name)
+        if not (whole(value, bound) or (value is None and default is None)):
             none = "None, or " if default is None else ""
-            raise ValueError(f"{name} must be {none}a whole number >= {least[name]}, got {value!r}")
+            raise ValueError(f"{name} must be {none}a whole number >= {bound}, got {value!r}")
 
 
 def check_booleans(config: Any) -> None:
@@ -64,12 +64,7 @@ def check_booleans(config: Any) -> None:
 
 def refuse_unused(config: Any, names: tuple[str, ...], where: str) -> None:
     """Raise ValueError if one of these settings is not its default; ``where`` says why it has no effect."""
-    for name, default in _defaults(config, names).items():
+    for name in names:
         value = getattr(config, name)
-        if value != default:
+        if value != getattr(type(config), name):
             raise ValueError(f"{name}={value!r} has no effect {where}: leave it out")
-
-
-def _defaults(config: Any, names: Any) -> dict[str, Any]:
-    """Return the defaults of settings by name."""
-    return {each.name: each.default for each in fields(config) if each.name in names}

@@ -166,8 +166,8 @@ def test_close_on_nccl_waits_for_no_dead_peer(
     expected: tuple[str, bool],
 ) -> None:
     done: list[str] = []
-    monkeypatch.setattr("ddp_hooks.comm.executors.lanes.destroy_group", lambda _: done.append("destroyed"))
-    monkeypatch.setattr("ddp_hooks.comm.executors.lanes.abort_group", lambda _: done.append("aborted"))
+    ended = {False: "destroyed", True: "aborted"}
+    monkeypatch.setattr("ddp_hooks.comm.executors.lanes.destroy_group", lambda _, abort: done.append(ended[abort]))
     monkeypatch.setattr(dist, "get_rank", lambda _: 0)
     monkeypatch.setattr(dist, "get_world_size", lambda _: 2)
     lane = StreamLane(SimpleNamespace(), torch.device("cpu"))  # type: ignore[arg-type]

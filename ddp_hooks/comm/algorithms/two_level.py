@@ -27,13 +27,9 @@ def two_level_reduce_scatter(
 ) -> Algorithm:
     """Sum ``chunks[rank]`` over all ranks, ``(g0 + g1) + (g2 + g3) + ...`` by node, and divide the sum, in place.
 
-    Args:
-        chunks: one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank. Chunks of equal local ranks
-            end as their node's sums, the rest stays. float16 and bfloat16 are rounded once per level.
-        rank: the rank that runs this generator.
-        node_size: ranks per node, a divisor of P.
-        scratch: at least :func:`two_level_scratch_numel` elements; overwritten.
-        divisor: number of ranks for a mean.
+    Arguments as in :func:`~.collectives.direct_reduce_scatter`, but for scratch memory of
+    :func:`two_level_scratch_numel` elements. Chunks of equal local ranks end as their node's sums, the rest stays.
+    float16 and bfloat16 are rounded once per level.
     """
     within, between = _levels(chunks, rank, node_size)
     yield from reduce_scatter_among(*within, scratch)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -76,56 +76,56 @@ def run_on_fabric(
     return [rank.traffic for rank in ranks]
 
 
+@dataclass
 class _Rank:
-    def __init__(
-        self, rank: int, algorithm: Algorithm, mailboxes: _Mailboxes, cost: AlphaBeta, handling_s: float
-    ) -> None:
-        self.rank = rank
-        self.traffic = RankTraffic()
-        self.waiting: deque[Recv] = deque()  # in this round
-        self.ended = False
-        self._algorithm = algorithm
-        self._mailboxes, self._cost, self._handling_s = mailboxes, cost, handling_s
-        self._is_in_round = False
-        self._round_end_s = 0.0
-        self._sent: list[tuple[Send, Tensor]] = []  # with what each message held when it was sent
+    rank: int
+    algorithm: Algorithm
+    mailboxes: _Mailboxes
+    cost: AlphaBeta
+    handling_s: float
+    traffic: RankTraffic = field(default_factory=RankTraffic)
+    waiting: deque[Recv] = field(default_factory=deque)  # in this round
+    sent: list[tuple[Send, Tensor]] = field(default_factory=list)  # with what each message held when it was sent
+    is_in_round: bool = False
+    round_end_s: float = 0.0
+    ended: bool = False
 
     def advance(self) -> bool:
         """Go as far as messages allow; return True if this rank moved."""
         progressed = False
         while True:
-            if not self._is_in_round:
+            if not self.is_in_round:
                 progressed = True
-                next_round = next(self._algorithm, None)
+                next_round = next(self.algorithm, None)
                 if next_round is None:
                     self.ended = True
                     self._refuse_changes()
                     return True
-                self._is_in_round = True
+                self.is_in_round = True
                 self._post(next_round)
-            while self.waiting and self._mailboxes[self.waiting[0].peer, self.rank]:
+            while self.waiting and self.mailboxes[self.waiting[0].peer, self.rank]:
                 self._receive(self.waiting.popleft())
                 progressed = True
             if self.waiting:
                 return progressed
-            self.traffic.clock_s = self._round_end_s
+            self.traffic.clock_s = self.round_end_s
             self.traffic.rounds += 1
-            self._is_in_round = False
+            self.is_in_round = False
 
     def _post(self, exchanges: Round) -> None:
-        self._round_end_s = self.traffic.clock_s
+        self.round_end_s = self.traffic.clock_s
         for exchange in exchanges:
             if isinstance(exchange, Recv):
                 self.waiting.append(exchange)
                 continue
             self.traffic.count(exchange)
-            self._round_end_s += exchange.tensor.nbytes * self._cost.beta_s_per_byte
+            self.round_end_s += exchange.tensor.nbytes * self.cost.beta_s_per_byte
             payload = exchange.tensor.clone()
-            self._mailboxes[self.rank, exchange.peer].append((payload, self._round_end_s + self._cost.alpha_s))
-            self._sent.append((exchange, payload))
+            self.mailboxes[self.rank, exchange.peer].append((payload, self.round_end_s + self.cost.alpha_s))
+            self.sent.append((exchange, payload))
 
     def _receive(self, receive: Recv) -> None:
-        payload, arrival_s = self._mailboxes[receive.peer, self.rank].popleft()
+        payload, arrival_s = self.mailboxes[receive.peer, self.rank].popleft()
         if payload.shape != receive.tensor.shape or payload.dtype != receive.tensor.dtype:
             raise FabricError(
                 f"rank {receive.peer} sent {tuple(payload.shape)} {payload.dtype} to rank {self.rank}, "
@@ -133,10 +133,10 @@ class _Rank:
             )
         receive.tensor.copy_(payload)
         self.traffic.count(receive)
-        self._round_end_s = max(self._round_end_s, arrival_s) + self._handling_s
+        self.round_end_s = max(self.round_end_s, arrival_s) + self.handling_s
 
     def _refuse_changes(self) -> None:
-        for (peer, tensor), payload in self._sent:
+        for (peer, tensor), payload in self.sent:
             if not torch.equal(tensor.contiguous().view(torch.uint8), payload.contiguous().view(torch.uint8)):
                 raise FabricError(
                     f"rank {self.rank} changed what it had sent to rank {peer} before its algorithm ended: a lane "

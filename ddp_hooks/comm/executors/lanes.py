@@ -27,13 +27,7 @@ from ddp_hooks.comm.executors.work import Work, WorkGroup
 from ddp_hooks.comm.exit_handler import while_all_live
 from ddp_hooks.comm.failure import FailureStore, LaneError, is_lost_connection, shortened
 from ddp_hooks.comm.meeting import broadcast_object, call_named, gather_objects
-from ddp_hooks.comm.torch_compat.distributed import (
-    abort_group,
-    backend_of,
-    default_store,
-    destroy_group,
-    new_group_like,
-)
+from ddp_hooks.comm.torch_compat.distributed import backend_of, default_store, destroy_group, new_group_like
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -166,10 +160,7 @@ class Lanes:
     def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
         """Copy rank r's range of every partition from rank r to all ranks, in place.
 
-        Args:
-            partitions: data to gather; rank r holds range r of each.
-            label: name for messages.
-            after: work of these lanes, submitted before, that must complete first.
+        ``after`` is work of these lanes, submitted before, that must complete first.
         """
         return self.next_lane().all_gather(partitions, label, after)
 
@@ -217,10 +208,7 @@ class Lanes:
         self._lanes.clear()
         self._small.clear()
         while self._groups:
-            if self.native and not together:
-                abort_group(self._groups.pop())
-            else:
-                destroy_group(self._groups.pop())
+            destroy_group(self._groups.pop(), abort=self.native and not together)
 
     def _end_streams(self) -> bool:
         """Wait for work on streams; return True if it ended. Without the ranks that died it does not."""

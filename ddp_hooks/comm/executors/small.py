@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 
 import torch
@@ -10,31 +9,27 @@ from torch import Tensor
 
 from ddp_hooks.comm.algorithms.collectives import pairwise_exchange
 from ddp_hooks.comm.algorithms.exchange import Algorithm
-from ddp_hooks.comm.failure import refuse_different_calls
+from ddp_hooks.comm.failure import packed, refuse_different_calls, unpacked
 
-_CALL_BYTES, _TYPE_BYTES, _INLINE_BYTES = 96, 16, 128
-_HEAD = struct.Struct(f"<{_CALL_BYTES}s{_TYPE_BYTES}sq")
+_CALL_BYTES, _HEAD_BYTES, _INLINE_BYTES = 96, 120, 128  # a head: the call, and size and dtype of its value
 
 
 class SmallExchange:
     """Exchange of every rank's value with the name of its call, so that ranks in different calls are noticed.
 
-    Args:
-        value: on the CPU; up to 128 bytes travel in one round, more in two.
-        call: as users know it.
-        rank, world_size: of the lane.
+    Up to 128 bytes travel in one round, more in two.
     """
 
     def __init__(self, value: Tensor, call: str, rank: int, world_size: int) -> None:
         self._rank, self._world_size = rank, world_size
         self._value = value = value.contiguous()
         self._data = value.reshape(-1).view(torch.uint8) if value.numel() else torch.empty(0, dtype=torch.uint8)
-        name = str(value.dtype).removeprefix("torch.")
-        head = _HEAD.pack(call.encode()[:_CALL_BYTES], name.encode(), value.numel())
-        self._heads = [torch.zeros(_HEAD.size + _INLINE_BYTES, dtype=torch.uint8) for _ in range(world_size)]
-        self._heads[rank][: len(head)] = torch.frombuffer(bytearray(head), dtype=torch.uint8)
+        description = f"{value.numel()} of {str(value.dtype).removeprefix('torch.')}"
+        self._heads = [torch.zeros(_HEAD_BYTES + _INLINE_BYTES, dtype=torch.uint8) for _ in range(world_size)]
+        self._heads[rank][:_CALL_BYTES] = packed(call, _CALL_BYTES)
+        self._heads[rank][_CALL_BYTES:_HEAD_BYTES] = packed(description, _HEAD_BYTES - _CALL_BYTES)
         if self._data.numel() <= _INLINE_BYTES:
-            self._heads[rank][_HEAD.size : _HEAD.size + self._data.numel()] = self._data
+            self._heads[rank][_HEAD_BYTES : _HEAD_BYTES + self._data.numel()] = self._data
         self._large: list[Tensor] | None = None
 
     def run(self) -> Algorithm:
@@ -52,7 +47,7 @@ class SmallExchange:
         """
         refuse_different_calls(ranks, self._calls())
         nbytes = self._data.numel()
-        found = self._large or [head[_HEAD.size : _HEAD.size + nbytes].clone() for head in self._heads]
+        found = self._large or [head[_HEAD_BYTES : _HEAD_BYTES + nbytes].clone() for head in self._heads]
         values = [each.view(self._value.dtype).view(self._value.shape) for each in found]
         result = values[0].clone()
         for value in values[1:]:
@@ -64,9 +59,6 @@ class SmallExchange:
 
     def _calls(self) -> list[tuple[str, str]]:
         """Return every rank's call, and size and dtype of its value."""
-        found = []
-        for head in self._heads:
-            call, dtype, numel = _HEAD.unpack(bytes(head[: _HEAD.size].numpy()))
-            name = dtype.rstrip(b"\0").decode()
-            found.append((call.rstrip(b"\0").decode(errors="replace"), f" with {numel} of {name}"))
-        return found
+        return [
+            (unpacked(head[:_CALL_BYTES]), f" with {unpacked(head[_CALL_BYTES:_HEAD_BYTES])}") for head in self._heads
+        ]

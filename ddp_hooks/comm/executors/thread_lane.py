@@ -23,12 +23,12 @@ from torch import Tensor
 
 from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.advice import see
-from ddp_hooks.comm.algorithms.collectives import Partition
+from ddp_hooks.comm.agreement import first_difference, is_checking
+from ddp_hooks.comm.algorithms.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send
-from ddp_hooks.comm.collective_check import content_of, difference, is_checking, lines_of_all
 from ddp_hooks.comm.executors.slices import WINDOW, Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.executors.work import ThreadWork, Work, WorkGroup
-from ddp_hooks.comm.failure import FailureStore, LaneError
+from ddp_hooks.comm.failure import FailureStore, LaneError, packed, unpacked
 
 # Tags below those of special exchanges are those of slices: two bits for their kind, then a counter.
 _TAGS_PER_SLICE_KIND, _TAGS_PER_SPECIAL_KIND = 1 << 28, 1 << 20
@@ -38,6 +38,7 @@ LIVENESS_TAG = 1 << 30
 SMALL_SUMS = "of small sums"
 """Index of the lane that exchanges a few numbers."""
 _CHECKING = 1 << 9  # kind of exchange that nobody else has
+_LINE_BYTES = 512  # that ranks compare
 
 Part: TypeAlias = tuple[int, int]
 """``(i, n)``: slices i, i + n, i + 2n, … of a collective; other lanes run the others."""
@@ -54,7 +55,7 @@ class LaneSettings:
             dtype at a time.
         timeout_s: seconds without progress after which a wait fails.
         stall_warning_s: seconds after which a wait is logged, with what it waits for.
-        verify: ranks compare every collective before it moves, on CPUs; see :mod:`ddp_hooks.comm.collective_check`.
+        verify: ranks compare every collective before it moves, on CPUs; see :mod:`ddp_hooks.comm.agreement`.
         tag_by_label: on CPUs tags come from labels, so ranks that submit in different orders time out instead of
             exchanging wrong data.
         node_size: ranks per node, on CPUs; with more than one, collectives run on two levels.
@@ -128,7 +129,7 @@ class ThreadLane:
     ) -> ThreadWork:
         settings = self._settings
         slices = reduce_scatter_slices(partitions, self._rank, settings.slice_bytes, divisor, settings.node_size)
-        content = f"{content_of(partitions)}, divided by {divisor}" if settings.verify else None
+        content = f"{_content_of(partitions)}, divided by {divisor}" if settings.verify else None
         return self._submit("reduce-scatter", slices, label, content, part=part)
 
     def all_gather(
@@ -136,7 +137,7 @@ class ThreadLane:
     ) -> ThreadWork:
         settings = self._settings
         slices = all_gather_slices(partitions, self._rank, settings.slice_bytes, settings.node_size)
-        content = content_of(partitions) if settings.verify else None
+        content = _content_of(partitions) if settings.verify else None
         return self._submit("all-gather", slices, label, content, after, part)
 
     def run(
@@ -151,10 +152,7 @@ class ThreadLane:
         return self._submit("exchange", map(_slice_of, starts), label, "", part=part)
 
     def close(self, unfinished: bool = False) -> threading.Thread:
-        """Take no more work, and end when the rest is done; return the thread that ends.
-
-        With ``unfinished`` wait only for messages under way.
-        """
+        """End when the rest is done, or with ``unfinished`` only messages under way; return the thread that ends."""
         self._stopping = self._stopping or unfinished
         self._submissions.put(None)
         return self._thread
@@ -218,13 +216,15 @@ class ThreadLane:
 
     def _verify(self, submission: _Submission) -> None:
         """Raise on all ranks if they are about to move different things."""
-        line = f"{submission.work.label}: {submission.content}"
-        lines, algorithm = lines_of_all(line, self._rank, self._world_size)
-        verifying = _slice_of(lambda: algorithm, special_tag(_CHECKING, self._num_verified))
+        lines = [packed("", _LINE_BYTES) for _ in range(self._world_size)]
+        lines[self._rank] = packed(f"{submission.work.label}: {submission.content}", _LINE_BYTES)
+        tag = special_tag(_CHECKING, self._num_verified)
         self._num_verified += 1
-        self._run_slices(_Submission("exchange", submission.work, iter([verifying])))
-        found = difference(lines, self._global_ranks)
-        if found is not None:
+        exchange = _slice_of(lambda: ring_all_gather(lines, self._rank), tag)
+        self._run_slices(_Submission("exchange", submission.work, iter([exchange])))
+        texts = [unpacked(line) for line in lines]
+        if len(set(texts)) > 1:
+            found = first_difference([{"the next collective": text} for text in texts], self._global_ranks)
             raise LaneError(f"collective {self._num_verified} of lane {self._index}: {found}{see('ranks-differ')}")
 
     def _count_busy(self, seconds: float) -> None:
@@ -303,6 +303,10 @@ class ThreadLane:
         if buffers[slot].numel() < piece.scratch_numel:
             buffers[slot] = torch.empty(piece.scratch_numel, dtype=piece.dtype)
         return buffers[slot]
+
+
+def _content_of(partitions: Sequence[Partition]) -> str:
+    return " + ".join(f"{flat.numel()} of {flat.dtype} in {len(bounds) - 1}" for flat, bounds in partitions)
 
 
 def _slice_of(start: Callable[[], Algorithm], tag: int | None = None) -> Slice:

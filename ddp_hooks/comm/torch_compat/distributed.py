@@ -68,16 +68,14 @@ def _names_that_are_used_once() -> Iterator[None]:
         module._hash_ranks_to_str = name_of
 
 
-def destroy_group(group: dist.ProcessGroup) -> None:
-    """Give a group's connections back, unless the whole of torch.distributed has gone before."""
-    if dist.is_initialized():
-        dist.destroy_process_group(group)
-
-
-def abort_group(group: dist.ProcessGroup) -> None:
-    """Give a group's connections back without waiting for other ranks, and cut short what is under way."""
-    if dist.is_initialized():
+def destroy_group(group: dist.ProcessGroup, abort: bool = False) -> None:
+    """Give a group's connections back; with ``abort`` wait for no rank, and cut short what is under way."""
+    if not dist.is_initialized():  # the whole of torch.distributed has gone before
+        return
+    if abort:
         dist.distributed_c10d._abort_process_group(group)
+    else:
+        dist.destroy_process_group(group)
 
 
 def backend_of(group: dist.ProcessGroup, device: torch.device) -> str:
