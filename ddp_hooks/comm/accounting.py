@@ -44,7 +44,6 @@ class Traffic:
         return Traffic(*map(operator.sub, astuple(self), astuple(other)))
 
     def count(self, exchange: Send | Recv) -> None:
-        """Add the bytes of a message."""
         if isinstance(exchange, Recv):
             self.received_bytes += exchange.tensor.nbytes
         else:

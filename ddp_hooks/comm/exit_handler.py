@@ -61,10 +61,8 @@ def while_all_live(action: Callable[[], T], group: dist.ProcessGroup, what: str)
 
 
 def _leave_without(thread: threading.Thread) -> None:
-    """A thread that came back from torch while the interpreter ends would abort the process.
-
-    It may hold the connection to the store for as long as it waits, so there are no last words.
-    """
+    # A thread that came back from torch while the interpreter ends would abort the process. It may hold the connection
+    # to the store for as long as it waits, so there are no last words.
     if thread.is_alive():
         if dist.is_initialized() and serves(default_store()):
             time.sleep(2 * (_LOOK_S + _GRACE_S))  # others, too, find out by their own connections

@@ -107,7 +107,6 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def note_wait(store: Any, rank: int, call: str) -> None:
-    """Note that this rank waits in ``call``."""
     _noted[dist.group.WORLD] = True
     store.set(_wait_key(rank), call)
 
@@ -137,21 +136,20 @@ class FailureNotices:
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._peers = [peer for peer in range(dist.get_world_size(group)) if peer != dist.get_rank(group)]
-        self._boxes = [torch.zeros(_NOTICE_BYTES, dtype=torch.uint8) for _ in self._peers]
-        pairs = zip(self._boxes, self._peers, strict=True)
-        self._handles: list[Any] = [group.recv([box], peer, NOTICE_TAG) for box, peer in pairs]
+        peers = [peer for peer in range(dist.get_world_size(group)) if peer != dist.get_rank(group)]
+        self._boxes = {peer: torch.zeros(_NOTICE_BYTES, dtype=torch.uint8) for peer in peers}
+        self._handles: list[Any] = [group.recv([box], peer, NOTICE_TAG) for peer, box in self._boxes.items()]
 
     def send(self, text: str) -> None:
         """Send ``text`` to all ranks that are left; once."""
         notice = torch.cat([packed(text, _NOTICE_BYTES - 1), torch.ones(1, dtype=torch.uint8)])
-        for peer in self._peers:
+        for peer in self._boxes:
             with contextlib.suppress(RuntimeError):  # the connection is broken
                 self._handles.append(self._group.send([notice], peer, NOTICE_TAG))
 
     def first(self) -> str | None:
         """Return a notice that has arrived, or None."""
-        for box in self._boxes:
+        for box in self._boxes.values():
             if box[-1] == 1:  # it comes last
                 return unpacked(box[:-1])
         return None
@@ -187,7 +185,6 @@ class FailureStore:
         return self._sentence(note, note == mine)
 
     def report_self(self, reason: str) -> None:
-        """Report that this rank ends because of ``reason``."""
         self._report(f"{self._rank}:{self._rank}:{reason}")
 
     def _report(self, mine: str) -> tuple[str, Exception | None]:
@@ -295,10 +292,7 @@ class FailureStore:
         self._group = self._notices = None
 
     def exit_barrier(self, deadline_s: float) -> bool:
-        """Wait until every rank is here, a rank has failed, or the store is gone; return True if all are here.
-
-        It returns by ``deadline_s``, in ``time.monotonic()``'s seconds.
-        """
+        """Wait until all ranks are here, one failed, or the store or the time is gone; return True if all are here."""
         try:
             present = self._store.add(f"{self.prefix}/exit_barrier", 1)
             while present < len(self.ranks) and time.monotonic() < deadline_s and self.first_failure() is None:
@@ -351,12 +345,10 @@ def _plainly(note: str, is_mine: bool = False, wait: str | None = None) -> str:
 
 
 def ended_first(rank: int | str, error: str) -> str:
-    """Return a sentence on a rank that has reported the error that ends it."""
     return f"rank {rank} ended first, with {error}"
 
 
 def no_answer(error: Exception) -> str:
-    """Return a sentence on a store that raised ``error``."""
     return f"the rendezvous store does not answer ({type(error).__name__})"
 
 
@@ -428,7 +420,6 @@ def packed(text: str, num_bytes: int) -> Tensor:
 
 
 def unpacked(data: Tensor) -> str:
-    """Return a text that was :func:`packed`."""
     return bytes(data.numpy()).rstrip(b"\0").decode(errors="replace")
 
 

@@ -152,8 +152,6 @@ class ReportedError(LaneError):
 
 
 class _Head(NamedTuple):
-    """Item of one rank in a meeting."""
-
     call: str  # as users know it
     what: str  # in that call
     error: str | None  # that ends this rank's part
@@ -174,7 +172,6 @@ class _Meeting:
         self._verdict, self._done = f"{self._prefix}/verdict", f"{self._prefix}/done"
 
     def hold(self) -> list[_Head]:
-        """Return the item of every rank; raises as :func:`gather_objects` does."""
         try:
             end_wait(self._store, self._rank)
             self._store.set(f"{self._prefix}/{self._rank}", pickle.dumps(self._head))
@@ -184,14 +181,18 @@ class _Meeting:
         except LaneError:
             raise
         except Exception as error:  # whatever a dead store raises
-            raise LaneError(f"{self._without_store(error)}{see('a-rank-died')}") from error
+            lost = lost_ranks(self._group, self._ranks, patience_s=1.0)
+            who = died(lost) if lost else "the process that holds it (rank 0, or torchrun's agent) probably died"
+            raise LaneError(
+                f"{self._head.call} cannot end: {no_answer(error)}, and {who}{see('a-rank-died')}"
+            ) from error
         if verdict == _MET:
             end_wait(self._store, self._rank)
             return [pickle.loads(each) for each in found]
         if verdict.startswith(_TIMEOUT):
             raise LaneTimeout(f"{verdict.removeprefix(_TIMEOUT)}{see('a-wait-timed-out')}")
-        lost = verdict.removeprefix(_LOST)
-        raise LaneError(f"{self._head.call} cannot end: {lost}{see('a-rank-died', quoted=lost)}")
+        failure = verdict.removeprefix(_LOST)
+        raise LaneError(f"{self._head.call} cannot end: {failure}{see('a-rank-died', quoted=failure)}")
 
     def _await_verdict(self) -> str:
         start_s = time.monotonic()
@@ -254,8 +255,3 @@ class _Meeting:
         elif verdict != _MET:
             expected = len(self._ranks) - (1 if verdict.startswith(_LOST) else len(self._missing()))
             expect_readers(self._store, self._done, expected)
-
-    def _without_store(self, error: Exception) -> str:
-        lost = lost_ranks(self._group, self._ranks, patience_s=1.0)
-        who = died(lost) if lost else "the process that holds it (rank 0, or torchrun's agent) probably died"
-        return f"{self._head.call} cannot end: {no_answer(error)}, and {who}"

@@ -49,9 +49,9 @@ def check_slice(slice_mb: object) -> None:
 def check_whole(config: Any, **least: int) -> None:
     """Raise ValueError unless each setting is an int of at least ``least``; None is valid where it is the default."""
     for name, bound in least.items():
-        value, default = getattr(config, name), getattr(type(config), name)
-        if not (whole(value, bound) or (value is None and default is None)):
-            none = "None, or " if default is None else ""
+        value, may_be_none = getattr(config, name), getattr(type(config), name, bound) is None
+        if not (whole(value, bound) or (value is None and may_be_none)):
+            none = "None, or " if may_be_none else ""
             raise ValueError(f"{name} must be {none}a whole number >= {bound}, got {value!r}")
 
 

@@ -28,10 +28,7 @@ def num_rounds(size: int) -> int:
 
 @lru_cache(maxsize=1024)
 def all_gather_steps(worker: int, size: int) -> tuple[Step, ...]:
-    """Return the rounds of Bruck's all-gather (zhao2024spardl, Fig. 3b).
-
-    A worker sends everything that it holds, but no more than its partner misses.
-    """
+    """Return the rounds (zhao2024spardl, Fig. 3b): a worker sends all that it holds and its partner misses."""
     steps = []
     for i in range(num_rounds(size)):
         distance = 1 << i

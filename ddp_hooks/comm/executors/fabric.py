@@ -8,7 +8,7 @@ still send it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -69,7 +69,8 @@ def run_on_fabric(
         if not rank.ended:
             running.append(rank)
         if idle_turns > len(running):
-            raise FabricError(_describe_deadlock(running))
+            waits = [f"rank {each.rank} waits for a message from {each.waiting[0].peer}" for each in running]
+            raise FabricError(f"deadlock: {'; '.join(waits)}")
     left_over = {route: len(box) for route, box in mailboxes.items() if box}
     if left_over:
         raise FabricError(f"messages were sent that nobody received, as (from, to): count: {left_over}")
@@ -142,8 +143,3 @@ class _Rank:
                     f"rank {self.rank} changed what it had sent to rank {peer} before its algorithm ended: a lane "
                     f"might still have been reading that memory"
                 )
-
-
-def _describe_deadlock(blocked: Iterable[_Rank]) -> str:
-    waits = "; ".join(f"rank {each.rank} waits for a message from {each.waiting[0].peer}" for each in blocked)
-    return f"deadlock: {waits}"

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -100,9 +101,7 @@ class Lanes:
                 self._lanes.append(ThreadLane(index, group, self._settings, self.failures, self._recorder))
 
     def _new_group(self, name: str) -> dist.ProcessGroup:
-        def make() -> dist.ProcessGroup:
-            return new_group_like(self.group, self.backend, self._settings.timeout_s, name)
-
+        make = partial(new_group_like, self.group, self.backend, self._settings.timeout_s, name)
         # A thread has a CUDA device of its own, which NCCL would take.
         return make() if self.native else while_all_live(make, self.group, f"the making of {name}")
 
@@ -111,7 +110,6 @@ class Lanes:
 
     @property
     def traffic(self) -> Traffic:
-        """Totals of all lanes."""
         return sum((lane.traffic for lane in (*self._lanes, *self._small)), Traffic())
 
     def gather_objects(self, item: Any, what: str) -> list[Any]:
@@ -158,10 +156,7 @@ class Lanes:
         return self.next_lane().reduce_scatter(partitions, label, divisor)
 
     def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
-        """Copy rank r's range of every partition from rank r to all ranks, in place.
-
-        ``after`` is work of these lanes, submitted before, that must complete first.
-        """
+        """Copy rank r's range of every partition from rank r to all ranks, in place, once ``after`` is complete."""
         return self.next_lane().all_gather(partitions, label, after)
 
     def spread_reduce_scatter(self, partition: Partition, label: str, divisor: int = 1) -> Work:
@@ -181,7 +176,7 @@ class Lanes:
         return WorkGroup([submit(lane, (index, len(lanes))) for index, lane in enumerate(lanes)])
 
     def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
-        """Run any algorithm once ``after`` is complete.
+        """Run any algorithm once ``after``, work of these lanes that was submitted before, is complete.
 
         A ``tag`` from :func:`special_tag` keeps its messages apart from all others, even where ranks differ in order.
         """
@@ -232,15 +227,13 @@ class Lanes:
         return True
 
     def _explain(self, error: BaseException | None) -> str | None:
-        """Return a sentence on the rank that was lost first, if ``error`` is a lost connection of another group.
-
-        Checks on a lane that all ranks are alive: neighbours of a dead rank know at once, the others learn from them.
-        """
+        """Return a sentence on the rank that was lost first, if ``error`` is a lost connection of another group."""
         lane = self._lanes[0] if self._lanes else None
         if not isinstance(lane, ThreadLane) or not is_lost_connection(error):
             return None
         tokens = [torch.zeros(1, dtype=torch.uint8) for _ in range(self.world_size)]
-        # Ranks may be at different places of the lane's order: a tag of its own keeps the check apart.
+        # Neighbours of a dead rank know at once that it is dead, the others learn from them. Ranks may be at different
+        # places of the lane's order: a tag of its own keeps the check apart.
         check = ring_all_gather(tokens, self.rank)
         work = lane.run(check, "a liveness check after a lost connection", tag=LIVENESS_TAG)
         deadline_s = time.monotonic() + _EXPLAIN_S

@@ -33,7 +33,6 @@ class SmallExchange:
         self._large: list[Tensor] | None = None
 
     def run(self) -> Algorithm:
-        """Exchange heads, and values that do not fit into them, directly with every other rank."""
         yield from self._exchange(self._heads)
         if self._data.numel() > _INLINE_BYTES and len(set(self._calls())) == 1:
             self._large = [torch.empty_like(self._data) for _ in self._heads]
@@ -43,7 +42,7 @@ class SmallExchange:
     def result(self, ranks: Sequence[int], largest: bool = False) -> Tensor:
         """Return the sum in the order of ranks, or the largest values: the same bits on every rank.
 
-        Raises LaneError on every rank if ranks, by their global numbers, are in different calls.
+        Raises LaneError, which names the global ``ranks``, on all of them if they are in different calls.
         """
         refuse_different_calls(ranks, self._calls())
         nbytes = self._data.numel()

@@ -282,7 +282,6 @@ class ThreadLane:
         return True
 
     def _complete(self, messages: Iterable[tuple[Recv | Send, Any]], place: str) -> None:
-        """Wait for messages."""
         for exchange, handle in messages:
             way = "from" if isinstance(exchange, Recv) else "to"
             self._doing = f"{place}, {way} rank {self._global_ranks[exchange.peer]}"

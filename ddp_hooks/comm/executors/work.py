@@ -62,8 +62,23 @@ class ThreadWork:
         self._finished.set()
 
     def wait(self) -> None:
-        if not self._finished.is_set():
-            self._wait_with_warning()
+        start_s, warned = time.monotonic(), False
+        # The backend's own timeout fires first and says more; this one is for a lane that never came to this work.
+        give_up_s = self._timeout_s * 1.25 + _POLL_S
+        while not self._finished.wait(_POLL_S):
+            waited_s = time.monotonic() - start_s
+            self._raise_failure()
+            if waited_s >= self._stall_warning_s and not warned:
+                warned = True
+                hint = self._failures.report_wait(self._describe())
+                logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.label, self._describe(), hint)
+            if waited_s >= give_up_s:
+                hint = self._failures.report_wait(self._describe())
+                raise LaneTimeout(
+                    f"waited {waited_s:.0f} s for {self.label}; {self._describe()}. {hint}{see('a-wait-timed-out')}"
+                )
+        if warned and self._error is None:  # a wait that failed stays on record, for ranks that still wait
+            self._failures.end_wait()
         self._raise_error()
 
     def wait_as_a_lane(self) -> None:
@@ -86,26 +101,6 @@ class ThreadWork:
     def _raise_error(self) -> None:
         if self._error is not None:
             raise type(self._error)(str(self._error)) from self._error
-
-    def _wait_with_warning(self) -> None:
-        start_s = time.monotonic()
-        warned = False
-        # The backend's own timeout fires first and says more; this one is for a lane that never came to this work.
-        give_up_s = self._timeout_s * 1.25 + _POLL_S
-        while not self._finished.wait(_POLL_S):
-            waited_s = time.monotonic() - start_s
-            self._raise_failure()
-            if waited_s >= self._stall_warning_s and not warned:
-                warned = True
-                hint = self._failures.report_wait(self._describe())
-                logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.label, self._describe(), hint)
-            if waited_s >= give_up_s:
-                hint = self._failures.report_wait(self._describe())
-                raise LaneTimeout(
-                    f"waited {waited_s:.0f} s for {self.label}; {self._describe()}. {hint}{see('a-wait-timed-out')}"
-                )
-        if warned and self._error is None:  # a wait that failed stays on record, for ranks that still wait
-            self._failures.end_wait()
 
 
 @dataclass(eq=False)
