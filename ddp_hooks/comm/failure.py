@@ -199,9 +199,9 @@ class FailureStore:
         return note, dead_store
 
     def failure_of(self, error: Exception, peer: int, description: str) -> LaneError:
-        """Return the error to raise for one of the backend or a socket, of a message to or from ``peer``.
+        """Report a broken connection; return the error to raise for ``error`` of the backend or a socket.
 
-        Reports a broken connection. ``description`` names rank, lane, work, round and peer of the message.
+        ``description`` names rank, lane, work, round and peer of the message.
         """
         text = str(error).splitlines()[0]
         if "timed out" in text.lower() or "timeout" in text.lower():

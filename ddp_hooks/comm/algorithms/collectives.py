@@ -33,7 +33,10 @@ def direct_reduce_scatter(chunks: Sequence[Tensor], rank: int, scratch: Tensor, 
 
 
 def ring_all_gather(chunks: Sequence[Tensor], rank: int) -> Algorithm:
-    """Copy ``chunks[r]`` of every rank r to all ranks, in place (DeAR, Eq. 4); ``chunks`` as above."""
+    """Copy ``chunks[r]`` of every rank r to all ranks, in place (DeAR, Eq. 4).
+
+    ``chunks`` are as in :func:`direct_reduce_scatter`; those of other ranks are overwritten.
+    """
     return all_gather_among(range(len(chunks)), rank, [[chunk] for chunk in chunks])
 
 

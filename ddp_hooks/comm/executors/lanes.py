@@ -55,7 +55,7 @@ class Lanes:
         backend: what carries them; None: what the group uses for such a device.
     """
 
-    failures: FailureStore  # reports of ranks that failed
+    failures: FailureStore  #: reports of ranks that failed
 
     def __init__(
         self,
@@ -110,6 +110,7 @@ class Lanes:
 
     @property
     def traffic(self) -> Traffic:
+        """Totals of all lanes."""
         return sum((lane.traffic for lane in (*self._lanes, *self._small)), Traffic())
 
     def gather_objects(self, item: Any, what: str) -> list[Any]:

@@ -14,6 +14,7 @@ from ddp_hooks.comm.algorithms.collectives import Partition
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv
 from ddp_hooks.comm.executors.work import StreamWork, Work
 from ddp_hooks.comm.torch_compat.distributed import all_gather_single, reduce_scatter_single
+from ddp_hooks.comm.torch_compat.overrides import copy_all
 
 
 class StreamLane:
@@ -41,7 +42,9 @@ class StreamLane:
             if tails:
                 joined = torch.cat(tails)
                 dist.all_reduce(joined, group=self._group)
-                _split_back(joined.div_(divisor) if divisor > 1 else joined, tails)
+                if divisor > 1:
+                    joined.div_(divisor)
+                copy_all(tails, joined.split([tail.numel() for tail in tails]))
         self._count(partitions)
         return work
 
@@ -54,7 +57,7 @@ class StreamLane:
                 joined = torch.cat(tails)
                 last = dist.get_global_rank(self._group, self._world_size - 1)
                 dist.broadcast(joined, src=last, group=self._group)
-                _split_back(joined, tails)
+                copy_all(tails, joined.split([tail.numel() for tail in tails]))
         self._count(partitions)
         return work
 
@@ -126,8 +129,3 @@ class StreamLane:
         self.traffic.sent_bytes += nbytes
         self.traffic.received_bytes += nbytes
         self.traffic.rounds += others
-
-
-def _split_back(joined: Tensor, parts: Sequence[Tensor]) -> None:
-    for part, values in zip(parts, joined.split([part.numel() for part in parts]), strict=True):
-        part.copy_(values)
