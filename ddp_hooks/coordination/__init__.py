@@ -4,8 +4,7 @@ from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.coordinator import Coordinator
 from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.model import CoordinatedModel, coordinate
-from ddp_hooks.coordination.stats import CoordinationStats
-from ddp_hooks.coordination.timeline import draw_phases, seconds_by_name, write_trace
+from ddp_hooks.coordination.stats import CoordinationStats, seconds_by_name, write_trace
 
 __all__ = [
     "CoordinatedModel",
@@ -14,7 +13,6 @@ __all__ = [
     "CoordinatorConfig",
     "Handle",
     "coordinate",
-    "draw_phases",
     "seconds_by_name",
     "write_trace",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,8 +20,8 @@ from ddp_hooks.comm import (
     LaneSettings,
     LinkProfile,
     Recorder,
+    Round,
     Span,
-    Work,
     agree,
     at_exit,
     mebibytes,
@@ -31,11 +31,11 @@ from ddp_hooks.comm import (
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.control.channel import ControlChannel
 from ddp_hooks.coordination.control.cycle_policy import CyclePolicy
+from ddp_hooks.coordination.control.executor import all_gather_rows, all_to_all_rows, broadcast_tensor
 from ddp_hooks.coordination.control.request_queue import RequestQueue
-from ddp_hooks.coordination.control.stalls import StallMonitor
-from ddp_hooks.coordination.control.submission import PartialGroup, Submission
+from ddp_hooks.coordination.control.submission import Agreement, PartialGroup, Submission
 from ddp_hooks.coordination.control.thread import ControlThread
-from ddp_hooks.coordination.handle import Agreement, Handle, WaitContext
+from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.request import Operation, Request, spec_of
 from ddp_hooks.coordination.stats import CoordinationStats
 
@@ -44,8 +44,6 @@ logger = logging.getLogger("ddp_hooks")
 _REQUESTS_PER_ENTRY = 2  # kept requests per entry of the response cache; steps repeat them
 _WORTH_S = 0.01  # of moving bytes: worth a cycle while no thread waits
 _MIB = 1 << 20
-JOIN = "join()"
-"""Name of the end of a rank's data in messages."""
 
 
 class Coordinator:
@@ -66,7 +64,6 @@ class Coordinator:
     Args:
         group: the ranks; None: all of them. Creating a coordinator is collective.
         config: settings.
-        device: of tensors; CPUs only so far.
         groups: names of tensors that travel together, by the name of the group. A group is requested when all its
             members are.
 
@@ -80,36 +77,33 @@ class Coordinator:
         self,
         group: dist.ProcessGroup | None = None,
         config: CoordinatorConfig | None = None,
-        device: torch.device | str = "cpu",
         groups: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
         self.config = config if config is not None else CoordinatorConfig()
         group = group if group is not None else dist.group.WORLD
         if group is None:
             raise ValueError(f"torch.distributed is not initialised{see('set-up-is-refused')}")
-        device = torch.device(device)
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         entries = {"config": self.config, "groups": self.groups, "torch": torch.__version__}
-        problem = _problem_of(self.config, self.groups, device)
+        problem = _problem_of(self.config, self.groups)
         agree(entries, problem, group, "the set-up of Coordinator", config)
         self.recorder = Recorder(self.config.trace)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
         self._group_of = {member: name for name, members in self.groups.items() for member in members}
         self._requests: dict[Hashable, Request] = {}
-        self._lanes, min_bytes = _make_lanes(group, self.config, device, self.recorder)
+        self._lanes, min_bytes = _make_lanes(group, self.config, self.recorder)
         self._set_up_traffic = self._lanes.traffic
-        failures, limits_s = self._lanes.failures, (self.config.timeout_s, self.config.stall_warning_s)
+        failures = self._lanes.failures
         try:
             self._channel = ControlChannel(group, self.config.timeout_s, failures)
         except LaneError as error:
             failures.report_self(str(error))
             self._lanes.abandon(error)
             raise
-        policy, stalls = CyclePolicy(self.config.cycle_ms / 1000, min_bytes), StallMonitor(*limits_s)
-        self._queue = RequestQueue(policy, stalls, self._channel.wake)
-        self._waits = WaitContext(failures, self._channel.describe, self._queue.fail, self._queue.waiting, *limits_s)
-        self._control = ControlThread(self._queue, self._lanes, self._channel, self.config, device, self.recorder)
+        policy = CyclePolicy(self.config.cycle_ms / 1000, min_bytes)
+        self._queue = RequestQueue(policy, self._channel, self.config.timeout_s, self.config.stall_warning_s)
+        self._control = ControlThread(self._queue, self._lanes, self._channel, self.config, self.recorder)
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
         self._control.thread.start()
 
@@ -148,13 +142,15 @@ class Coordinator:
             raise ValueError(f"{name}: broadcast takes a contiguous tensor, got strides {tensor.stride()}")
         if not 0 <= root < self.world_size:
             raise ValueError(f"{name}: root must be a rank below {self.world_size}, got {root}")
-        return self._ask("broadcast", name, [(name, tensor)], root=root, priority=priority)
+        algorithm = broadcast_tensor(tensor, self.rank, self.world_size, root)
+        return self._ask("broadcast", name, [(name, tensor)], algorithm=algorithm, root=root, priority=priority)
 
     def all_gather(self, tensor: Tensor, name: str, priority: int = 0) -> Handle:
         """Gather the rows of all ranks, (n, …), to (sum of n, …); n may differ by rank."""
         if not tensor.dim():
             raise ValueError(f"{name}: all_gather takes rows, got a number: pass tensor.view(1)")
-        return self._ask("all_gather", name, [(name, tensor.contiguous())], priority=priority)
+        algorithm = all_gather_rows(tensor.contiguous(), self.rank, self.world_size)
+        return self._ask("all_gather", name, [(name, tensor)], algorithm=algorithm, priority=priority)
 
     def reduce_scatter(self, tensor: Tensor, name: str, mean: bool = False, priority: int = 0) -> Handle:
         """Sum (P * n, …) over all ranks, and return n rows of it to each; ``tensor`` stays as it is."""
@@ -179,19 +175,20 @@ class Coordinator:
             raise ValueError(
                 f"{name}: splits must be {self.world_size} numbers of rows that add up to {rows}, got {chosen}"
             )
-        return self._ask("all_to_all", name, [(name, tensor.contiguous())], priority=priority, splits=chosen)
+        algorithm = all_to_all_rows(tensor.contiguous(), chosen, self.rank, self.world_size)
+        return self._ask("all_to_all", name, [(name, tensor)], algorithm=algorithm, priority=priority)
 
-    def exchange(
-        self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Work | Handle] = ()
-    ) -> Handle:
+    def exchange(self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Handle] = ()) -> Handle:
         """Run an algorithm of your own, :data:`ddp_hooks.comm.Algorithm`, when all ranks have requested theirs.
 
         Args:
             algorithm: part of this rank.
             name: of the request.
             priority: see :meth:`all_reduce`.
-            after: the request is made when this work of this rank is done.
+            after: the request is made when these requests of this coordinator are done.
         """
+        if not all(isinstance(each, Handle) and each.queue is self._queue for each in after):
+            raise ValueError(f"{name}: after takes handles of this coordinator, got {list(after)}")
         return self._ask("exchange", name, [], priority=priority, algorithm=algorithm, after=after)
 
     def any(self, flags: Tensor, name: str, priority: int = 0) -> Handle:
@@ -212,9 +209,9 @@ class Coordinator:
             self._queue.raise_if_ended()
             if self._queue.joined is not None:
                 raise RuntimeError(f"this rank has joined already, on another thread{see('a-rank-is-missing')}")
-            agreement = self._queue.joined = Agreement(JOIN, replace(self._waits, timeout_s=math.inf))
+            agreement = self._queue.joined = Agreement("join()")
             self._queue.notify()
-        agreement.wait()
+        self._queue.wait_for(agreement, math.inf)
 
     def stats(self) -> CoordinationStats:
         """Return totals of this rank so far."""
@@ -233,30 +230,30 @@ class Coordinator:
         """Return spans of waits and moves, in order of start; needs ``CoordinatorConfig(trace=True)``."""
         return self.recorder.snapshot()
 
-    def close(self, farewell_s: float = 10.0) -> None:
+    def close(self, timeout_s: float = 10.0) -> None:
         """Finish all requests, and end; collective.
 
-        Waits at most ``farewell_s`` for ranks that do not close, or do not make this rank's pending requests, which
+        Waits at most ``timeout_s`` for ranks that do not close, or do not make this rank's pending requests, which
         then fail.
         """
-        deadline_s, queue = time.monotonic() + farewell_s, self._queue
+        deadline_s, queue = time.monotonic() + timeout_s, self._queue
         with queue.changed:
             if queue.closing:
                 return
             queue.closing = True
             queue.notify(is_urgent=True)
             # A pending request is done when other ranks make it, or fails because they close, too.
-            queue.changed.wait_for(lambda: not queue.has_unsent or queue.error is not None, farewell_s)
-            names = queue.undecided
-        ended = self._control.ended.wait(max(0.0, deadline_s - time.monotonic()))
-        lacking = f" after {farewell_s:g} s; other ranks have not asked for {', '.join(names[:5])}" if names else ""
+            queue.changed.wait_for(lambda: not queue.has_unsent or queue.error is not None, timeout_s)
+            names = [*queue.pending, *queue.blocked]
+        self._control.thread.join(max(0.0, deadline_s - time.monotonic()))
+        lacking = f" after {timeout_s:g} s; other ranks have not asked for {', '.join(names[:5])}" if names else ""
         if names and queue.error is None:
             logger.error("close() gives up%s", lacking)
         queue.fail(LaneError(f"this coordinator was closed{lacking}{see('the-state-was-closed')}"))
-        if not ended:
+        if self._control.thread.is_alive():
             self._channel.abort()
-        self._control.thread.join(farewell_s)
-        self._lanes.close(farewell_s)
+            self._control.thread.join(timeout_s)
+        self._lanes.close(timeout_s)
         self._close_channel()
         if not self._is_stuck():
             self._handle.remove()
@@ -268,23 +265,21 @@ class Coordinator:
         operation: Operation,
         name: str,
         named: Sequence[tuple[str, Tensor]],
-        splits: Sequence[int] = (),
         flags: int = 0,
-        algorithm: Algorithm | None = None,
-        after: Sequence[Work | Handle] = (),
+        algorithm: Generator[Round, None, Tensor | None] | None = None,
+        after: Sequence[Handle] = (),
         **settings: Any,
     ) -> Handle:
         request = self._request(name, operation, named, **settings)
-        tensors, agreement = [tensor for _, tensor in named], Agreement(name, self._waits)
+        tensors, agreement = [tensor for _, tensor in named], Agreement(name)
+        followed = [each.agreement for each in after]
         with self._queue.changed:
             self._queue.raise_if_ended()
             self._queue.refuse_duplicate(name)
             now_s = time.perf_counter()
-            submission = Submission(
-                request, tensors, agreement, list(splits), flags, algorithm, began_s=now_s, asked_s=now_s
-            )
-            self._queue.submit(submission, after)
-        return Handle(agreement, lambda: submission.output)
+            submission = Submission(request, tensors, agreement, now_s, now_s, flags, algorithm, followed)
+            self._queue.submit(submission)
+        return Handle(self._queue, agreement, lambda: submission.output)
 
     def _request(
         self,
@@ -300,6 +295,12 @@ class Coordinator:
         for each in (name, *(n for n, _ in named)):
             if not isinstance(each, str):
                 raise TypeError(f"names are texts, got {each!r}")
+        for _, tensor in named:
+            if not tensor.is_cpu:
+                raise ValueError(
+                    f"{name}: tensors are coordinated on CPUs only so far, got one on {tensor.device}: use "
+                    f"DistributedDataParallel there"
+                )
         key = (name, operation, mean, root, priority, grouped, *((n, t.shape, t.dtype) for n, t in named))
         if (known := self._requests.get(key)) is not None:
             return known
@@ -320,18 +321,17 @@ class Coordinator:
             queue.raise_if_ended()
             if group not in queue.partial_groups:
                 queue.refuse_duplicate(group)
-                agreement, kind = Agreement(group, self._waits), (mean, priority, tensor.dtype)
-                queue.begin_group(group, PartialGroup(self.groups[group], agreement, *kind, time.perf_counter()))
+                kind = (mean, priority, tensor.dtype)
+                queue.begin_group(PartialGroup(self.groups[group], Agreement(group), *kind, time.perf_counter()))
             partial = queue.partial_groups[group]
             partial.add(name, tensor, mean, priority)
-            if partial.is_complete:
+            if len(partial.members) == len(partial.names):
                 del queue.partial_groups[group]
-                named = [(member, partial.members[member]) for member in partial.names]
+                tensors = [partial.members[member] for member in partial.names]
+                named = list(zip(partial.names, tensors, strict=True))
                 request = self._request(group, "all_reduce", named, mean, priority=priority, grouped=True)
-                tensors, now_s = [tensor for _, tensor in named], time.perf_counter()
-                began_s = partial.began_s
-                queue.submit(Submission(request, tensors, partial.agreement, began_s=began_s, asked_s=now_s))
-        return Handle(partial.agreement, lambda: tensor)
+                queue.submit(Submission(request, tensors, partial.agreement, partial.began_s, time.perf_counter()))
+        return Handle(queue, partial.agreement, lambda: tensor)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 
@@ -353,12 +353,10 @@ class Coordinator:
         return self._lanes.stuck or self._control.thread.is_alive()
 
 
-def _make_lanes(
-    group: dist.ProcessGroup, config: CoordinatorConfig, device: torch.device, recorder: Recorder
-) -> tuple[Lanes, int]:
+def _make_lanes(group: dist.ProcessGroup, config: CoordinatorConfig, recorder: Recorder) -> tuple[Lanes, int]:
     """Make lanes; return them, and the bytes that are worth a cycle while no thread waits."""
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
-    lanes = Lanes(group, 1, device, settings, recorder)
+    lanes = Lanes(group, 1, torch.device("cpu"), settings, recorder)
     link = LinkProfile(None, 1, _MIB)
     if config.lanes is None or config.slice_mb is None:
         link = profile_link(lanes)
@@ -368,11 +366,9 @@ def _make_lanes(
     return lanes, min(min_bytes, _MIB)
 
 
-def _problem_of(config: object, groups: Mapping[str, Sequence[str]], device: torch.device) -> str | None:
+def _problem_of(config: object, groups: Mapping[str, Sequence[str]]) -> str | None:
     if not isinstance(config, CoordinatorConfig):
         return f"config must be a CoordinatorConfig(...), got {type(config).__name__}"
-    if device.type != "cpu":
-        return f"tensors are coordinated on CPUs only so far, got device {device}: use DistributedDataParallel there"
     seen: dict[str, str] = {}
     for name, members in groups.items():
         if not members:

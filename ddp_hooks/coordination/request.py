@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from dataclasses import astuple, dataclass, fields
@@ -28,13 +27,7 @@ class TensorSpec:
     dtype: str
 
     @property
-    def numel(self) -> int:
-        """Number of elements; negative if it may differ by rank."""
-        return math.prod(self.shape)
-
-    @property
     def torch_dtype(self) -> torch.dtype:
-        """Data type of the tensor."""
         dtype = getattr(torch, self.dtype.removeprefix("torch."))
         assert isinstance(dtype, torch.dtype)
         return dtype
@@ -60,23 +53,21 @@ class Request:
     @cached_property
     def nbytes(self) -> int:
         """Size of the tensors whose shapes are the same on all ranks."""
-        return sum(max(0, spec.numel) * spec.torch_dtype.itemsize for spec in self.tensors)
+        return sum(max(0, math.prod(spec.shape)) * spec.torch_dtype.itemsize for spec in self.tensors)
 
     @cached_property
     def known_nbytes(self) -> float:
         """Size of the tensors; infinite for an exchange, and if numbers of rows may differ by rank."""
-        is_known = self.tensors and all(spec.numel >= 0 for spec in self.tensors)
-        return self.nbytes if is_known else math.inf
+        return math.inf if self.operation in (*_UNEVEN, "exchange") else self.nbytes
 
     @cached_property
     def dtypes(self) -> frozenset[str]:
-        """Data types of the tensors."""
         return frozenset(spec.dtype for spec in self.tensors)
 
-    def entries(self) -> dict[str, object]:
+    def entries(self) -> dict[str, str]:
         """Return everything that must be the same on all ranks, by name, for messages."""
-        settings = {field.name: getattr(self, field.name) for field in fields(self) if field.name != "tensors"}
-        names = {"tensors": [spec.name for spec in self.tensors]}
+        settings = {field.name: str(getattr(self, field.name)) for field in fields(self) if field.name != "tensors"}
+        names = {"tensors": str([spec.name for spec in self.tensors])}
         shapes = {spec.name: f"{list(spec.shape)} of {spec.dtype}" for spec in self.tensors}
         return {**settings, **names, **shapes}
 
@@ -98,13 +89,3 @@ def unpack(items: Sequence[Any]) -> list[Request]:
         Request(name, operation, tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in specs), *rest)
         for name, operation, specs, *rest in items
     ]
-
-
-def encode(message: object) -> bytes:
-    """Encode a message between ranks."""
-    return json.dumps(message, separators=(",", ":")).encode()
-
-
-def decode(data: bytes) -> Any:
-    """Reverse :func:`encode`."""
-    return json.loads(data)

@@ -1,13 +1,25 @@
-"""Totals of coordination: its cost, and the messages that it has moved."""
+"""Totals of coordination, and where the time of requests goes (figure 9 of the paper)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
+
+from ddp_hooks.comm import Span
+from ddp_hooks.planning import timeline
+
+PHASES = ("waits for data", "waits for others", "waits for a lane", "moves")
+"""Phases of a request in order, which are tracks of :meth:`Coordinator.timeline`.
+
+Waiting for *data* is computation, waiting for *others* is the cost of late ranks, and waiting for *a lane* means that
+the link is busy.
+"""
 
 
 @dataclass
 class CoordinationStats:
-    """Totals of one rank; seconds of requests are added up over all requests.
+    """Totals of one rank.
 
     Args:
         cycles: negotiation cycles.
@@ -17,10 +29,6 @@ class CoordinationStats:
         control_s: seconds in cycles; mostly waits for other ranks.
         control_cpu_s: seconds of processor time in cycles.
         sent_bytes, received_bytes: payload of all messages, without the measurement of the link.
-        waited_for_data_s: seconds from a group's first tensor to its last one.
-        waited_for_others_s: seconds from there until all ranks have made the request.
-        queued_s: seconds from there until a lane begins.
-        moved_s: seconds from there to the end.
         message_sizes: numbers of messages by ``nbytes.bit_length()``; key 20 is 512 KiB up to less than 1 MiB.
             Exchanges, and rows whose numbers may differ by rank, count as 0 bytes.
     """
@@ -34,14 +42,26 @@ class CoordinationStats:
     control_cpu_s: float = 0.0
     sent_bytes: int = 0
     received_bytes: int = 0
-    waited_for_data_s: float = 0.0
-    waited_for_others_s: float = 0.0
-    queued_s: float = 0.0
-    moved_s: float = 0.0
     message_sizes: dict[int, int] = field(default_factory=dict)
 
-    def note_message(self, nbytes: int) -> None:
-        """Count a message."""
-        self.collectives += 1
-        size = nbytes.bit_length()
-        self.message_sizes[size] = self.message_sizes.get(size, 0) + 1
+
+def seconds_by_name(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
+    """Return the seconds of each phase by name of the request, added up over all requests of that name."""
+    totals: dict[str, dict[str, float]] = {}
+    for span in spans:
+        if span.track in PHASES:
+            phases = totals.setdefault(span.name, dict.fromkeys(PHASES, 0.0))
+            phases[span.track] += span.end_s - span.start_s
+    return totals
+
+
+def write_trace(spans: Sequence[Span], path: Path, title: str = "coordination") -> None:
+    """Write spans as a trace for https://ui.perfetto.dev.
+
+    Args:
+        spans: of ``Coordinator.timeline()``, at least one.
+        path: a ``.json`` file.
+        title: of the process in the trace.
+    """
+    ends_s = (min(span.start_s for span in spans), max(span.end_s for span in spans))
+    timeline.write_trace([timeline.Timeline(title, ends_s, spans)], path)

@@ -18,7 +18,7 @@ def request(name: str, priority: int = 0) -> Request:
 
 
 def names(cache: ResponseCache) -> dict[int, str]:
-    return {bit: cache.at(bit).name for bit in cache.bits()}
+    return {entry.bit: entry.request.name for entry in cache.entries()}
 
 
 def test_numbers_ascend_and_are_used_again() -> None:
@@ -27,7 +27,7 @@ def test_numbers_ascend_and_are_used_again() -> None:
         cache.put(request(name))
     assert names(cache) == {0: "a", 1: "b", 2: "c"} and cache.num_bits == 3
     cache.drop(1)
-    assert cache.find("b") is None and len(cache) == 2 and cache.num_bits == 3
+    assert cache.find("b") is None and cache.num_bits == 3
     cache.put(request("d"))
     cache.put(request("e"))
     assert names(cache) == {0: "a", 1: "d", 2: "c", 3: "e"}
@@ -50,12 +50,11 @@ def test_several_are_used_in_ascending_order_and_only_the_last_time_counts() -> 
     for name in "abcd":
         cache.put(request(name))
     for bits in (0b0110, 0b1001, 0b0110):  # a and d are the oldest then, in this order
-        cache.use(bits)
-        assert [each.name for each in cache.select(bits)] == [name for i, name in enumerate("abcd") if bits >> i & 1]
+        assert [each.name for each in cache.use(bits)] == [name for i, name in enumerate("abcd") if bits >> i & 1]
     for name, forgotten in zip("efgh", "adbc", strict=True):
         cache.put(request(name))
-        assert cache.find(forgotten) is None and len(cache) == 4
-    assert [each.name for each in cache.select(0b1111)] == ["e", "g", "h", "f"], "numbers mean something else now"
+        assert cache.find(forgotten) is None and len(names(cache)) == 4
+    assert [each.name for each in cache.use(0b1111)] == ["e", "g", "h", "f"], "numbers mean something else now"
 
 
 def test_a_name_that_means_something_else_replaces_what_it_meant() -> None:
@@ -63,13 +62,13 @@ def test_a_name_that_means_something_else_replaces_what_it_meant() -> None:
     cache.put(request("a"))
     cache.put(request("a", priority=5))
     found = cache.find("a")
-    assert len(cache) == 1 and found is not None and found.request.priority == 5 and found.bit == 0
+    assert len(names(cache)) == 1 and found is not None and found.request.priority == 5 and found.bit == 0
 
 
 def test_no_capacity_keeps_nothing() -> None:
     cache = ResponseCache(0)
     cache.put(request("a"))
-    assert len(cache) == 0 and cache.num_bits == 0 and cache.bits() == []
+    assert cache.num_bits == 0 and cache.entries() == []
 
 
 @given(st.lists(st.tuples(st.sampled_from(["put", "use", "drop", "find"]), st.integers(0, 9))), st.integers(1, 5))
@@ -89,8 +88,8 @@ def test_it_is_what_a_list_would_be(calls: list[tuple[str, int]], capacity: int)
         elif call == "drop" and entry is not None:
             twin.remove(name)
             cache.drop(entry.bit)
-        assert sorted(names(cache).values()) == sorted(twin) and len(cache) == len(twin) <= capacity
-        assert all(bit < cache.num_bits <= capacity for bit in cache.bits())
+        assert sorted(names(cache).values()) == sorted(twin) and len(twin) <= capacity
+        assert all(bit < cache.num_bits <= capacity for bit in names(cache))
 
 
 @given(st.lists(st.integers(1, 2**6 - 1), max_size=40))
@@ -114,4 +113,4 @@ def test_small_ones(capacity: int) -> None:
     for name in "abcab":
         cache.put(request(name))
         assert cache.find(name) is not None
-    assert len(cache) == capacity
+    assert len(names(cache)) == capacity

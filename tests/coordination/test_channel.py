@@ -6,7 +6,6 @@ do not say who is missing.
 
 from __future__ import annotations
 
-import json
 import socket
 import threading
 import time
@@ -30,11 +29,29 @@ from tests.support.workers import WorkerPools
 # -- connections ------------------------------------------------------------------------------------------------------
 
 
-def connected(world_size: int, store: Any, timeout_s: float = 20.0) -> list[dict[int, socket.socket]]:
-    """Of each rank its connections; all ranks are threads."""
+class Meeting:
+    """Ranks that are threads, and learn each other's places."""
+
+    def __init__(self, world_size: int) -> None:
+        self.places: dict[int, mesh.Place] = {}
+        self._world_size = world_size
+
+    def connect(self, rank: int) -> dict[int, socket.socket]:
+        failures: Any = SimpleNamespace(check_peers=lambda: None)
+
+        def exchange(place: mesh.Place) -> list[mesh.Place]:
+            self.places[rank] = place
+            while len(self.places.keys() & set(range(rank))) < rank:
+                time.sleep(0.01)
+            return [self.places[peer] for peer in range(rank)]  # it connects to these
+
+        return mesh.connect_all(exchange, rank, self._world_size, 20.0, failures)
+
+
+def connected(world_size: int) -> list[dict[int, socket.socket]]:
+    """Of each rank its connections."""
     with ThreadPoolExecutor(world_size) as ranks:
-        made = [ranks.submit(mesh.connect_all, store, "key", rank, world_size, timeout_s) for rank in range(world_size)]
-        return [each.result() for each in made]
+        return list(ranks.map(Meeting(world_size).connect, range(world_size)))
 
 
 def check(peers: list[dict[int, socket.socket]]) -> None:
@@ -51,18 +68,17 @@ def check(peers: list[dict[int, socket.socket]]) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 def test_every_pair_is_connected(world_size: int) -> None:
-    store = dist.HashStore()
-    check(connected(world_size, store))
-    assert not store.check(["key/0"]), "nothing is left behind"
+    check(connected(world_size))
 
 
 def test_strangers_are_turned_away() -> None:
     """One that says nothing right, one that claims to be a rank, and one that goes at once."""
-    store, found = dist.HashStore(), list[bytes]()
+    meeting, found = Meeting(2), list[bytes]()
 
     def disturb() -> None:
-        store.wait(["key/0"])
-        port = json.loads(store.get("key/0"))["port"]
+        while 0 not in meeting.places:
+            time.sleep(0.01)
+        port = meeting.places[0].port
         for greeting in (b"GET / HTTP/1.1\r\n\r\n", b"x" * 16 + (1).to_bytes(4, "little"), b""):
             with socket.create_connection(("127.0.0.1", port)) as stranger:
                 stranger.sendall(greeting)
@@ -70,9 +86,9 @@ def test_strangers_are_turned_away() -> None:
                 found.append(stranger.recv(1))
 
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(mesh.connect_all, store, "key", 0, 2, 20.0)
+        first = threads.submit(meeting.connect, 0)
         threads.submit(disturb).result()
-        second = threads.submit(mesh.connect_all, store, "key", 1, 2, 20.0)
+        second = threads.submit(meeting.connect, 1)
         check([first.result(), second.result()])
     assert found == [b"", b"", b""]
 
@@ -81,25 +97,24 @@ def test_the_address_that_answers_is_taken(monkeypatch: pytest.MonkeyPatch) -> N
     with socket.create_server(("127.0.0.1", 0)) as other:  # of a stranger, who has an address of the same text
         other_port = other.getsockname()[1]
         threading.Thread(target=lambda: other.accept()[0].close(), daemon=True).start()
-        place = {"addresses": ["127.0.0.1"], "port": other_port, "token": "00" * 16}
+        place = mesh.Place(["127.0.0.1"], other_port, bytes(16))
         with pytest.raises(LaneError, match=r"rank 1 of the group cannot reach rank 0, port \d+ \(127.0.0.1: "):
             mesh._connect(place, 1, 0, time.monotonic() + 5)
     monkeypatch.setattr(mesh, "own_addresses", lambda: ["127.0.0.7.not.an.address", "127.0.0.1"])
-    check(connected(2, dist.HashStore()))
+    check(connected(2))
 
 
 def test_who_does_not_come_is_named() -> None:
+    no_failures: Any = SimpleNamespace(check_peers=lambda: None)
     with pytest.raises(LaneTimeout, match=r"ranks \[1, 2\] of the group did not connect in time"):
-        mesh.connect_all(dist.HashStore(), "key", 0, 3, 0.3)
-    with pytest.raises(LaneTimeout, match="rank 0 of the group did not come to connect"):
-        mesh.connect_all(dist.HashStore(), "key", 1, 2, 0.3)
+        mesh.connect_all(lambda place: [place] * 3, 0, 3, 0.3, no_failures)
 
 
 def test_who_gave_up_is_named() -> None:
     failures: Any = SimpleNamespace(check_peers=lambda: "rank 1 ended first, with no way to rank 0")
     start_s = time.monotonic()
     with pytest.raises(LaneError, match="ranks cannot connect: rank 1 ended first, with no way to rank 0"):
-        mesh.connect_all(dist.HashStore(), "key", 0, 2, 60.0, failures)
+        mesh.connect_all(lambda place: [place] * 2, 0, 2, 60.0, failures)
     assert time.monotonic() - start_s < 30
 
 

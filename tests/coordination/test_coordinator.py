@@ -129,9 +129,9 @@ def test_threads_that_wait_in_their_own_order(workers: WorkerPools, num_steps: i
     assert workers(3).run(threads_of_their_own, num_steps) == [[]] * 3
 
 
-def every_operation(rank: int, world_size: int, device: str) -> list[str]:
+def every_operation(rank: int, world_size: int) -> list[str]:
     """What each operation makes of what ranks give, twice, so that it is known the second time."""
-    coordinator, wrong = Coordinator(config=FAST, device=device), list[str]()
+    coordinator, wrong = Coordinator(config=FAST), list[str]()
 
     def check(what: str, found: torch.Tensor, expected: torch.Tensor) -> None:
         if not torch.equal(found, expected):
@@ -175,7 +175,7 @@ def every_operation(rank: int, world_size: int, device: str) -> list[str]:
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_every_operation(workers: WorkerPools, world_size: int) -> None:
-    assert workers(world_size).run(every_operation, "cpu") == [[]] * world_size
+    assert workers(world_size).run(every_operation) == [[]] * world_size
 
 
 def grouped(rank: int, world_size: int) -> dict[str, Any]:
@@ -205,6 +205,8 @@ def grouped(rank: int, world_size: int) -> dict[str, Any]:
         lambda: coordinator.all_reduce(torch.ones(3), "b", mean=True),
         lambda: coordinator.all_reduce(torch.ones(3, dtype=torch.int64), "whole", mean=True),
         lambda: coordinator.any(torch.ones(2, 2), "square"),
+        lambda: coordinator.all_reduce(torch.ones(2, device="meta"), "elsewhere"),
+        lambda: coordinator.exchange(iter(()), "not a handle", after=[torch.ones(1)]),  # type: ignore[arg-type, list-item]
     ):
         with pytest.raises(ValueError) as error:
             ask()
@@ -244,6 +246,8 @@ def test_groups(workers: WorkerPools) -> None:
                 "a group has one of each",
                 "means are of floating-point numbers",
                 "flags in one row",
+                "on CPUs only so far, got one on meta",
+                "after takes handles of this coordinator",
             ),
             strict=True,
         ):
@@ -394,12 +398,12 @@ def closes_early(rank: int, world_size: int) -> str:
     coordinator.all_reduce(torch.ones(1), "x").wait()
     message = ""
     if rank == 1:
-        coordinator.close(farewell_s=3)
+        coordinator.close(timeout_s=3)
     else:
         with pytest.raises(LaneError) as error:
             coordinator.all_reduce(torch.ones(1), "y").wait()
         message = str(error.value)
-        coordinator.close(farewell_s=3)
+        coordinator.close(timeout_s=3)
     agree({}, None, dist.group.WORLD, "the end", None)  # type: ignore[arg-type]
     return message
 
@@ -410,16 +414,16 @@ def closes_with_a_request(rank: int, world_size: int) -> str:
     message = ""
     if rank == 0:
         handle = coordinator.all_reduce(torch.ones(1), "y")
-        coordinator.close(farewell_s=0.5)
+        coordinator.close(timeout_s=0.5)
         with pytest.raises(LaneError) as error:
             handle.wait()
         message = str(error.value)
     dist.barrier()  # a meeting would hear that rank 0 has given up, and end
-    coordinator.close(farewell_s=3)
+    coordinator.close(timeout_s=3)
     return message
 
 
-def test_a_request_that_nobody_else_makes_ends_with_the_farewell(workers: WorkerPools) -> None:
+def test_a_request_that_nobody_else_makes_ends_with_close(workers: WorkerPools) -> None:
     pool = workers(2)
     messages = pool.run(closes_with_a_request)
     pool.end()

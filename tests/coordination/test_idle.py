@@ -24,8 +24,7 @@ from ddp_hooks.comm import run_on_fabric
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig
 from ddp_hooks.coordination.control.cycle_policy import PATIENCE_S
 from ddp_hooks.coordination.negotiation.bitvector import vector_nbytes
-from ddp_hooks.coordination.negotiation.cache import REMEMBERED
-from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
+from ddp_hooks.coordination.negotiation.negotiator import STATUS_BITS, CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec
 from tests.support.workers import WorkerPools
 
@@ -114,8 +113,9 @@ def test_many_cycles_leave_nothing(num_cycles: int) -> None:
         tracemalloc.stop()
     assert end_bytes - middle_bytes < 100_000
     assert {"cache._entries", "cache._names", "cache._free", "_announced", "_table._waiting"} <= largest.keys()
-    assert all(size <= max(REMEMBERED, 2 * CAPACITY) for size in largest.values()), largest
-    assert vector_nbytes(asking.ranks[0].cache.num_bits) == 2, "numbers of what was dropped are used again"
+    assert all(size <= 2 * CAPACITY for size in largest.values()), largest
+    num_bits = asking.ranks[0].cache.num_bits
+    assert vector_nbytes(STATUS_BITS + num_bits) == 2, "numbers of what was dropped are used again"
     # All of it happened, and not rarely.
     assert asking.num_done > num_cycles and min(asking.num_refused, asking.num_evicted) > num_cycles / 100
 
@@ -168,7 +168,7 @@ def test_many_requests_leave_nothing(workers: WorkerPools, number: int) -> None:
     for found in workers(2).run(many_requests, number, timeout_s=250):
         assert found["more files"] == 0 and found["more threads"] == 0, found
         assert found["more memory"] < 8 << 20 and found["more objects"] < 100_000, found
-        assert found["kept"] == [0, 0, 0] and found["largest"] <= max(REMEMBERED, CAPACITY), found
+        assert found["kept"] == [0, 0, 0] and found["largest"] <= CAPACITY, found
         assert found["cycles"] >= number
 
 

@@ -165,7 +165,7 @@ def act(coordinator: Coordinator, note: Path, phase: str) -> list[str]:
 
 def closed(close: Callable[..., None]) -> list[str]:
     """Names of the threads that are left when this rank has closed."""
-    close(farewell_s=2.0)
+    close(timeout_s=2.0)
     return [thread.name for thread in threading.enumerate() if thread.name.startswith("ddp_hooks")]
 
 

@@ -6,6 +6,7 @@ Prevents: messages that end under another rank's name; ranks that hear from more
 from __future__ import annotations
 
 from collections.abc import Generator
+from typing import Any
 
 import pytest
 
@@ -13,15 +14,15 @@ from ddp_hooks.comm import Algorithm, Recv, Round, run_on_fabric
 from ddp_hooks.coordination.negotiation.messages import broadcast, children_of, gather
 
 
-def message_of(rank: int) -> bytes:
+def message_of(rank: int) -> list[int]:
     """Another length for every rank, also none at all."""
-    return bytes([rank]) * (rank * 7 % 5)
+    return [rank] * (rank * 7 % 5)
 
 
 @pytest.mark.parametrize("world_size", range(1, 21))
 @pytest.mark.parametrize("fan_out", [None, 2, 3, 8])
 def test_gather(world_size: int, fan_out: int | None) -> None:
-    found: dict[int, list[bytes]] = {}
+    found: dict[int, list[list[int]]] = {}
     senders: dict[int, set[int]] = {rank: set() for rank in range(world_size)}
     sizes: dict[int, list[int]] = {rank: [] for rank in range(world_size)}
 
@@ -53,10 +54,10 @@ def test_trees_have_every_rank_once(width: int) -> None:
 
 @pytest.mark.parametrize("world_size", range(1, 21))
 def test_broadcast(world_size: int) -> None:
-    found: dict[int, bytes] = {}
+    found: dict[int, Any] = {}
 
     def keep(rank: int) -> Algorithm:
-        found[rank] = yield from broadcast(b"the first" if rank == 0 else b"", rank, world_size)
+        found[rank] = yield from broadcast({"of": [0]} if rank == 0 else None, rank, world_size)
 
     run_on_fabric([keep(rank) for rank in range(world_size)])
-    assert found == dict.fromkeys(range(world_size), b"the first")
+    assert found == {rank: {"of": [0]} for rank in range(world_size)}

@@ -14,7 +14,7 @@ import pytest
 from ddp_hooks.comm import num_rounds, run_on_fabric
 from ddp_hooks.comm.executors.fabric import RankTraffic
 from ddp_hooks.coordination.negotiation.bitvector import vector_nbytes
-from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
+from ddp_hooks.coordination.negotiation.negotiator import STATUS_BITS, CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec
 
 
@@ -31,7 +31,7 @@ def cycle(ranks: Sequence[Negotiator], situations: Sequence[CycleInput]) -> tupl
     outcomes = [CycleResult() for _ in ranks]
     traffic = run_on_fabric([n.cycle(s, o) for n, s, o in zip(ranks, situations, outcomes, strict=True)])
     assert all(outcome == outcomes[0] for outcome in outcomes)
-    known = [[(bit, n.cache.at(bit)) for bit in n.cache.bits()] for n in ranks]
+    known = [n.cache.entries() for n in ranks]
     assert all(each == known[0] for each in known) and len({n.cache.num_bits for n in ranks}) == 1
     return outcomes[0], traffic
 
@@ -97,7 +97,7 @@ def test_steady_state_is_one_vector(world_size: int) -> None:
     assert names(first.ready) == names(requests), "in the order in which the first rank hears of it"
     again, steady = cycle(ranks, [pending(*requests[::-1])] * world_size)
     assert names(again.ready) == names(requests), "by number, in whatever order they were asked for"
-    nbytes = vector_nbytes(50)
+    nbytes = vector_nbytes(STATUS_BITS + 50)
     assert nbytes <= -(-50 // 8) + 8
     assert all(each.sent_bytes == num_rounds(world_size) * nbytes for each in steady)
     assert world_size == 1 or traffic[1].sent_bytes > steady[1].sent_bytes
@@ -116,7 +116,7 @@ def test_what_was_told_is_not_told_again() -> None:
     ranks, a = negotiators(2), request("a")
     _, first = cycle(ranks, [pending(), pending(a)])
     _, second = cycle(ranks, [pending(), pending(a)])
-    assert second[1].sent_bytes == vector_nbytes(0) < first[1].sent_bytes
+    assert second[1].sent_bytes == vector_nbytes(STATUS_BITS) < first[1].sent_bytes
 
 
 def test_a_name_that_means_something_else() -> None:
@@ -194,7 +194,7 @@ def test_joining_is_news_for_what_waits() -> None:
     outcome, _ = cycle(ranks, [pending(a), pending(joined=True)])
     assert outcome.ready == [a]
     _, traffic = cycle(ranks, [pending(), pending(joined=True)])
-    assert traffic[1].sent_bytes == vector_nbytes(ranks[1].cache.num_bits), "it is told once"
+    assert traffic[1].sent_bytes == vector_nbytes(STATUS_BITS + ranks[1].cache.num_bits), "it is told once"
     outcome, _ = cycle(ranks, [pending(joined=True)] * 2)
     assert outcome.all_joined
     b = request("b")  # in the next epoch

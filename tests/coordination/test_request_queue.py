@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,12 +15,10 @@ import pytest
 import torch
 
 from ddp_hooks import LaneTimeout
-from ddp_hooks.comm import ThreadWork
 from ddp_hooks.coordination.control import request_queue
 from ddp_hooks.coordination.control.cycle_policy import CyclePolicy
 from ddp_hooks.coordination.control.request_queue import RequestQueue
-from ddp_hooks.coordination.control.stalls import StallMonitor
-from ddp_hooks.coordination.control.submission import PartialGroup, Submission
+from ddp_hooks.coordination.control.submission import Agreement, PartialGroup, Submission
 from ddp_hooks.coordination.request import Operation, Request, TensorSpec
 
 MS = 1e-3
@@ -52,26 +51,26 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
-def submission(name: str, clock: Clock, operation: Operation = "exchange", nbytes: int | None = None) -> Submission:
+def submission(
+    name: str,
+    clock: Clock,
+    operation: Operation = "exchange",
+    nbytes: int | None = None,
+    after: Sequence[Agreement] = (),
+) -> Submission:
     """An exchange, of which nobody knows how large it is; or an all-reduce of ``nbytes``."""
-    errors: list[Exception] = []
-    agreement: Any = SimpleNamespace(errors=errors, decide=lambda work=None, error=None: errors.append(error))
     if nbytes is not None:
         operation = "all_reduce"
     is_uneven = operation in ("all_gather", "all_to_all")
     specs = () if operation == "exchange" else (TensorSpec(name, (-1 if is_uneven else nbytes or 1,), "torch.uint8"),)
-    return Submission(Request(name, operation, specs), [], agreement, began_s=clock.now_s, asked_s=clock.now_s)
+    request, now_s = Request(name, operation, specs), clock.now_s
+    return Submission(request, [], Agreement(name), now_s, now_s, after=after)
 
 
 def made(min_bytes: int = 0) -> tuple[RequestQueue, Waking]:
     waking = Waking()
-    monitor = StallMonitor(timeout_s=20.0, warning_s=5.0)
-    return RequestQueue(CyclePolicy(1 * MS, min_bytes), monitor, waking), waking
-
-
-def work(label: str = "before") -> ThreadWork:
-    failures: Any = SimpleNamespace(failure_during=lambda _: None)
-    return ThreadWork(label, 60.0, 60.0, lambda: "a lane", failures)
+    channel: Any = SimpleNamespace(wake=waking)
+    return RequestQueue(CyclePolicy(1 * MS, min_bytes), channel, timeout_s=20.0, warning_s=5.0), waking
 
 
 def test_requests_of_a_loop_are_one_cycles(clock: Clock) -> None:
@@ -156,69 +155,53 @@ def test_what_is_late_is_told_once_in_a_while(clock: Clock) -> None:
     clock.now_s += 3
     queue.submit(submission("later", clock))
     queue.begin_cycle()
-    assert queue.stalls.take_late(clock.now_s) == ([], [])
+    assert queue.take_late() == ([], [])
     clock.now_s += 2.1
-    assert queue.delay_s(False) == 0 and queue.stalls.take_late(clock.now_s) == (["early"], [])
-    assert queue.stalls.take_late(clock.now_s) == ([], [])
+    assert queue.delay_s(False) == 0 and queue.take_late() == (["early"], [])
+    assert queue.take_late() == ([], [])
     clock.now_s += 3
-    assert queue.stalls.take_late(clock.now_s) == (["later"], [])
+    assert queue.take_late() == (["later"], [])
     clock.now_s += 12
-    overdue, expired = queue.stalls.take_late(clock.now_s)
+    overdue, expired = queue.take_late()
     assert sorted(overdue) == ["early", "later"] and expired == ["early"]
 
 
 def test_what_was_blocked_for_long_is_missed_in_time(clock: Clock) -> None:
     queue, _ = made()
-    before = work()
-    queue.submit(submission("blocked", clock), [before])
-    assert queue.has_unsent and queue.undecided == ["blocked"]
+    before = Agreement("before")
+    queue.submit(submission("blocked", clock, after=[before]))
+    assert queue.has_unsent and not queue.pending
     clock.now_s += 7
     queue.release_blocked()
-    assert queue.delay_s(False) > 0 and queue.stalls.take_late(clock.now_s) == ([], []), "not yet"
-    before.finish()
+    assert queue.delay_s(False) > 0 and queue.take_late() == ([], []), "not yet"
+    before.decide()
     queue.release_blocked()
     assert list(queue.pending) == ["blocked"] and queue.delay_s(False) == 0
     clock.now_s += 5.1
-    assert queue.stalls.take_late(clock.now_s) == (["blocked"], [])
+    assert queue.take_late() == (["blocked"], [])
     clock.now_s += 15
-    assert queue.stalls.take_late(clock.now_s)[1] == ["blocked"]
-
-
-def test_the_end_of_other_lanes_work_wakes_the_control_thread() -> None:
-    import threading
-
-    woken = threading.Semaphore(0)
-    queue = RequestQueue(CyclePolicy(1 * MS), StallMonitor(20.0, 5.0), woken.release)
-    before, own = work(), Clock()
-    with queue.changed:
-        queue.submit(submission("blocked", own), [before])
-    assert woken.acquire(timeout=20), "it plans anew"
-    assert not woken.acquire(timeout=0.05), "nobody looks again and again"
-    before.finish()
-    assert woken.acquire(timeout=20)
+    assert queue.take_late()[1] == ["blocked"]
 
 
 def test_what_follows_something_that_does_not_end_fails(clock: Clock) -> None:
     queue, _ = made()
-    waiting, before = submission("blocked", clock), work()
-    queue.submit(waiting, [before])
+    waiting = submission("blocked", clock, after=[Agreement("before")])
+    queue.submit(waiting)
     clock.now_s += 20.1
     assert queue.delay_s(False) == 0
     with queue.changed:
         queue.release_blocked()
-    (error,) = waiting.agreement.errors  # type: ignore[attr-defined]
+    error = waiting.agreement.error
     assert isinstance(error, LaneTimeout) and "blocked was to follow ['before'], not done after 20 s" in str(error)
     assert not queue.has_unsent
-    before.finish()
 
 
 def test_a_group_that_is_not_complete_is_named(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     queue, _ = made()
-    agreement: Any = SimpleNamespace(name="pair")
-    group = PartialGroup(["a", "b"], agreement, False, 0, torch.float32, clock.now_s)
+    group = PartialGroup(["a", "b"], Agreement("pair"), False, 0, torch.float32, clock.now_s)
     group.add("a", torch.ones(1), mean=False, priority=0)
-    queue.begin_group("pair", group)
+    queue.begin_group(group)
     clock.now_s += 5.1
     with caplog.at_level(logging.WARNING, "ddp_hooks"):
-        assert queue.delay_s(False) == 0 and queue.stalls.take_late(clock.now_s) == ([], [])
+        assert queue.delay_s(False) == 0 and queue.take_late() == ([], [])
     assert "waited 5 s for pair, which lacks ['b'] here" in caplog.text

@@ -17,9 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, LaneError, Recv, Round, Send, Traffic, num_rounds
+from ddp_hooks.comm import Algorithm, LaneError, Patience, Recv, Round, Traffic, gather_objects, num_rounds
 from ddp_hooks.comm.failure import FailureStore
-from ddp_hooks.comm.torch_compat.distributed import default_store
 from ddp_hooks.coordination.control.mesh import connect_all
 
 _LONGEST_SLEEP_S = 3600.0
@@ -45,10 +44,13 @@ class ControlChannel:
         self.ranks = dist.get_process_group_ranks(group)  # as messages call them
         self.failures = failures
         self._timeout_s = timeout_s
-        self._state: tuple[str, int, str, tuple[int, ...]] | None = None  # label, round, direction, peers
+        self._round: str | None = None  # in which this rank is
+        self._waits_for = ""  # direction and peers
         self._views: dict[int, tuple[Tensor, memoryview]] = {}  # by id of the tensor, which is kept alive
-        key = f"{failures.prefix}/control"
-        self._peers = connect_all(default_store(), key, self.rank, self.world_size, timeout_s, failures)
+        self._peers = connect_all(
+            lambda place: gather_objects(place, group, "the set-up of Coordinator", Patience(timeout_s)),
+            self.rank, self.world_size, timeout_s, failures,
+        )  # fmt: skip
         self._woken, self._waker = socket.socketpair()
         self._woken.setblocking(False)
         self._waker.setblocking(False)
@@ -88,19 +90,15 @@ class ControlChannel:
             LaneError: another rank died.
             LaneTimeout: a message did not come in time.
         """
-        for index, next_round in enumerate(algorithm):
-            self._run_round(next_round, label, index)
-        self._state = None
+        for index, exchanges in enumerate(algorithm):
+            self._round = f"{label}, round {index}"
+            self._run_round(exchanges)
+        self._round = None
 
     def describe(self) -> str:
         """Return the state of this rank, for messages; on any thread."""
-        text, state = "idle", self._state
-        if state is not None:
-            label, round_index, direction, peers = state
-            others = sorted(self.ranks[peer] for peer in peers)
-            whom = f"ranks {others}" if direction == "with" else f"rank {others[0]}"
-            text = f"{label}, round {round_index}, {direction} {whom}"
-        return f"rank {self.ranks[self.rank]}, control: {text}"
+        current = self._round
+        return f"rank {self.ranks[self.rank]}, control: {f'{current}, {self._waits_for}' if current else 'idle'}"
 
     def close(self) -> None:
         """Close all connections; no message may be under way."""
@@ -115,51 +113,41 @@ class ControlChannel:
                 each.shutdown(socket.SHUT_RDWR)
         self.wake()
 
-    def _run_round(self, exchanges: Round, label: str, index: int) -> None:
-        unsent: list[_Message] = []
-        receiving: list[_Message] = []
+    def _run_round(self, exchanges: Round) -> None:
+        outgoing: list[_Message] = []
+        incoming: list[_Message] = []
         for exchange in exchanges:
             data = self._bytes_of(exchange.tensor)
             if isinstance(exchange, Recv):
-                if data:
-                    receiving.append((exchange.peer, data))
+                incoming += [(exchange.peer, data)] if data else []
                 self.traffic.received_bytes += len(data)
-            elif isinstance(exchange, Send):
-                self._state = label, index, "to", (exchange.peer,)
-                # Nothing overtakes a message that is left over.
-                is_full = bool(unsent) and any(peer == exchange.peer for peer, _ in unsent)
-                num_sent = 0 if is_full else self._send(exchange.peer, data)
-                self.num_sent += 1
+            else:
+                outgoing.append((exchange.peer, data))
                 self.traffic.sent_bytes += len(data)
-                if num_sent < len(data):
-                    unsent.append((exchange.peer, data[num_sent:]))
+                self.num_sent += 1
         self.traffic.rounds += 1
-        if unsent:
-            self._run_interleaved(unsent, receiving, label, index)
-            return
-        for peer, data in receiving:
-            self._state = label, index, "from", (peer,)
+        outgoing = _move(outgoing, self._peers, self._send)
+        while outgoing:  # connections are full: two ranks that only send would wait for each other
+            ready = self._wait_for_any(outgoing, incoming)
+            outgoing = _move(outgoing, ready, self._send)
+            incoming = _move(incoming, ready, lambda peer, data: self._receive(peer, data, socket.MSG_DONTWAIT))
+        for peer, data in incoming:
             while data:
                 data = data[self._receive(peer, data, socket.MSG_WAITALL) :]
 
-    def _run_interleaved(
-        self, outgoing: Sequence[_Message], incoming: Sequence[_Message], label: str, index: int
-    ) -> None:
-        """Send and receive at once more than connections hold: two ranks that only send would wait for each other."""
-        while outgoing or incoming:
-            ways = dict.fromkeys((peer for peer, _ in incoming), select.POLLIN)
-            for peer, _ in outgoing:
-                ways[peer] = ways.get(peer, 0) | select.POLLOUT
-            poll = select.poll()
-            for peer, way in ways.items():
-                poll.register(self._peers[peer], way)
-            self._state = label, index, "with", tuple(ways)
-            numbers = {number for number, _ in poll.poll(self._timeout_s * 1e3)}
-            ready = {peer for peer in ways if self._peers[peer].fileno() in numbers}
-            if not ready:
-                raise self._failure(self._timeout(), next(iter(ways)))
-            outgoing = _move(outgoing, ready, self._send)
-            incoming = _move(incoming, ready, lambda peer, data: self._receive(peer, data, socket.MSG_DONTWAIT))
+    def _wait_for_any(self, outgoing: Sequence[_Message], incoming: Sequence[_Message]) -> Collection[int]:
+        """Return the peers that can take or give bytes, when there are some."""
+        ways = dict.fromkeys((peer for peer, _ in incoming), select.POLLIN)
+        for peer, _ in outgoing:
+            ways[peer] = ways.get(peer, 0) | select.POLLOUT
+        poll = select.poll()
+        for peer, way in ways.items():
+            poll.register(self._peers[peer], way)
+        self._waits_for = f"with ranks {sorted(self.ranks[peer] for peer in ways)}"
+        numbers = {number for number, _ in poll.poll(self._timeout_s * 1e3)}
+        if not numbers:
+            raise self._failure(self._timeout(), next(iter(ways)))
+        return {peer for peer in ways if self._peers[peer].fileno() in numbers}
 
     def _bytes_of(self, tensor: Tensor) -> memoryview:
         """Return the memory of ``tensor``; remember it for small tensors, which algorithms use again and again."""
@@ -176,6 +164,7 @@ class ControlChannel:
 
     def _send(self, peer: int, data: memoryview) -> int:
         """Send as many bytes as the connection takes at once; return their number."""
+        self._waits_for = f"to rank {self.ranks[peer]}"
         try:
             return self._peers[peer].send(data, socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -184,6 +173,7 @@ class ControlChannel:
             raise self._failure(error, peer) from error
 
     def _receive(self, peer: int, data: memoryview, flags: int) -> int:
+        self._waits_for = f"from rank {self.ranks[peer]}"
         try:
             num_received = self._peers[peer].recv_into(data, len(data), flags)
         except BlockingIOError as error:
@@ -206,12 +196,12 @@ class ControlChannel:
 def _move(
     messages: Sequence[_Message], ready: Collection[int], move: Callable[[int, memoryview], int]
 ) -> list[_Message]:
-    """Move the first message of each ready peer as far as it goes; return the rest of all messages."""
+    """Move messages of ready peers as far as they go; return the rest of all messages, which nothing overtakes."""
     left: list[_Message] = []
-    seen: set[int] = set()
+    stopped: set[int] = set()
     for peer, data in messages:
-        rest = data[move(peer, data) :] if peer in ready and peer not in seen else data
-        seen.add(peer)
+        rest = data[move(peer, data) :] if peer in ready and peer not in stopped else data
         if rest:
+            stopped.add(peer)
             left.append((peer, rest))
     return left

@@ -24,7 +24,7 @@ _JOIN_S = 0.001  # longest pause while another rank waits for this one
 _LONGEST_PAUSE_S = 0.005  # unless ``cycle_ms`` is longer
 
 
-@dataclass(frozen=True)
+@dataclass
 class CycleFacts:
     """Facts of one rank; times are those of ``time.perf_counter()``."""
 
@@ -40,15 +40,10 @@ class CycleFacts:
 
 @dataclass(frozen=True)
 class CyclePolicy:
-    """Rules of the module.
+    """Rules of the module."""
 
-    Args:
-        cycle_s: ``CoordinatorConfig.cycle_ms`` in seconds.
-        min_bytes: size from which new requests are worth a cycle although no thread is blocked.
-    """
-
-    cycle_s: float
-    min_bytes: float = 0
+    cycle_s: float  # CoordinatorConfig.cycle_ms
+    min_bytes: float = 0  # size from which new requests are worth a cycle although no thread is blocked
 
     def delay_s(self, facts: CycleFacts, now_s: float, peer_has_begun: bool = False) -> float:
         """Return the seconds until the next cycle of this rank: 0 if it is due, infinity without a reason for one."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,6 +13,7 @@ from ddp_hooks.comm import (
     Lanes,
     Partition,
     Recv,
+    Round,
     Send,
     Work,
     aligned_bounds,
@@ -25,25 +26,20 @@ from ddp_hooks.comm.executors.lanes import Lane
 from ddp_hooks.comm.torch_compat.overrides import copy_all
 from ddp_hooks.coordination.control.send_queue import Message
 from ddp_hooks.coordination.control.submission import Submission
-from ddp_hooks.coordination.request import Request
 
 
 class Executor:
     """Submits messages on one thread, in agreed order.
 
-    Args:
-        lanes: carry all messages.
-        device: of zeros that stand in for tensors of a rank without data.
-        on_end: called on a lane's thread with number and submissions of a message that has ended.
+    ``on_end`` is called on a lane's thread with number and submissions of a message that has ended.
     """
 
-    def __init__(self, lanes: Lanes, device: torch.device, on_end: Callable[[int, list[Submission]], None]) -> None:
+    def __init__(self, lanes: Lanes, on_end: Callable[[int, list[Submission]], None]) -> None:
         self._lanes = lanes
-        self._device = device
         self._on_end = on_end
 
     def start(self, message: Message, mine: Sequence[Submission | None]) -> Work:
-        """Move a message; ``mine``: a submission of this rank for every request, or None."""
+        """Move a message; ``mine``: a submission of this rank for every request, or None if it has no more data."""
         requests = message.requests
         submissions = [each for each in mine if each is not None]
         label = ", ".join(request.name for request in requests[:3]) + (", …" if len(requests) > 3 else "")
@@ -51,18 +47,16 @@ class Executor:
         lane.run(without_messages(lambda: _note_start(submissions)), label)
         divisor = self._lanes.world_size if requests[0].mean else 1
         if requests[0].operation == "all_reduce":
-            tensors = [t for request, each in zip(requests, mine, strict=True) for t in self._tensors(request, each)]
+            tensors: list[Tensor] = []
+            for request, submission in zip(requests, mine, strict=True):
+                zeros = (torch.zeros(spec.shape, dtype=spec.torch_dtype) for spec in request.tensors)
+                tensors += zeros if submission is None else submission.tensors
             self._all_reduce(lane, tensors, divisor, label)
         elif requests[0].operation == "reduce_scatter":
             self._reduce_scatter(lane, submissions[0], divisor, label)
         else:
-            lane.run(self._algorithm(submissions[0]), label)
-        return lane.run(without_messages(lambda: self._finish(message.number, submissions)), label)
-
-    def _tensors(self, request: Request, submission: Submission | None) -> list[Tensor]:
-        if submission is not None:
-            return submission.tensors
-        return [torch.zeros(spec.shape, dtype=spec.torch_dtype, device=self._device) for spec in request.tensors]
+            lane.run(_keep_result(submissions[0]), label)
+        return lane.run(without_messages(lambda: self._on_end(message.number, submissions)), label)
 
     def _all_reduce(self, lane: Lane, tensors: Sequence[Tensor], divisor: int, label: str) -> None:
         """Reduce-scatter and all-gather a single contiguous tensor in place, and several tensors in a copy."""
@@ -71,10 +65,10 @@ class Executor:
         parts = [part.view(t.shape) for part, t in zip(flat.split([t.numel() for t in tensors]), tensors, strict=True)]
         partition = Partition(flat, aligned_bounds(flat.numel(), self._lanes.world_size, flat.element_size()))
         # Submitted in any case: another rank's tensor may have other strides, and a lane's tags count submissions.
-        lane.run(without_messages(lambda: None if in_place else _copy(parts, tensors)), label)
+        lane.run(without_messages(lambda: None if in_place else copy_all(parts, tensors)), label)
         lane.reduce_scatter([partition], label, divisor)
         lane.all_gather([partition], label)
-        lane.run(without_messages(lambda: None if in_place else _copy(tensors, parts)), label)
+        lane.run(without_messages(lambda: None if in_place else copy_all(tensors, parts)), label)
 
     def _reduce_scatter(self, lane: Lane, submission: Submission, divisor: int, label: str) -> None:
         """Reduce-scatter a copy: the caller's tensor stays as it is."""
@@ -85,31 +79,6 @@ class Executor:
         submission.result = rows.chunk(world_size)[self._lanes.rank]
         lane.reduce_scatter([partition], label, divisor)
 
-    def _algorithm(self, submission: Submission) -> Algorithm:
-        rank, world_size = self._lanes.rank, self._lanes.world_size
-        request = submission.request
-        if request.operation == "exchange":
-            assert submission.algorithm is not None
-            return submission.algorithm
-        (tensor,) = submission.tensors
-
-        def keep(result: Tensor) -> None:
-            submission.result = result
-
-        if request.operation == "broadcast":
-            return broadcast_tensor(tensor, rank, world_size, request.root)
-        if request.operation == "all_gather":
-            return all_gather_rows(tensor, rank, world_size, keep)
-        if request.operation == "all_to_all":
-            return all_to_all_rows(tensor, submission.splits, rank, world_size, keep)
-        raise AssertionError(request.operation)
-
-    def _finish(self, number: int, submissions: list[Submission]) -> None:
-        now_s = time.perf_counter()
-        for submission in submissions:
-            submission.ended_s = now_s
-        self._on_end(number, submissions)
-
 
 def _note_start(submissions: Sequence[Submission]) -> None:
     now_s = time.perf_counter()
@@ -117,8 +86,9 @@ def _note_start(submissions: Sequence[Submission]) -> None:
         submission.started_s = now_s
 
 
-def _copy(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> None:
-    copy_all(targets, sources)
+def _keep_result(submission: Submission) -> Algorithm:
+    assert submission.algorithm is not None
+    submission.result = yield from submission.algorithm
 
 
 # -- collectives beside those of ddp_hooks.comm ------------------------------------------------------------------------
@@ -138,14 +108,8 @@ def broadcast_tensor(tensor: Tensor, rank: int, world_size: int, root: int) -> A
     yield from ring_all_gather(chunks, rank)
 
 
-def all_gather_rows(rows: Tensor, rank: int, world_size: int, finish: Callable[[Tensor], None]) -> Algorithm:
-    """Gather the rows of all ranks, in the order of ranks.
-
-    Args:
-        rows: (n, …), contiguous; n may differ by rank.
-        rank, world_size: of the group.
-        finish: called with the result, (sum of n, …).
-    """
+def all_gather_rows(rows: Tensor, rank: int, world_size: int) -> Generator[Round, None, Tensor]:
+    """Return the rows of all ranks, (sum of n, …), for contiguous ``rows``, (n, …), where n may differ by rank."""
     counts = torch.zeros(world_size, dtype=torch.int64)
     counts[rank] = rows.shape[0]
     yield from ring_all_gather(list(counts.split(1)), rank)
@@ -153,20 +117,11 @@ def all_gather_rows(rows: Tensor, rank: int, world_size: int, finish: Callable[[
     parts = list(result.split(counts.tolist()))
     parts[rank].copy_(rows)
     yield from ring_all_gather([part.view(-1) for part in parts], rank)
-    finish(result)
+    return result
 
 
-def all_to_all_rows(
-    rows: Tensor, splits: Sequence[int], rank: int, world_size: int, finish: Callable[[Tensor], None]
-) -> Algorithm:
-    """Send every rank its rows, and receive the rows for this rank, in the order of ranks.
-
-    Args:
-        rows: (sum of splits, …), contiguous: first the rows for rank 0, and so on.
-        splits: numbers of rows, by rank.
-        rank, world_size: of the group.
-        finish: called with the result.
-    """
+def all_to_all_rows(rows: Tensor, splits: Sequence[int], rank: int, world_size: int) -> Generator[Round, None, Tensor]:
+    """Send rank r the next ``splits[r]`` of contiguous ``rows``; return the rows for this rank, by rank."""
     outgoing_counts = list(torch.tensor(splits, dtype=torch.int64).split(1))
     counts = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
     counts[rank].copy_(outgoing_counts[rank])
@@ -176,4 +131,4 @@ def all_to_all_rows(
     outgoing, incoming = rows.split(list(splits)), result.split(received)
     incoming[rank].copy_(outgoing[rank])
     yield from pairwise_exchange([part.view(-1) for part in outgoing], [part.view(-1) for part in incoming], rank)
-    finish(result)
+    return result

@@ -1,4 +1,4 @@
-"""TCP connections between all ranks of a group, one for each pair, arranged through the rendezvous store.
+"""TCP connections between all ranks of a group, one for each pair.
 
 They carry messages of a few bytes. An AND over eight ranks on two cores takes 4 to 6 ms with gloo, and less than 0.5 ms
 with plain sockets, because no other thread stands between a socket and the thread that waits for it.
@@ -7,15 +7,14 @@ with plain sockets, because no other thread stands between a socket and the thre
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from ddp_hooks.comm import LaneError, LaneTimeout, see
 from ddp_hooks.comm.failure import FailureStore
@@ -24,24 +23,30 @@ logger = logging.getLogger("ddp_hooks")
 
 _SIOCGIFADDR = 0x8915
 _CONNECT_S = 5.0  # for one address of a rank
-_PAUSE_S = 0.005  # between two questions for another rank's address
 _CHECK_S = 1.0  # between two questions whether another rank has given up
 _TOKEN_BYTES = 16
-_RANK = struct.Struct("<I")
+_RANK_BYTES = 4
 _WELCOME = b"\x01"
 
 
+class Place(NamedTuple):
+    """Where a rank listens, and the token that it asks for."""
+
+    addresses: list[str]
+    port: int
+    token: bytes
+
+
 def connect_all(
-    store: Any, key: str, rank: int, world_size: int, timeout_s: float, failures: FailureStore | None = None
+    exchange: Callable[[Place], Sequence[Place]], rank: int, world_size: int, timeout_s: float, failures: FailureStore
 ) -> dict[int, socket.socket]:
     """Return a connected socket for every other rank; collective.
 
-    A rank connects to all lower ranks, at the addresses that they left in the store, and accepts all higher ranks. It
-    turns away processes that do not send the token from the store.
+    A rank connects to all lower ranks, and accepts all higher ranks. It turns away processes that do not send its
+    token.
 
     Args:
-        store: the rendezvous store.
-        key: of this group alone.
+        exchange: returns the places of all ranks for the place of this rank; collective.
         rank, world_size: within the group.
         timeout_s: for all connections together, and for every later message.
         failures: knows of ranks that failed.
@@ -52,23 +57,19 @@ def connect_all(
     """
     if world_size == 1:
         return {}
-    deadline_s = time.monotonic() + timeout_s
     token = secrets.token_bytes(_TOKEN_BYTES)
     peers: dict[int, socket.socket] = {}
     with _listener(world_size) as listener:
-        place = {"addresses": own_addresses(), "port": listener.getsockname()[1], "token": token.hex()}
-        store.set(f"{key}/{rank}", json.dumps(place))
+        places = exchange(Place(own_addresses(), listener.getsockname()[1], token))
+        deadline_s = time.monotonic() + timeout_s
         try:
             for peer in range(rank):
-                place = _place_of(store, f"{key}/{peer}", peer, deadline_s, failures)
-                peers[peer] = _connect(place, rank, peer, deadline_s)
-            _accept(listener, token, range(rank + 1, world_size), peers, deadline_s, failures)
+                peers[peer] = _connect(places[peer], rank, peer, deadline_s)
+            _accept(listener, token, set(range(rank + 1, world_size)), peers, deadline_s, failures)
         except BaseException:
             for each in peers.values():
                 each.close()
             raise
-    with contextlib.suppress(Exception):  # all ranks have read it; some stores cannot delete
-        store.delete_key(f"{key}/{rank}")
     for each in peers.values():
         _prepare(each, timeout_s)
     return peers
@@ -112,53 +113,24 @@ def _addresses_of(host: str) -> list[str]:
     return []
 
 
-@contextlib.contextmanager
-def _listener(backlog: int) -> Iterator[socket.socket]:
+def _listener(backlog: int) -> socket.socket:
     """Listen on IPv4 and, if the host has it, IPv6."""
     try:
-        listener = socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
+        return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     except (OSError, ValueError):
-        listener = socket.create_server(("", 0), backlog=backlog)
-    with listener:
-        yield listener
+        return socket.create_server(("", 0), backlog=backlog)
 
 
-def _place_of(store: Any, key: str, peer: int, deadline_s: float, failures: FailureStore | None) -> dict[str, Any]:
-    try:
-        check_s = time.monotonic() + _CHECK_S
-        while not store.check([key]):
-            if time.monotonic() >= check_s:
-                check_s += _CHECK_S
-                _refuse_failure(failures)
-            if time.monotonic() >= deadline_s:
-                raise LaneTimeout(f"rank {peer} of the group did not come to connect{see('a-wait-timed-out')}")
-            time.sleep(_PAUSE_S)
-        found: dict[str, Any] = json.loads(store.get(key))
-    except LaneError:
-        raise
-    except Exception as error:  # the kind differs by store
-        _refuse_failure(failures)
-        raise LaneError(f"the rendezvous store does not answer ({error}){see('a-rank-died')}") from error
-    return found
-
-
-def _refuse_failure(failures: FailureStore | None) -> None:
-    """Raise LaneError if a rank is known to have died."""
-    failure = None if failures is None else failures.check_peers()
-    if failure is not None:
-        raise LaneError(f"ranks cannot connect: {failure}{see('a-rank-died', quoted=failure)}")
-
-
-def _connect(place: dict[str, Any], rank: int, peer: int, deadline_s: float) -> socket.socket:
+def _connect(place: Place, rank: int, peer: int, deadline_s: float) -> socket.socket:
     """Return a connection to the first address that knows the token; another process may have such an address, too."""
     errors = []
-    for address in place["addresses"]:
+    for address in place.addresses:
         try:
-            return _greet((address, place["port"]), bytes.fromhex(place["token"]) + _RANK.pack(rank), deadline_s)
+            return _greet((address, place.port), place.token + rank.to_bytes(_RANK_BYTES, "little"), deadline_s)
         except OSError as error:
             errors.append(f"{address}: {error}")
     raise LaneError(
-        f"rank {rank} of the group cannot reach rank {peer}, port {place['port']} ({'; '.join(errors)}): name the "
+        f"rank {rank} of the group cannot reach rank {peer}, port {place.port} ({'; '.join(errors)}): name the "
         f"interface that joins your machines, as GLOO_SOCKET_IFNAME=eth0{see('a-wait-timed-out')}"
     )
 
@@ -179,18 +151,19 @@ def _greet(address: tuple[str, int], hello: bytes, deadline_s: float) -> socket.
 def _accept(
     listener: socket.socket,
     token: bytes,
-    expected: Sequence[int],
+    missing: set[int],
     peers: dict[int, socket.socket],
     deadline_s: float,
-    failures: FailureStore | None,
+    failures: FailureStore,
 ) -> None:
-    missing = set(expected)
+    """Add connections of the ``missing`` ranks to ``peers``."""
     while missing:
         listener.settimeout(min(_CHECK_S, _left_s(deadline_s)))
         try:
             found, _ = listener.accept()
         except TimeoutError as error:
-            _refuse_failure(failures)
+            if (failure := failures.check_peers()) is not None:
+                raise LaneError(f"ranks cannot connect: {failure}{see('a-rank-died', quoted=failure)}") from error
             if time.monotonic() < deadline_s:
                 continue
             raise LaneTimeout(
@@ -198,8 +171,9 @@ def _accept(
             ) from error
         found.settimeout(_CONNECT_S)
         try:
-            hello = _read(found, _TOKEN_BYTES + _RANK.size)
-            (peer,) = _RANK.unpack(hello[_TOKEN_BYTES:])
+            with found.makefile("rb") as stream:
+                hello = stream.read(_TOKEN_BYTES + _RANK_BYTES)
+            peer = int.from_bytes(hello[_TOKEN_BYTES:], "little")
             if not secrets.compare_digest(hello[:_TOKEN_BYTES], token) or peer not in missing:
                 raise ConnectionError("a stranger")
             found.sendall(_WELCOME)
@@ -211,16 +185,6 @@ def _accept(
         peers[peer] = found
 
 
-def _read(connection: socket.socket, nbytes: int) -> bytes:
-    data = b""
-    while len(data) < nbytes:
-        more = connection.recv(nbytes - len(data))
-        if not more:
-            raise ConnectionError("connection closed by peer")
-        data += more
-    return data
-
-
 def _left_s(deadline_s: float) -> float:
     return max(0.001, deadline_s - time.monotonic())
 
@@ -230,9 +194,6 @@ def _prepare(connection: socket.socket, timeout_s: float) -> None:
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _timeval(timeout_s))
-
-
-def _timeval(seconds: float) -> bytes:
-    whole = int(seconds)
-    return struct.pack("@ll", whole, max(0 if whole else 1, int((seconds - whole) * 1e6)))
+    whole_s = int(timeout_s)
+    timeval = struct.pack("@ll", whole_s, max(0 if whole_s else 1, int((timeout_s - whole_s) * 1e6)))
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)

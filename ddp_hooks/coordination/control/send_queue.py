@@ -10,6 +10,7 @@ While all requests have one priority nothing can overtake, so the queue holds no
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import count
@@ -26,10 +27,8 @@ _UNKNOWN = 4
 def fuse(ready: Sequence[Request], limit_bytes: int, mix_groups: bool) -> list[list[Request]]:
     """Split requests into messages, the largest priority first: neighbouring all-reduces of one type travel together.
 
-    Args:
-        ready: in agreed order.
-        limit_bytes: largest size of several requests in one message; a request is never cut.
-        mix_groups: False: a group travels alone.
+    A message of several requests has at most ``limit_bytes``. A request is never cut, and without ``mix_groups`` a
+    group travels alone.
     """
     messages: list[list[Request]] = []
     total, key = 0, None
@@ -56,13 +55,12 @@ class Message:
 
     @property
     def priority(self) -> int:
-        """Priority of all requests."""
         return self.requests[0].priority
 
     def cost(self, credit_bytes: int) -> float:
         """Return the bytes of the credit that the message takes."""
         nbytes = sum(request.known_nbytes for request in self.requests)
-        return nbytes if nbytes < float("inf") else credit_bytes // _UNKNOWN
+        return nbytes if nbytes < math.inf else credit_bytes // _UNKNOWN
 
 
 class SendQueue:
@@ -75,22 +73,17 @@ class SendQueue:
 
     def __init__(self, credit_bytes: int, fusion_bytes: int, mix_groups: bool = True) -> None:
         self.waiting: list[Message] = []  # in no particular order
+        self.under_way: dict[int, Message] = {}  # left, and not known to have ended on all ranks; by number
         self._credit_bytes = credit_bytes
         self._fusion_bytes = fusion_bytes
         self._mix_groups = mix_groups
         self._num_added = 0
         self._priorities: set[int] = set()
-        self._under_way: dict[int, Message] = {}
 
     @property
     def holds_back(self) -> bool:
         """True if requests had more than one priority."""
         return len(self._priorities) > 1
-
-    @property
-    def under_way(self) -> tuple[int, ...]:
-        """Numbers of messages that have left, and are not known to have ended on all ranks."""
-        return tuple(self._under_way)
 
     def add(self, ready: Sequence[Request]) -> list[Message]:
         """Add requests in agreed order; return their messages."""
@@ -104,8 +97,8 @@ class SendQueue:
 
     def end(self, numbers: Collection[int]) -> None:
         """Note messages that have ended on all ranks."""
-        for number in numbers:
-            self._under_way.pop(number, None)
+        for number in list(numbers):
+            del self.under_way[number]
 
     def take(self) -> list[Message]:
         """Return the messages that leave now: the largest priority first, in agreed order among equals."""
@@ -116,10 +109,10 @@ class SendQueue:
         taken = []
         while self.waiting and self._has_credit_for(self.waiting[0]):
             message = self.waiting.pop(0)
-            self._under_way[message.number] = message
+            self.under_way[message.number] = message
             taken.append(message)
         return taken
 
     def _has_credit_for(self, message: Message) -> bool:
-        cost = sum(each.cost(self._credit_bytes) for each in (*self._under_way.values(), message))
-        return not self._under_way or (cost <= self._credit_bytes and len(self._under_way) < MAX_UNDER_WAY)
+        cost = sum(each.cost(self._credit_bytes) for each in (*self.under_way.values(), message))
+        return not self.under_way or (cost <= self._credit_bytes and len(self.under_way) < MAX_UNDER_WAY)

@@ -1,16 +1,45 @@
-"""Requests of this rank with their tensors, and the two ways in which they wait before other ranks are told."""
+"""Requests of this rank with their tensors, and the decisions of all ranks about them."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, LaneTimeout, Work, see
-from ddp_hooks.coordination.handle import Agreement, Handle, error_of
+from ddp_hooks.comm import Round, ThreadWork, Work
 from ddp_hooks.coordination.request import Request
+
+
+class Agreement:
+    """Decision of all ranks about one request: work that moves it, or an error."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.done = False  # the result is there, so that a wait returns at once
+        self.decided = threading.Event()
+        self.work: Work | None = None
+        self._error: Exception | None = None
+
+    @property
+    def error(self) -> Exception | None:
+        """Error that a wait would raise at once."""
+        return self._error if self._error is not None or self.work is None else error_of(self.work)
+
+    def decide(self, work: Work | None = None, error: Exception | None = None) -> None:
+        """Wake threads that wait; without work and error the result is there."""
+        self.work, self._error = work, error
+        if work is None and error is None:
+            self.done = True
+        self.decided.set()
+
+
+def error_of(work: Work) -> Exception | None:
+    """Return the error of work of a lane that has failed already."""
+    assert isinstance(work, ThreadWork), "tensors are on CPUs"
+    return work.error_within(0)
 
 
 @dataclass
@@ -20,15 +49,14 @@ class Submission:
     request: Request
     tensors: list[Tensor]  # changed in place by all-reduces and broadcasts
     agreement: Agreement
-    splits: list[int] = field(default_factory=list)  # of an all-to-all: numbers of rows by rank
+    began_s: float  # of a group: its first member
+    asked_s: float
     flags: int = 0  # bits of a request for "any"
-    algorithm: Algorithm | None = None  # of an exchange
+    algorithm: Generator[Round, None, Tensor | None] | None = None  # moves the tensors, and may return a result
+    after: Sequence[Agreement] = ()  # other ranks are told of the request when these are done
     result: Tensor | None = None  # if it is not a tensor of the caller
-    began_s: float = 0.0
-    asked_s: float = 0.0
     agreed_s: float = 0.0
     started_s: float = 0.0
-    ended_s: float = 0.0
     warned_s: float = 0.0  # last warning about missing ranks
 
     @property
@@ -53,11 +81,6 @@ class PartialGroup:
     members: dict[str, Tensor] = field(default_factory=dict)
 
     @property
-    def is_complete(self) -> bool:
-        """True if all members are there."""
-        return len(self.members) == len(self.names)
-
-    @property
     def lacking(self) -> list[str]:
         """Names of the members that are missing."""
         return [name for name in self.names if name not in self.members]
@@ -73,27 +96,3 @@ class PartialGroup:
                 f"{group} with mean={self.mean}, priority={self.priority}, {self.dtype}: a group has one of each"
             )
         self.members[name] = tensor
-
-
-@dataclass
-class Blocked:
-    """A submission that follows other work: other ranks are told of it when that work is done."""
-
-    submission: Submission
-    after: Sequence[Work | Handle]
-
-    @property
-    def done(self) -> bool:
-        """True if the other work is done."""
-        return all(work.done for work in self.after)
-
-    def failure(self, now_s: float, timeout_s: float) -> Exception | None:
-        """Return the reason why the submission can never leave."""
-        for work in self.after:
-            if (error := error_of(work)) is not None:
-                return error
-        name, began_s = self.submission.request.name, self.submission.began_s
-        if now_s < began_s + timeout_s:
-            return None
-        lacking, waited_s = [work.label for work in self.after if not work.done], now_s - began_s
-        return LaneTimeout(f"{name} was to follow {lacking}, not done after {waited_s:.0f} s{see('a-wait-timed-out')}")

@@ -5,6 +5,7 @@ While no thread requests anything it sleeps.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import threading
 import time
@@ -18,45 +19,29 @@ from ddp_hooks.coordination.control.channel import ControlChannel
 from ddp_hooks.coordination.control.executor import Executor
 from ddp_hooks.coordination.control.request_queue import RequestQueue
 from ddp_hooks.coordination.control.send_queue import Message, SendQueue
-from ddp_hooks.coordination.control.submission import Submission
-from ddp_hooks.coordination.handle import error_of
+from ddp_hooks.coordination.control.submission import Submission, error_of
 from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
-from ddp_hooks.coordination.stats import CoordinationStats
+from ddp_hooks.coordination.stats import PHASES, CoordinationStats
 
 logger = logging.getLogger("ddp_hooks")
 
 
 class ControlThread:
-    """Thread that negotiates requests of ``queue`` on ``channel``, and moves their tensors on ``lanes``.
-
-    Attributes:
-        thread: not started yet.
-        ended: set when this rank takes part in no further cycle.
-        stats: totals; changed while holding the queue's lock, except for totals of cycles.
-    """
+    """Thread that negotiates requests of ``queue`` on ``channel``, and moves their tensors on ``lanes``."""
 
     def __init__(
-        self,
-        queue: RequestQueue,
-        lanes: Lanes,
-        channel: ControlChannel,
-        config: CoordinatorConfig,
-        device: torch.device,
-        recorder: Recorder,
+        self, queue: RequestQueue, lanes: Lanes, channel: ControlChannel, config: CoordinatorConfig, recorder: Recorder
     ) -> None:
         self.thread = threading.Thread(target=self._serve, name="ddp_hooks coordinator", daemon=True)
-        self.ended = threading.Event()
-        self.stats = CoordinationStats()
+        self.stats = CoordinationStats()  # changed while holding the queue's lock, except for totals of cycles
         self._queue = queue
         self._channel = channel
         self._recorder = recorder
-        self._executor = Executor(lanes, device, self._note_end)
+        self._executor = Executor(lanes, self._note_end)
         self._negotiator = Negotiator(channel.rank, channel.ranks, config.capacity, config.fan_out)
         self._send_queue = SendQueue(mebibytes(config.credit_mb), mebibytes(config.fusion_mb), config.mix_groups)
         self._under_way: dict[int, Work] = {}  # by message number, where other messages wait for its end
         self._ended_here: set[int] = set()  # numbers of these
-        self._announced_ends: frozenset[int] = frozenset()  # in the latest cycle
-        self._announced_closing = False
 
     @torch.no_grad()
     def _serve(self) -> None:
@@ -64,7 +49,7 @@ class ControlThread:
         try:
             while (cycle_input := self._wait_for_reason()) is not None:
                 result = self._run_cycle(cycle_input)
-                self._apply(result)
+                self._apply(cycle_input, result)
                 if result.closed or result.failure is not None:
                     return
             failures.report_self(str(self._queue.error))
@@ -78,8 +63,6 @@ class ControlThread:
             failure = LaneError(f"{channel.describe()} failed: {text}{see('please-report', quoted=error)}")
             failure.__cause__ = error
             self._queue.fail(failure)
-        finally:
-            self.ended.set()
         channel.abort()  # other ranks may wait for this one, and not for the rank that failed
 
     def _wait_for_reason(self) -> CycleInput | None:
@@ -107,19 +90,16 @@ class ControlThread:
         queue = self._queue
         waiting_too_long = queue.waiting_too_long
         queue.begin_cycle()
-        self._announced_ends = frozenset(self._ended_here)
-        closing = queue.closing and not queue.blocked and not queue.queued
-        self._announced_closing = closing and not queue.pending
-        overdue, expired = queue.stalls.take_late(time.perf_counter())
+        overdue, expired = queue.take_late()
         return CycleInput(
             pending={name: submission.request for name, submission in queue.pending.items()},
             flags={name: submission.flags for name, submission in queue.pending.items() if submission.flags},
             overdue=overdue,
             expired=expired,
             joined=queue.joined is not None,
-            closing=closing,
-            under_way=self._send_queue.under_way,
-            ended=self._announced_ends,
+            closing=queue.closing and not queue.blocked and not queue.queued,
+            under_way=tuple(self._send_queue.under_way),
+            ended=frozenset(self._ended_here),
             waiting_too_long=waiting_too_long,
         )
 
@@ -136,7 +116,7 @@ class ControlThread:
             self._queue.end_cycle(start_s, end_s, result.any_waiting_too_long)
         return result
 
-    def _apply(self, result: CycleResult) -> None:
+    def _apply(self, announced: CycleInput, result: CycleResult) -> None:
         """Turn agreed requests into work or errors, in the same order on every rank."""
         queue = self._queue
         with queue.changed:
@@ -154,7 +134,9 @@ class ControlThread:
                 queue.joined.decide()
                 queue.joined = None
             leaving = self._leaving(result, mine)
-            if queue.closing and not queue.has_unsent and not self._announced_closing:
+            if queue.queued and not self._ended_here <= set(announced.ended):
+                queue.request_cycle(is_urgent=True)  # messages wait that were not there when these ended
+            if queue.closing and not queue.has_unsent and (announced.pending or not announced.closing):
                 queue.request_cycle(is_urgent=True)  # this rank closes only now
             queue.changed.notify_all()
         for message, submissions in leaving:
@@ -189,14 +171,13 @@ class ControlThread:
             for submission in submissions:
                 if submission is not None:
                     submission.agreed_s = now_s
-        leaving = [(message, queued.pop(message.number)) for message in send_queue.take()]
-        if queued and self._ended_here - self._announced_ends:
-            self._queue.request_cycle(is_urgent=True)  # messages wait that were not there when these ended
-        return leaving
+        return [(message, queued.pop(message.number)) for message in send_queue.take()]
 
     def _start(self, message: Message, submissions: Sequence[Submission | None]) -> None:
         work = self._executor.start(message, submissions)
-        self.stats.note_message(sum(request.nbytes for request in message.requests))
+        stats, size = self.stats, sum(request.nbytes for request in message.requests).bit_length()
+        stats.collectives += 1
+        stats.message_sizes[size] = stats.message_sizes.get(size, 0) + 1
         if message.number in self._send_queue.under_way:
             self._under_way[message.number] = work
         for submission in submissions:
@@ -213,24 +194,18 @@ class ControlThread:
 
     def _note_end(self, number: int, submissions: Sequence[Submission]) -> None:
         """Note that a message has ended here; on a lane's thread."""
-        queue, stats = self._queue, self.stats
+        queue, now_s = self._queue, time.perf_counter()
         with queue.changed:
             if number in self._send_queue.under_way:
                 self._ended_here.add(number)
                 if queue.queued:
                     queue.notify(is_urgent=True)
             for each in submissions:
-                each.agreement.complete()
+                each.agreement.done = True  # a moment before the lane says so
                 queue.moving.discard(each.request.name)
-                stats.waited_for_data_s += each.asked_s - each.began_s
-                stats.waited_for_others_s += each.agreed_s - each.asked_s
-                stats.queued_s += each.started_s - each.agreed_s
-                stats.moved_s += each.ended_s - each.started_s
             if queue.blocked:
                 self._channel.wake()  # a blocked request may follow this one
         for each in submissions:
-            name = each.request.name
-            self._recorder.add("waits for data", name, each.began_s, each.asked_s)
-            self._recorder.add("waits for others", name, each.asked_s, each.agreed_s)
-            self._recorder.add("waits for a lane", name, each.agreed_s, each.started_s)
-            self._recorder.add("moves", name, each.started_s, each.ended_s)
+            times_s = (each.began_s, each.asked_s, each.agreed_s, each.started_s, now_s)
+            for phase, (start_s, end_s) in zip(PHASES, itertools.pairwise(times_s), strict=True):
+                self._recorder.add(phase, each.request.name, start_s, end_s)

@@ -6,9 +6,11 @@ every rank has combined the vectors of all ranks.
 
 from __future__ import annotations
 
+from collections.abc import Generator
+
 import torch
 
-from ddp_hooks.comm import Algorithm, Recv, Round, Send, num_rounds
+from ddp_hooks.comm import Recv, Round, Send, num_rounds
 
 
 class VectorBuffers:
@@ -38,42 +40,27 @@ class VectorBuffers:
         return [Recv(source, received), Send(target, sent)], outgoing, incoming
 
 
-def and_of_all(vector: bytearray, rank: int, world_size: int, buffers: VectorBuffers | None = None) -> Algorithm:
-    """AND ``vector``, of one length on all ranks, over all ranks, in place (Horovod, Algorithm 2, line 13)."""
-    nbytes, own = len(vector), int.from_bytes(vector, "little")
-    for exchanges, outgoing, incoming in (buffers or VectorBuffers(rank, world_size)).rounds(nbytes):
-        outgoing[:] = own.to_bytes(nbytes, "little")
+def and_of_all(bits: int, num_bits: int, buffers: VectorBuffers) -> Generator[Round, None, int]:
+    """Return the ``num_bits`` bits that are set on all ranks (Horovod, Algorithm 2, line 13)."""
+    nbytes = vector_nbytes(num_bits)
+    for exchanges, outgoing, incoming in buffers.rounds(nbytes):
+        outgoing[:] = bits.to_bytes(nbytes, "little")
         yield exchanges
-        own &= int.from_bytes(incoming, "little")
-    vector[:] = own.to_bytes(nbytes, "little")
+        bits &= int.from_bytes(incoming, "little")
+    return bits
 
 
-def or_of_all(vector: bytearray, rank: int, world_size: int, buffers: VectorBuffers | None = None) -> Algorithm:
-    """OR ``vector`` over all ranks, in place: the complement of the AND of complements (PAPER_NOTES, 17)."""
-    _complement(vector)
-    yield from and_of_all(vector, rank, world_size, buffers)
-    _complement(vector)
-
-
-def _complement(vector: bytearray) -> None:
-    vector[:] = (int.from_bytes(vector, "little") ^ (1 << 8 * len(vector)) - 1).to_bytes(len(vector), "little")
-
-
-def to_vector(status: int, bits: int, num_bits: int) -> bytearray:
-    """Return a vector of a byte of status and ``num_bits`` bits, the lowest first."""
-    return bytearray((status | bits << 8).to_bytes(vector_nbytes(num_bits), "little"))
-
-
-def from_vector(vector: bytearray) -> tuple[int, int]:
-    """Return status and bits of a vector."""
-    return vector[0], int.from_bytes(vector, "little") >> 8
+def or_of_all(bits: int, num_bits: int, buffers: VectorBuffers) -> Generator[Round, None, int]:
+    """Return the bits that are set on any rank: the complement of the AND of complements (PAPER_NOTES, 17)."""
+    all_bits = (1 << num_bits) - 1
+    return all_bits ^ (yield from and_of_all(all_bits ^ bits, num_bits, buffers))
 
 
 def vector_nbytes(num_bits: int) -> int:
-    """Return the size of a vector with ``num_bits`` bits."""
-    return 1 + -(-num_bits // 8)
+    """Return the size of a vector of ``num_bits`` bits; no message is empty."""
+    return max(1, -(-num_bits // 8))
 
 
 def indices(bits: int) -> list[int]:
     """Return the indices of the bits that are set, ascending."""
-    return [index for index, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"] if bits else []
+    return [index for index, digit in enumerate(reversed(f"{bits:b}")) if digit == "1"]

@@ -16,21 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ddp_hooks.comm import Algorithm, Round
-from ddp_hooks.coordination.negotiation.bitvector import (
-    VectorBuffers,
-    and_of_all,
-    from_vector,
-    indices,
-    or_of_all,
-    to_vector,
-)
+from ddp_hooks.coordination.negotiation.bitvector import VectorBuffers, and_of_all, indices, or_of_all
 from ddp_hooks.coordination.negotiation.cache import ResponseCache
 from ddp_hooks.coordination.negotiation.messages import broadcast, gather
 from ddp_hooks.coordination.negotiation.request_table import RequestTable
-from ddp_hooks.coordination.request import Request, decode, encode, pack, unpack
+from ddp_hooks.coordination.request import Request, pack, unpack
 
 # Bits of status. NO_RANK_... is set on ranks without, so that the AND is set only if there is none.
 _NO_RANK_HAS_NEW = 1
@@ -40,6 +32,7 @@ _NO_RANK_CLOSES = 8
 _ALL_CLOSE = 16
 _ALL_HAVE_JOINED = 32
 _NO_RANK_WAITS_TOO_LONG = 64
+STATUS_BITS = 8
 
 
 @dataclass(frozen=True)
@@ -98,39 +91,29 @@ class Negotiator:
     def cycle(self, given: CycleInput, result: CycleResult) -> Algorithm:
         """Take part in one cycle; fill in ``result``."""
         new, hits_of_own, stale = self._look_up(given)
-        hits = hits_of_own | (self._hits_without_data() if given.joined else 0)
+        hits = hits_of_own
+        if given.joined:
+            hits |= sum(1 << bit for bit, request in self.cache.entries() if request.works_without_data)
         has_new = bool(new) or given.joined > self._announced_joined
         under_way = given.under_way
         ended = sum(1 << place for place, number in enumerate(under_way) if number in given.ended)
-        num_bits = len(under_way) + self.cache.num_bits
-        vector = to_vector(_status(given, has_new, bool(stale)), ended | hits << len(under_way), num_bits)
-        yield from and_of_all(vector, self._rank, self._world_size, self._buffers)
-        status, bits = from_vector(vector)
-        result.any_waiting_too_long = not status & _NO_RANK_WAITS_TOO_LONG
-        result.ended = [under_way[place] for place in indices(bits & (1 << len(under_way)) - 1)]
-        common = bits >> len(under_way)
-        if not status & _NO_RANK_DIFFERS_FROM_CACHE:
+        first_hit = STATUS_BITS + len(under_way)
+        vector = _status(given, has_new, bool(stale)) | ended << STATUS_BITS | hits << first_hit
+        vector = yield from and_of_all(vector, first_hit + self.cache.num_bits, self._buffers)
+        result.any_waiting_too_long = not vector & _NO_RANK_WAITS_TOO_LONG
+        result.all_joined = bool(vector & _ALL_HAVE_JOINED)
+        result.closed = bool(vector & _ALL_CLOSE)
+        result.ended = [number for place, number in enumerate(under_way, STATUS_BITS) if vector >> place & 1]
+        common = vector >> first_hit
+        if not vector & _NO_RANK_DIFFERS_FROM_CACHE:
             common &= ~(yield from self._forget(stale))
-        if status & _ALL_HAVE_JOINED:  # all ranks stand in for each request; some rank must have made it
+        if result.all_joined:  # all ranks stand in for each request; some rank must have made it
             common &= yield from self._or(hits_of_own, self.cache.num_bits)
-        cached = self.cache.select(common)
-        answer: dict[str, Any] = {}
-        names_missing = not status & _NO_RANK_IS_LATE or bool(~status & _NO_RANK_CLOSES and ~status & _ALL_CLOSE)
-        if names_missing or not status & _NO_RANK_HAS_NEW:
-            cached_names = {request.name for request in cached}
-            answer = yield from self._consult(given, new, names_missing, cached_names)
-        fresh = unpack(answer.get("ready", []))
-        self.cache.use(common)
-        for request in fresh:
-            own = given.pending.get(request.name)
-            self.cache.put(own if own is not None and own == request else request)  # equal ones are found by identity
-        self._announced -= {request.name for request in fresh} | answer.get("refused", {}).keys()
-        result.refused = answer.get("refused", {})
-        result.missing = answer.get("missing", {})
-        result.failure = answer.get("failure")
-        result.all_joined = bool(status & _ALL_HAVE_JOINED)
-        result.closed = bool(status & _ALL_CLOSE)
-        for request in (*cached, *fresh):
+        agreed = self.cache.use(common)
+        names_missing = not vector & _NO_RANK_IS_LATE or not (vector & _NO_RANK_CLOSES or result.closed)
+        if names_missing or not vector & _NO_RANK_HAS_NEW:
+            agreed += yield from self._consult(given, new, names_missing, {request.name for request in agreed}, result)
+        for request in agreed:
             if request.operation == "any":
                 (spec,) = request.tensors
                 result.answers[request.name] = yield from self._or(given.flags.get(request.name, 0), spec.shape[0])
@@ -147,13 +130,10 @@ class Negotiator:
                 if name not in self._announced:
                     new.append(request)
             elif entry.request is request or entry.request == request:
-                hits |= entry.mask
+                hits |= 1 << entry.bit
             else:
-                stale |= entry.mask
+                stale |= 1 << entry.bit
         return new, hits, stale
-
-    def _hits_without_data(self) -> int:
-        return sum(1 << bit for bit in self.cache.bits() if self.cache.at(bit).works_without_data)
 
     def _forget(self, stale: int) -> Generator[Round, None, int]:
         """Drop cached requests that any rank disagrees with, in ascending order; return their bits."""
@@ -163,15 +143,18 @@ class Negotiator:
         return dropped
 
     def _or(self, bits: int, num_bits: int) -> Generator[Round, None, int]:
-        """Return the bits that are set on any rank."""
-        vector = to_vector(0, bits, num_bits)
-        yield from or_of_all(vector, self._rank, self._world_size)
-        return from_vector(vector)[1]
+        # Memory of its own: the cycle's first vector may still travel.
+        return or_of_all(bits, num_bits, VectorBuffers(self._rank, self._world_size))
 
     def _consult(
-        self, given: CycleInput, new: Sequence[Request], names_missing: bool, cached: Collection[str]
-    ) -> Generator[Round, None, dict[str, Any]]:
-        """Ask rank 0."""
+        self,
+        given: CycleInput,
+        new: Sequence[Request],
+        names_missing: bool,
+        cached: Collection[str],
+        result: CycleResult,
+    ) -> Generator[Round, None, list[Request]]:
+        """Ask rank 0; return the requests that it found ready."""
         self._announced |= {request.name for request in new}
         self._announced_joined = given.joined
         question = {
@@ -186,12 +169,18 @@ class Negotiator:
             "joined": given.joined,
             "closing": given.closing,
         }
-        questions = yield from gather(encode(question), self._rank, self._world_size, self._fan_out)
-        answer = b""
-        if self._rank == 0:
-            answer = encode(self._table.answer([decode(each) for each in questions], names_missing))
+        questions = yield from gather(question, self._rank, self._world_size, self._fan_out)
+        answer = self._table.answer(questions, names_missing) if self._rank == 0 else {}
         answer = yield from broadcast(answer, self._rank, self._world_size)
-        return dict(decode(answer))
+        result.refused = answer["refused"]
+        result.missing = answer.get("missing", {})
+        result.failure = answer.get("failure")
+        fresh = unpack(answer["ready"])
+        for request in fresh:
+            own = given.pending.get(request.name)
+            self.cache.put(own if own is not None and own == request else request)  # equal ones are found by identity
+        self._announced -= {request.name for request in fresh} | result.refused.keys()
+        return fresh
 
 
 def _status(given: CycleInput, has_new: bool, differs: bool) -> int:

@@ -11,42 +11,28 @@ from ddp_hooks.coordination.request import Request, pack, unpack
 
 
 class RequestTable:
-    """Answers the questions of all ranks (Horovod, Algorithm 1, line 20).
-
-    Args:
-        ranks: as messages call them.
-    """
+    """Answers the questions of all ranks (Horovod, Algorithm 1, line 20), which messages call ``ranks``."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self._ranks = ranks
         self._waiting: dict[str, dict[int, Request]] = {}  # by name, in the order of the first request; by rank
 
     def answer(self, questions: Sequence[Mapping[str, Any]], names_missing: bool) -> dict[str, Any]:
-        """Return ready and refused requests and, if ``names_missing``, the ranks that requests wait for.
+        """Return ready requests, in the order of the table, and refused ones, of which ranks make different ones.
 
-        Args:
-            questions: of all ranks, in their order; see ``Negotiator``.
-            names_missing: some rank has a late request, or closes.
+        Some rank has a late request, or closes, if ``names_missing``: return the ranks that requests wait for, too.
+        ``questions`` are those of all ranks, in their order; see ``Negotiator``.
         """
         for rank, question in enumerate(questions):
             for request in unpack(question["new"]):
                 self._waiting.setdefault(request.name, {})[rank] = request
         joined = {rank for rank, question in enumerate(questions) if question["joined"]}
-        ready, refused = self._take_ready(joined)
-        answer: dict[str, Any] = {"ready": pack(ready), "refused": refused}
-        if names_missing:
-            done = refused.keys() | {request.name for request in ready}
-            answer |= self._missing(questions, joined, done)
-        return answer
-
-    def _take_ready(self, joined: Collection[int]) -> tuple[list[Request], dict[str, str]]:
-        """Return requests that all ranks have made, in the order of the table, and refusals of differing ones."""
         ready: list[Request] = []
         refused: dict[str, str] = {}
         for name, asked in list(self._waiting.items()):
             request = next(iter(asked.values()))
             # Any of them, so that ranks that disagree hear of it.
-            standing_in = set(joined) if any(each.works_without_data for each in asked.values()) else set()
+            standing_in = joined if any(each.works_without_data for each in asked.values()) else set()
             if len(asked.keys() | standing_in) < len(self._ranks):
                 continue
             del self._waiting[name]
@@ -54,12 +40,15 @@ class RequestTable:
                 ready.append(request)
             else:
                 refused[name] = self._difference(name, asked)
-        return ready, refused
+        answer: dict[str, Any] = {"ready": pack(ready), "refused": refused}
+        if names_missing:
+            done = refused.keys() | {request.name for request in ready}
+            answer |= self._missing(questions, joined, done)
+        return answer
 
     def _difference(self, name: str, asked: dict[int, Request]) -> str:
         ranks = sorted(asked)
-        lines = [{key: str(value) for key, value in asked[rank].entries().items()} for rank in ranks]
-        found = first_difference(lines, self._names_of(ranks))
+        found = first_difference([asked[rank].entries() for rank in ranks], self._names_of(ranks))
         return f"ranks ask for different collectives under the name {name!r}: {found}{see('ranks-differ')}"
 
     def _missing(
