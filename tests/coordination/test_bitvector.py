@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hooks.comm import Algorithm, RankTraffic, Round, num_rounds, run_on_fabric
+from ddp_hooks.comm import Algorithm, Round, num_rounds, run_on_fabric
+from ddp_hooks.comm.executors.fabric import RankTraffic
 from ddp_hooks.coordination.negotiation.bitvector import (
     VectorBuffers,
     and_of_all,
