@@ -213,7 +213,8 @@ _EXCUSED = {
     "ddp_hooks/embedding/replicated.py": "what DDP does without a hook, which DDP waits for",
     "ddp_hooks/planning/measurement/measure.py": "is measured",
     "ddp_hooks/planning/measurement/processor.py": "is measured",
-    "fsdp_ext/native.py": "what FSDP2 does itself, which it waits for",
+    "fsdp_ext/all_gather.py": "on accelerators, as FSDP2 does it, which waits for it",
+    "fsdp_ext/reduce_scatter.py": "on accelerators, as FSDP2 does it, which waits for it",
     "fsdp_ext/residuals.py": "when all ranks have come",
 }
 
