@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from recipes.benchmarks.dear_table2 import environment, now
+from recipes.common.pages import environment, now
 
 __all__ = ["Record", "all_reduce_mb", "command_of", "describe", "mean_stats", "now", "report", "surroundings"]
 

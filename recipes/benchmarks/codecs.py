@@ -18,8 +18,8 @@ from pathlib import Path
 import torch
 
 from fsdp_ext.codecs import CodecName, codec_of
-from recipes.benchmarks.alternating import Table, show, time_in_turns, write_page
-from recipes.benchmarks.dear_table2 import command
+from recipes.benchmarks.harness.turns import time_in_turns
+from recipes.common.pages import Origin, Page, Table
 
 _CODECS: tuple[CodecName, ...] = ("bf16", "int8")
 COLUMNS = ("what", "ms", "min–max", "GB/s", "pays below, Gbit/s")
@@ -38,11 +38,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     numel, device = int(options.numel), torch.device(options.device)
     rows = rows_of(measure(numel, options.block, options.rounds, device), numel, options.block)
     where = torch.cuda.get_device_name(device) if device.type == "cuda" else "one core"
-    title = f"{numel / 1e6:g} M float32 on {where}"
-    show(title, COLUMNS, rows)
+    table = Table(f"{numel / 1e6:g} M float32 on {where}", COLUMNS, rows)
+    page = Page("Codecs", [INTRODUCTION, table], [Origin.of_command("recipes.benchmarks.codecs", arguments)])
+    page.show()
     if options.markdown:
-        called = command("codecs", arguments)
-        write_page(options.markdown, "Codecs", INTRODUCTION, [Table(title, COLUMNS, rows)], called)
+        page.write(options.markdown)
 
 
 INTRODUCTION = """\
@@ -52,7 +52,7 @@ computes meanwhile. That link is in the last column, of one rank's traffic."""
 
 
 def measure(numel: int, block: int, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every run."""
+    """Return the seconds of every run."""
     values, residual = torch.randn(numel, device=device), torch.zeros(numel, device=device)
     ways: dict[str, Callable[[], object]] = {"copying": lambda: residual.copy_(values)}
     for name in _CODECS:

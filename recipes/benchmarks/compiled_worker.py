@@ -1,11 +1,8 @@
-"""One worker of the benchmark of compiled models, started once per rank: `python -m … JOB.json`."""
+"""Work of one worker of the benchmark of compiled models."""
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
-import gc
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,9 +12,10 @@ from torch.nn.parallel import DistributedDataParallel
 from transformers import BertConfig, BertForMaskedLM
 
 from ddp_hooks import DearState, dear_hook
-from recipes.benchmarks.compiled_job import CompiledJob, parse
+from recipes.benchmarks.compiled import CompiledJob, parse
+from recipes.benchmarks.harness.worker import take_turns
+from recipes.benchmarks.steps_worker import timed_window
 from recipes.benchmarks.variants import Trainee
-from recipes.benchmarks.worker import report, run, timed_window
 
 VOCABULARY = 8192
 SEQUENCE = 64
@@ -38,32 +36,25 @@ class LanguageModel(nn.Module):
         return loss
 
 
-def main() -> None:
-    job = CompiledJob.load(Path(sys.argv[1]))
-    run(job, lambda: compare(job))
+def train_in_turns(job: CompiledJob) -> dict[str, Any]:
+    """Train with all variants in turns."""
+    windows = take_turns(job.variants, job.rounds, lambda name: train(job, name))
+    num_parameters = sum(parameter.numel() for parameter in LanguageModel(job.layers, job.hidden).parameters())
+    return {"windows": windows, "num_parameters": num_parameters}
 
 
-def compare(job: CompiledJob) -> dict[str, Any]:
-    """Runs every variant once per round, so that slow phases of the machine hit all of them alike."""
-    windows: dict[str, list[dict[str, float]]] = {name: [] for name in job.variants}
-    graphs: dict[str, int] = {}
-    for round_index in range(job.rounds):
-        for name in job.variants:
-            trainee = build(job, name)
-            window = timed_window(trainee, job.warmup_steps, job.timed_steps)
-            windows[name].append(asdict(window))
-            graphs[name] = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-            dist.barrier()
-            trainee.finish()
-            num_parameters = sum(parameter.numel() for parameter in trainee.model.parameters())
-            del trainee
-            gc.collect()  # DDP and its reducer refer to each other
-            report(f"round {round_index + 1}/{job.rounds} {name}: {window.step_s:.3f} s per step")
-    return {"windows": windows, "graphs": graphs, "num_parameters": num_parameters}
+def train(job: CompiledJob, name: str) -> dict[str, Any]:
+    """Time a window of one variant, and count its graphs."""
+    trainee = build(job, name)
+    window = timed_window(trainee, job.warmup, job.steps)
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    dist.barrier()
+    trainee.finish()
+    return {**asdict(window), "graphs": graphs}
 
 
 def build(job: CompiledJob, name: str) -> Trainee:
-    """Makes the model, compiles what is to be compiled, and wraps it. Every rank calls this at the same time."""
+    """Make the model, compile it as the variant says, and wrap it; collective."""
     variant = parse(name)
     torch._dynamo.reset()  # or the next variant gets this one's graphs
     torch._dynamo.utils.counters.clear()
@@ -90,7 +81,3 @@ def build(job: CompiledJob, name: str) -> Trainee:
     generator = torch.Generator().manual_seed(dist.get_rank())
     ids = torch.randint(0, VOCABULARY, (job.tokens // SEQUENCE, SEQUENCE), generator=generator)
     return Trainee(called, optimizer, finish=finish, inputs=(ids,))
-
-
-if __name__ == "__main__":
-    main()

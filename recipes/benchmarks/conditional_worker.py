@@ -1,15 +1,12 @@
-"""One worker of the benchmark of conditional networks, started once per rank: `python -m … JOB.json`."""
+"""Work of one worker of the benchmark of conditional networks."""
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import random
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,16 +15,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.coordination import coordinate
-from recipes.benchmarks.conditional_job import ConditionalJob
+from recipes.benchmarks.conditional import ConditionalJob
 from recipes.benchmarks.emulation import SleepClock
-from recipes.benchmarks.worker import cpu_seconds, over_ranks, report, run
+from recipes.benchmarks.harness.worker import processor_s, slowest, take_turns, total
 
 BACKWARD_PART = 2 / 3  # of the computing time
-
-
-def main() -> None:
-    job = ConditionalJob.load(Path(sys.argv[1]))
-    run(job, lambda: compare(job))
 
 
 class _Sleep(torch.autograd.Function):
@@ -72,21 +64,14 @@ class Conditional(nn.Module):
         return sum((self.branches[index](shared).square().mean() for index in used), torch.zeros(()))
 
 
-def compare(job: ConditionalJob) -> dict[str, Any]:
-    """Runs every variant once per round, so that slow phases of the machine hit all of them alike."""
-    windows: dict[str, list[dict[str, float]]] = {name: [] for name in job.variants}
-    digests: dict[str, str] = {}
-    num_bytes = sum(parameter.nbytes for parameter in Conditional(job).parameters())
-    for round_index in range(job.rounds):
-        for name in job.variants:
-            window, digests[name] = train(job, name)
-            windows[name].append(window)
-            report(f"round {round_index + 1}/{job.rounds} {name}: {window['step_s']:.3f} s per step")
-    return {"windows": windows, "digests": digests, "parameter_bytes": num_bytes}
+def train_in_turns(job: ConditionalJob) -> dict[str, Any]:
+    """Train with all variants in turns."""
+    windows = take_turns(job.variants, job.rounds, lambda name: train(job, name))
+    return {"windows": windows, "parameter_bytes": sum(p.nbytes for p in Conditional(job).parameters())}
 
 
-def train(job: ConditionalJob, name: str) -> tuple[dict[str, float], str]:
-    """One window, and a digest of the weights at its end."""
+def train(job: ConditionalJob, name: str) -> dict[str, Any]:
+    """Time one window, and take a digest of the weights at its end."""
     torch.manual_seed(0)
     model = Conditional(job)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
@@ -94,33 +79,31 @@ def train(job: ConditionalJob, name: str) -> tuple[dict[str, float], str]:
     draws = random.Random(dist.get_rank() if job.choice == "rank" else 0)
     inputs = torch.Generator().manual_seed(dist.get_rank())
     begun: list[tuple[float, float, int]] = []
-    for step in range(job.warmup_steps + job.timed_steps):
-        if step == job.warmup_steps:
+    for step in range(job.warmup + job.steps):
+        if step == job.warmup:
             dist.barrier()
-            begun.append((time.perf_counter(), cpu_seconds(), sent_bytes()))
+            begun.append((time.perf_counter(), processor_s(), sent_bytes()))
         optimizer.zero_grad()
         used = sorted(draws.sample(range(job.num_branches), job.num_used))
         call(torch.randn(job.hidden, generator=inputs), used).backward()
         optimizer.step()
     ((start_s, start_cpu_s, start_bytes),) = begun
-    step_s = (time.perf_counter() - start_s) / job.timed_steps
-    (slowest_s,) = over_ranks([step_s], dist.ReduceOp.MAX)
-    (cpu_s,) = over_ranks([(cpu_seconds() - start_cpu_s) / job.timed_steps], dist.ReduceOp.SUM)
-    sent_mb = (sent_bytes() - start_bytes) / job.timed_steps / 1e6
+    step_s = (time.perf_counter() - start_s) / job.steps
+    (slowest_s,) = slowest(step_s)
+    (cpu_s,) = total((processor_s() - start_cpu_s) / job.steps)
+    sent_mb = (sent_bytes() - start_bytes) / job.steps / 1e6
     dist.barrier()
     close()
     with torch.no_grad():
         rounded = torch.cat([parameter.view(-1) for parameter in model.parameters()]).mul(1e4).round_()
     digest = hashlib.sha256(rounded.numpy().tobytes()).hexdigest()[:8]
-    del model, optimizer, call
-    gc.collect()  # DDP and its reducer refer to each other
-    return {"step_s": slowest_s, "cpu_s": cpu_s, "sent_mb": sent_mb}, digest
+    return {"step_s": slowest_s, "cpu_s": cpu_s, "sent_mb": sent_mb, "digest": digest}
 
 
 def _wrapped(
     model: nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[Callable[..., Tensor], Callable[[], None], Callable[[], int]]:
-    """What is called instead of the model, what ends it, and what counts the bytes that were sent."""
+    """Return a function to call in place of the model, one that ends it, and one that counts the bytes sent."""
     if name == "coordinated":
         coordinated = coordinate(model, optimizer)
         return model, coordinated.close, lambda: coordinated.stats().sent_bytes
@@ -129,7 +112,3 @@ def _wrapped(
         model, bucket_cap_mb=bucket_mb, find_unused_parameters=True, gradient_as_bucket_view=True
     )
     return ddp, lambda: None, lambda: 0
-
-
-if __name__ == "__main__":
-    main()

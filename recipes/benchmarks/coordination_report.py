@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ddp_hooks.comm import num_rounds
-from recipes.benchmarks.coordination_job import VARIANTS
+from recipes.benchmarks.coordination import VARIANTS
+from recipes.benchmarks.harness import Run
+from recipes.common.pages import Page, Part, Picture, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 SHARE_AIMED_AT = 0.01  # of a step, at eight workers
 WORKERS_AIMED_AT = 8
@@ -52,26 +53,29 @@ LEGEND = """\
   a backward is slept; *none*: one by one. Whatever is ready in one cycle travels together, up to 64 MiB."""
 
 
-class _Section(NamedTuple):
-    title: str
-    columns: Sequence[str]
-    rows: list[list[str]]
+def page(runs: Sequence[Run]) -> Page:
+    """Make the page of runs."""
+    parts: list[Part] = [INTRODUCTION]
+    for run in runs:
+        report = report_of(run.results)
+        lines = "\n".join(f"* {line}" for line in targets(report))
+        costs, grouping = report["fabric"]["costs"], report["grouping"]
+        legend = LEGEND.format(
+            alpha_us=costs["alpha_s"] * 1e6,
+            handling_us=costs["handling_s"] * 1e6,
+            model=grouping["model"],
+            num_tensors=grouping["num_tensors"],
+        )
+        parts += ["## What was aimed at", lines, *_tables(report), "## Reading the columns", legend]
+        parts += ["## Pictures", *_pictures(report)]
+    return Page("What agreeing costs", parts, [run.origin for run in runs])
 
 
-def show(report: Mapping[str, Any]) -> None:
-    """Print the tables, and which targets are met."""
-    console = Console()
-    for section in _sections(report):
-        table = Table(title=section.title, box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-        for column in section.columns:
-            # Narrow enough for a terminal of 80 columns: names of variants are folded, numbers never.
-            is_name, heading = column == "variant", column.replace(" ", "\n")
-            table.add_column(heading, justify="left" if is_name else "right", no_wrap=not is_name, overflow="fold")
-        for row in section.rows:
-            table.add_row(*row)
-        console.print(table)
-    for line in targets(report):
-        console.print(f"* {line}", highlight=False, markup=False)
+def report_of(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return the results of a run by kind."""
+    measured = [result for result in results if result["kind"] == "control"]
+    fabric, grouping = (next(r for r in results if r["kind"] == kind) for kind in ("fabric", "grouping"))
+    return {"control": {"job": measured[0]["job"], "measured": measured}, "fabric": fabric, "grouping": grouping}
 
 
 def targets(report: Mapping[str, Any]) -> list[str]:
@@ -140,21 +144,24 @@ def _windows(report: Mapping[str, Any]) -> Iterator[tuple[int, str, str, dict[st
                     yield measured["workers"], pattern, name, each
 
 
-def _sections(report: Mapping[str, Any]) -> list[_Section]:
+def _tables(report: Mapping[str, Any]) -> list[Table]:
     job, grouping = report["control"]["job"], report["grouping"]
     step_ms = f"{job['step_s'] * 1e3:g} ms"
-    sections = [
-        _Section(
+    tables = [
+        Table(
             f"{job['num_tensors']} tensors per step, {PATTERNS[pattern]}, steps of {step_ms}",
             CONTROL_COLUMNS,
             control_rows(report, pattern),
+            text_columns=2,
         )
         for pattern in job["patterns"]
     ]
-    sections.append(_Section("One agreement of many ranks", FABRIC_COLUMNS, fabric_rows(report)))
-    title = f"Groups of {grouping['model']}'s gradients, {grouping['workers']} workers"
-    sections.append(_Section(title, GROUPING_COLUMNS, grouping_rows(report)))
-    return sections
+    title = f"Groups of {grouping['model']}'s gradients, {grouping['group_workers']} workers"
+    return [
+        *tables,
+        Table("One agreement of many ranks", FABRIC_COLUMNS, fabric_rows(report)),
+        Table(title, GROUPING_COLUMNS, grouping_rows(report)),
+    ]
 
 
 def control_rows(report: Mapping[str, Any], pattern: str) -> list[list[str]]:
@@ -223,28 +230,22 @@ def _groups(number: str) -> str:
 # -- pictures ----------------------------------------------------------------------------------------------------------
 
 
-def draw(report: Mapping[str, Any], page: Path) -> dict[Path, str]:
-    """Pictures beside ``page``, which need not be there, with what they show."""
-    pictures = {
-        "control": (_draw_control, "Milliseconds of agreement per step, by workers"),
-        "ranks": (_draw_ranks, "Seconds per agreement, by ranks; dashed by formula, dotted the planner's"),
-        "groups": (_draw_groups, "Seconds and messages per step, by the number of groups"),
-        "sizes": (_draw_sizes, "Sizes of messages without and with groups"),
+def _pictures(report: Mapping[str, Any]) -> list[Picture]:
+    patterns = len(report["control"]["job"]["patterns"])
+    drawn = {
+        "Control: milliseconds of agreement per step, by workers": (_draw_control, (4.6 * patterns, 3.6)),
+        "Ranks: seconds per agreement; dashed by formula, dotted the planner's": (_draw_ranks, (6.4, 4.2)),
+        "Groups: seconds and messages per step": (_draw_groups, (8.4, 3.4)),
+        "Sizes: of messages without and with groups": (_draw_sizes, (9.2, 3.4)),
     }
     if not report["fabric"]["points"]:  # nothing of what was asked for is negotiated
-        del pictures["ranks"]
-    drawn = {page.with_name(f"{page.stem}_{name}.png"): each for name, each in pictures.items()}
-    for path, (make, _) in drawn.items():
-        make(report).savefig(path, dpi=120)
-    return {path: caption for path, (_, caption) in drawn.items()}
+        del drawn["Ranks: seconds per agreement; dashed by formula, dotted the planner's"]
+    return [Picture(title, partial(draw, report), size) for title, (draw, size) in drawn.items()]
 
 
-def _draw_control(report: Mapping[str, Any]) -> Any:
+def _draw_control(report: Mapping[str, Any], figure: Figure) -> None:
     """Between processes: milliseconds per step by workers, a panel per pattern."""
-    from matplotlib.figure import Figure
-
     job, measured = report["control"]["job"], report["control"]["measured"]
-    figure = Figure(figsize=(4.6 * len(job["patterns"]), 3.6), layout="constrained")
     for ax, pattern in zip(figure.subplots(1, len(job["patterns"]), squeeze=False)[0], job["patterns"], strict=True):
         for name in [each for each in job["variants"] if each != "verified"]:
             workers = [each["workers"] for each in measured]
@@ -260,14 +261,10 @@ def _draw_control(report: Mapping[str, Any]) -> Any:
         ax.set_ylabel("ms of agreement per step")
         ax.set_title(PATTERNS[pattern], fontsize=8)
     figure.axes[0].legend(fontsize="small")
-    return figure
 
 
-def _draw_ranks(report: Mapping[str, Any]) -> Any:
+def _draw_ranks(report: Mapping[str, Any], figure: Figure) -> None:
     """On the fabric, and by formula where there are too many ranks: seconds per agreement."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.2), layout="constrained")
     ax, points = figure.subplots(), report["fabric"]["points"]
     for name in dict.fromkeys(point["variant"] for point in points):
         own = [point for point in points if point["variant"] == name]
@@ -284,15 +281,11 @@ def _draw_ranks(report: Mapping[str, Any]) -> Any:
     ax.set_xlabel("ranks")
     ax.set_ylabel("seconds per agreement")
     ax.legend(fontsize="small")
-    return figure
 
 
-def _draw_groups(report: Mapping[str, Any]) -> Any:
+def _draw_groups(report: Mapping[str, Any], figure: Figure) -> None:
     """Seconds per step, and messages, by the number of groups."""
-    from matplotlib.figure import Figure
-
     windows = report["grouping"]["windows"]
-    figure = Figure(figsize=(8.4, 3.4), layout="constrained")
     labels = [_groups(number) for number in windows]
     for ax, what, title in zip(
         figure.subplots(1, 2), ("step_s", "collectives"), ("seconds per step", "messages per step"), strict=True
@@ -304,27 +297,22 @@ def _draw_groups(report: Mapping[str, Any]) -> Any:
         ax.bar(labels, middle, yerr=[below, above], capsize=3)
         ax.set_xlabel("groups")
         ax.set_ylabel(title)
-    return figure
 
 
-def _draw_sizes(report: Mapping[str, Any]) -> Any:
+def _draw_sizes(report: Mapping[str, Any], figure: Figure) -> None:
     """How large messages are, without groups and with those of which steps took least time."""
-    from matplotlib.figure import Figure
-
     windows = report["grouping"]["windows"]
     grouped = [number for number in windows if number != "0"]
     best = min(grouped, key=lambda number: statistics.median(each["step_s"] for each in windows[number]), default=None)
     shown = [number for number in ("0", best) if number in windows]
     sizes = {number: _mean_sizes(windows[number]) for number in shown}
     axis = range(min(min(each) for each in sizes.values()), max(max(each) for each in sizes.values()) + 1)
-    figure = Figure(figsize=(4.6 * len(shown), 3.4), layout="constrained")
     for ax, number in zip(figure.subplots(1, len(shown), squeeze=False, sharey=True)[0], shown, strict=True):
         ax.bar([_size(size) for size in axis], [sizes[number].get(size, 0) for size in axis])
         ax.set_title("without groups" if number == "0" else f"{number} groups", fontsize=9)
         ax.set_xlabel("size of a message, less than")
         ax.set_ylabel("messages per step")
         ax.tick_params(axis="x", rotation=60, labelsize=8)
-    return figure
 
 
 def _mean_sizes(windows: Sequence[Mapping[str, Any]]) -> dict[int, float]:
@@ -342,32 +330,3 @@ def _size(bit_length: int) -> str:
 
 def _colour(variant: str) -> str:
     return f"C{VARIANTS.index(variant)}"
-
-
-# -- the page ----------------------------------------------------------------------------------------------------------
-
-
-def write_page(report: Mapping[str, Any], path: Path) -> None:
-    """A page with tables and pictures, and what it takes to repeat them."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    pictures = draw(report, path)
-    costs, grouping = report["fabric"]["costs"], report["grouping"]
-    legend = LEGEND.format(
-        alpha_us=costs["alpha_s"] * 1e6, handling_us=costs["handling_s"] * 1e6,
-        model=grouping["model"], num_tensors=grouping["num_tensors"],
-    )  # fmt: skip
-    versions = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
-    sections = ["# What agreeing costs", INTRODUCTION, f"```\n{report['command']}\n```"]
-    sections += [f"{report['created']}; {versions}.", "## What was aimed at"]
-    sections += ["\n".join(f"* {line}" for line in targets(report))]
-    sections += [_markdown(section) for section in _sections(report)]
-    sections += ["## Reading the columns", legend, "## Pictures"]
-    sections += [f"![{caption}]({picture.name})" for picture, caption in pictures.items()]
-    path.write_text("\n\n".join(sections) + "\n")
-
-
-def _markdown(section: _Section) -> str:
-    head = [f"## {section.title}", "", f"| {' | '.join(section.columns)} |"]
-    # What is read as text stands on the left.
-    sides = [":--" if column == "variant" else "--:" for column in section.columns]
-    return "\n".join([*head, f"| {' | '.join(sides)} |", *(f"| {' | '.join(row)} |" for row in section.rows)])

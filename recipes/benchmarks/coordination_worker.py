@@ -1,13 +1,11 @@
-"""One worker of the benchmark of coordination, started once per rank: `python -m … JOB.json`."""
+"""Work of one worker of the benchmark of coordination."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -28,9 +26,9 @@ from ddp_hooks.comm import (
 )
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig
 from ddp_hooks.coordination.grouping import equal_counts
-from recipes.benchmarks.coordination_job import ControlJob, GroupingJob, Pattern, load
+from recipes.benchmarks.coordination import ControlJob, GroupingJob, Pattern
 from recipes.benchmarks.emulation import SleepClock
-from recipes.benchmarks.worker import over_ranks, report, run, spare_the_collector
+from recipes.benchmarks.harness.worker import report, slowest, spare_the_collector, total
 
 FORWARD_PART = 1 / 3  # of a step
 LANES, SLICE_MB = 2, 1.0  # fixed: a link that is measured anew for every variant would not be the same
@@ -40,11 +38,6 @@ CONFIGS = {
     "hierarchical": CoordinatorConfig(capacity=0, fan_out=2, lanes=LANES, slice_mb=SLICE_MB, timeout_s=FARAWAY_S),
     "bitvector": CoordinatorConfig(lanes=LANES, slice_mb=SLICE_MB, timeout_s=FARAWAY_S),
 }
-
-
-def main() -> None:
-    job = load(Path(sys.argv[1]))
-    run(job, lambda: control(job) if isinstance(job, ControlJob) else grouping(job))
 
 
 @dataclass
@@ -156,7 +149,7 @@ def _data_alone(partition: Partition) -> tuple[int, int]:
     return sum(each.rounds for each in mine), sum(each.sent_bytes for each in mine)
 
 
-def control(job: ControlJob) -> dict[str, Any]:
+def agree_in_turns(job: ControlJob) -> dict[str, Any]:
     """Runs every variant once per round and pattern, so that slow phases of the machine hit all of them alike."""
     variants: dict[str, Variant] = {
         name: Verified(job) if name == "verified" else Negotiated(CONFIGS[name], job) for name in job.variants
@@ -192,21 +185,21 @@ def _control_window(job: ControlJob, variant: Variant, pattern: Pattern) -> dict
             variant.ask(index)
         variant.finish()
 
-    _repeat(step, job.warmup_steps)
+    _repeat(step, job.warmup)
     before = variant.totals()
-    step_s = _repeat(step, job.timed_steps)
+    step_s = _repeat(step, job.steps)
     after = variant.totals()
-    costs = [(b - a) / job.timed_steps for a, b in zip(astuple(before), astuple(after), strict=True)]
+    costs = [(b - a) / job.steps for a, b in zip(astuple(before), astuple(after), strict=True)]
     own = [*costs, step_s]
     names = ("messages", "bytes", "cycles", "control_s", "control_cpu_s", "step_s")
     return {
         "first": dict(zip(names, own, strict=True)),
-        "most": dict(zip(names, over_ranks(own, dist.ReduceOp.MAX), strict=True)),
-        "all": dict(zip(names, over_ranks(own, dist.ReduceOp.SUM), strict=True)),
+        "most": dict(zip(names, slowest(*own), strict=True)),
+        "all": dict(zip(names, total(*own), strict=True)),
     }
 
 
-def grouping(job: GroupingJob) -> dict[str, Any]:
+def group_in_turns(job: GroupingJob) -> dict[str, Any]:
     """Runs every number of groups once per round."""
     tensors = {name: torch.ones(numel) for name, numel, _ in job.tensors}
     coordinators = {
@@ -242,17 +235,17 @@ def _grouping_window(job: GroupingJob, coordinator: Coordinator, tensors: dict[s
         for handle in handles:
             handle.wait()
 
-    _repeat(step, job.warmup_steps)
+    _repeat(step, job.warmup)
     before = coordinator.stats()
-    (step_s,) = over_ranks([_repeat(step, job.timed_steps)], dist.ReduceOp.MAX)
+    (step_s,) = slowest(_repeat(step, job.steps))
     after = coordinator.stats()
     sizes = Counter(after.message_sizes)
     sizes.subtract(before.message_sizes)
     return {
         "step_s": step_s,
-        "collectives": (after.collectives - before.collectives) / job.timed_steps,
-        "cycles": (after.cycles - before.cycles) / job.timed_steps,
-        "sizes": {str(size): count / job.timed_steps for size, count in sorted(sizes.items()) if count},
+        "collectives": (after.collectives - before.collectives) / job.steps,
+        "cycles": (after.cycles - before.cycles) / job.steps,
+        "sizes": {str(size): count / job.steps for size, count in sorted(sizes.items()) if count},
     }
 
 
@@ -263,7 +256,3 @@ def _repeat(step: Callable[[], None], times: int) -> float:
     for _ in range(times):
         step()
     return (time.perf_counter() - start_s) / max(1, times)
-
-
-if __name__ == "__main__":
-    main()

@@ -5,36 +5,42 @@
     python -m recipes.benchmarks.embrace --sweep --workers 4
     python -m recipes.benchmarks.embrace --results build/a/embrace.json build/b/embrace.json --markdown PAGE.md
     python -m recipes.benchmarks.embrace --quick --loopback
-
-Prints a table per model and network, and writes JSON and a plot.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
-import json
 import statistics
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
-
-from rich import box
-from rich.console import Console
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from recipes.benchmarks import embrace_workloads as workloads
-from recipes.benchmarks.dear_table2 import command, environment, now
-from recipes.benchmarks.embrace_job import BASELINES, SWEPT, VARIANTS, EmbraceJob
-from recipes.benchmarks.launch import run_job
+from recipes.benchmarks.embrace_workloads import EmbraceWorkload
+from recipes.benchmarks.harness import Benchmark, Run, add_timing, main_of, run_job
 from recipes.cluster.network import parse_rate
+from recipes.common.pages import Page, Picture, Table
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VARIANTS = {
+    "ddp-dense": "plain DDP, dense gradients of tables",
+    "ddp-sparse": "plain DDP, sparse gradients (gloo: all-gather of all rows)",
+    "push-pull": "rows partitioned, pulled and pushed (as in Parallax), plain DDP",
+    "dense-priority": "dense gradients by DeAR: in parts, in the order of the next forward (as ByteScheduler has them)",
+    "embedding-hook": "sparse gradients by partition and exchange (embedding_hook), plain DDP",
+    "sharded": "columns by AlltoAll without scheduling, plain DDP",
+    "horizontal": "columns by AlltoAll, looked up ahead, DeAR",
+    "2d-ddp": "columns by AlltoAll, prior and delayed rows, plain DDP",
+    "2d": "columns by AlltoAll, prior and delayed rows, DeAR",
+    "2d-topk": "columns by AlltoAll, prior and delayed rows, dense layers by SparDL at 1 %, which is not exact",
+}
+BASELINES = ("ddp-dense", "ddp-sparse", "push-pull", "dense-priority")
+SWEPT = ("all-reduce", "all-gather", "push-pull", "alltoall")
 DENSITIES = (0.01, 0.05, 0.1, 0.2, 0.4, 0.6, 0.8, 1.0)
 COLUMNS = ("variant", "tokens/s", "s/step", "min–max", "× best", "stall", "MB sent", "CPU s")
-WORKER = "recipes.benchmarks.embrace_worker"
 
 INTRODUCTION = """\
 Tables, ids, vectors, gradients, communication and updates (SGD) are real. Dense layers have real parameters and \
@@ -56,93 +62,47 @@ LEGEND = """\
 * `CPU s`: processor seconds per step, all workers together; they share two cores."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.results:
-        runs = [json.loads(path.read_text()) for path in options.results]
-        if options.markdown is None:
-            parser.error("--results needs --markdown PATH")
-        write_page(options.markdown, runs)
-        return
-    if options.quick:
-        options.models, options.workers, options.scale = ["tiny"], [2], 1.0
-        options.steps, options.warmup, options.rounds, options.densities = 2, 2, 1, [0.1, 1.0]
-    rates: list[str | None] = [None] if options.loopback else options.rate
-    models = options.models[:1] if options.sweep else options.models
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "embrace.json"
-    called = {"command": command("embrace", arguments), "created": now(), "environment": environment()}
-    run: dict[str, Any] = {**called, "measured": []}
-    try:
-        for given in filter(None, rates):
-            parse_rate(given)
-        for rate, workers, model in itertools.product(rates, options.workers, models):
-            run["measured"].append(measure(options, model, workers, rate))
-            path.write_text(json.dumps(run, indent=1))  # so that what took long is not lost with what comes later
-            show(run["measured"][-1])
-    except (ValueError, RuntimeError) as error:  # also ClusterUnavailable, which says what is missing
-        sys.exit(f"error: {error}")
-    plot([run], path.with_suffix(".png"))
-    print(f"Wrote {path} and {path.with_suffix('.png')}")
-    if options.markdown:
-        write_page(options.markdown, [run])
+@dataclass(frozen=True)
+class EmbraceJob:
+    """All variants of one model, or with ``densities`` one exchange of its tables by all approaches.
+
+    Args:
+        variants: of :data:`VARIANTS`.
+        rounds: windows of each variant.
+        warmup, steps: of a window.
+        densities: of the rows that are looked up; empty: none of that.
+    """
+
+    workload: EmbraceWorkload
+    variants: tuple[str, ...]
+    rounds: int = 2
+    warmup: int = 3
+    steps: int = 5
+    densities: tuple[float, ...] = ()
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.benchmarks.embrace",
-        description="Compare how DDP, other baselines and sharded tables train the EmbRace paper's models.",
-    )
-    add = parser.add_argument
-    add("--models", nargs="+", choices=workloads.NAMES, default=list(workloads.PAPER_MODELS))
-    add("--workers", type=int, nargs="+", default=[4])
-    add("--rate", nargs="+", default=["1gbit"], help="link rates, as tc writes them (default: 1gbit)")
-    add("--scale", type=float, default=0.25, help="factor on the width of tables and dense layers (default: 0.25)")
-    add("--slow", type=float, help="factor on computing time (default: by model)")
-    add("--steps", type=int, default=5, help="timed steps per window (default: 5)")
-    add("--warmup", type=int, default=3, help="untimed steps before each window (default: 3)")
-    add("--rounds", type=int, default=2, help="windows per variant (default: 2)")
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    add("--sweep", action="store_true", help="one exchange of the first model's first table, for several densities")
-    add("--densities", nargs="+", type=float, default=list(DENSITIES), help="of --sweep")
-    add("--output", type=Path, default=Path("build/embrace"), help="folder for JSON and plot")
-    add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
-    add("--results", nargs="+", type=Path, metavar="JSON", help="measure nothing: a page of these earlier runs")
-    add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
-    add("--quick", action="store_true", help="a smoke test: two workers, a tiny model, few steps")
-    return parser
+def measure(options: argparse.Namespace, workers: int, rate: str | None) -> Iterator[dict[str, Any]]:
+    """Yield a result per model, or that of the sweep."""
+    from recipes.benchmarks.embrace_worker import compare, sweep
 
-
-def measure(options: argparse.Namespace, model: str, workers: int, rate: str | None) -> dict[str, Any]:
-    """All variants of one model on one network, or the sweep."""
-    workload = workloads.load(model, options.scale, options.slow)
-    job = EmbraceJob(
-        workload,
-        SWEPT if options.sweep else tuple(options.variants),
-        options.rounds,
-        options.warmup,
-        options.steps,
-        tuple(options.densities) if options.sweep else (),
-    )
-    found = run_job(job, workers, rate, WORKER)
-    place = f"{workers} workers, {rate or 'loopback'}"
+    timing = (options.rounds, options.warmup, options.steps)
     slow = f", slow {options.slow:g}" if options.slow is not None else ""
-    return {
-        **found,
-        "title": f"{model}, {place}, scale {options.scale:g}{slow}",
-        "model": model,
-        "workers": workers,
-        "rate": rate,
-        "workload": asdict(workload),
-        "table_mb": workload.table_bytes / 1e6,
-        "dense_mb": workload.dense_bytes / 1e6,
-        "compute_s": workload.compute_s,
-        "tokens": workload.tokens * workers,
-    }
-
-
-# -- tables ---------------------------------------------------------------------------------------------------------
+    for model in options.models[:1] if options.sweep else options.models:
+        workload = workloads.load(model, options.scale, options.slow)
+        if options.sweep:
+            found = run_job(sweep, EmbraceJob(workload, SWEPT, *timing, tuple(options.densities)), workers, rate)
+        else:
+            found = run_job(compare, EmbraceJob(workload, tuple(options.variants), *timing), workers, rate)
+        yield {
+            **found,
+            "title": f"{model}, {workers} workers, {rate or 'loopback'}, scale {options.scale:g}{slow}",
+            "model": model,
+            "workload": asdict(workload),
+            "table_mb": workload.table_bytes / 1e6,
+            "dense_mb": workload.dense_bytes / 1e6,
+            "compute_s": workload.compute_s,
+            "tokens": workload.tokens * workers,
+        }
 
 
 def columns_of(one: dict[str, Any]) -> tuple[str, ...]:
@@ -241,39 +201,29 @@ def remarks(one: dict[str, Any]) -> list[str]:
     return texts
 
 
-def show(one: dict[str, Any]) -> None:
-    table = Table(title=one["title"], box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
-    for index, column in enumerate(columns_of(one)):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
-    for row in rows_of(one):
-        table.add_row(*row)
-    console = Console()
-    console.print(table)
-    for text in remarks(one):
-        console.print(text, highlight=False)
+def page(runs: Sequence[Run]) -> Page:
+    results = [result for run in runs for result in run.results]
+    legend = "\n".join(f"* `{name}`: {text}." for name, text in VARIANTS.items())
+    texts = [INTRODUCTION, "## Variants", legend, "## Reading the columns", LEGEND]
+    tables = [Table(one["title"], columns_of(one), rows_of(one), [" ".join(remarks(one))]) for one in results]
+    return Page("Sharded tables", [texts[0], picture_of(results), *texts[1:], *tables], [run.origin for run in runs])
 
 
-def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """A panel per table: seconds per step, or over density; and tokens per second over workers, where these differ."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    measured = [one for run in runs for one in run["measured"]]
-    scaling = scaling_of(measured)
-    panels = [partial(_plot_one, one) for one in measured]
-    panels += [partial(_plot_scaling, title, lines) for title, lines in scaling.items()]
+def picture_of(results: Sequence[dict[str, Any]]) -> Picture:
+    """Draw a panel per table: seconds per step, or over density; and tokens per second over workers."""
+    panels: list[Callable[[Any], None]] = [partial(_plot_one, one) for one in results]
+    panels += [partial(_plot_scaling, title, lines) for title, lines in scaling_of(results).items()]
     width = min(4, len(panels))
     height = -(-len(panels) // width)
-    figure, axes = plt.subplots(height, width, figsize=(1 + 4 * width, 3.9 * height), squeeze=False)
+    return Picture("Seconds per step", partial(_draw, panels, width, height), (1 + 4 * width, 3.9 * height))
+
+
+def _draw(panels: Sequence[Callable[[Any], None]], width: int, height: int, figure: Figure) -> None:
+    axes = figure.subplots(height, width, squeeze=False)
     for ax in axes.flat[len(panels) :]:
         ax.axis("off")
     for ax, panel in zip(axes.flat, panels, strict=False):
         panel(ax)
-    figure.tight_layout()
-    figure.savefig(path, dpi=100, bbox_inches="tight")
-    plt.close(figure)
 
 
 def scaling_of(measured: Sequence[dict[str, Any]]) -> dict[str, dict[str, dict[int, float]]]:
@@ -317,26 +267,25 @@ def _plot_scaling(title: str, lines: dict[str, dict[int, float]], ax: Any) -> No
     ax.legend(fontsize=6)
 
 
-def write_page(path: Path, runs: Sequence[dict[str, Any]]) -> None:
-    """A page with tables and plot of one run or several, and what it takes to repeat them."""
-    plot(runs, path.with_suffix(".png"))
-    legend = "\n".join(f"* `{name}`: {text}." for name, text in VARIANTS.items())
-    sections = ["# Sharded tables", INTRODUCTION, f"![Seconds per step]({path.with_suffix('.png').name})"]
-    sections += ["## Variants", legend, "## Reading the columns", LEGEND]
-    for run in runs:
-        for one in run["measured"]:
-            columns = columns_of(one)
-            lines = [f"| {' | '.join(columns)} |", f"| :-- |{' --: |' * (len(columns) - 1)}"]
-            lines += [f"| {' | '.join(row)} |" for row in rows_of(one)]
-            sections += [f"## {one['title']}", "\n".join(lines), " ".join(remarks(one))]
-    sections.append("## Commands")
-    for run in runs:
-        versions = ", ".join(f"{name} {value}" for name, value in run["environment"].items())
-        sections += [f"```\n{run['command']}\n```", f"{run['created']}; {versions}."]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("\n\n".join(sections) + "\n")
-    print(f"Wrote {path}")
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_timing(parser, rounds=2)
+    add = parser.add_argument
+    add("--models", nargs="+", choices=workloads.NAMES, default=list(workloads.PAPER_MODELS), help="what is trained")
+    add("--scale", type=float, default=0.25, help="factor on the width of tables and dense layers")
+    add("--slow", type=float, help="factor on computing time; None: by model")
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="ways to train")
+    add("--sweep", action="store_true", help="one exchange of the first model's first table, for several densities")
+    add("--densities", nargs="+", type=float, default=list(DENSITIES), help="of --sweep")
 
+
+BENCHMARK = Benchmark(
+    "embrace",
+    "Compare how DDP, other baselines and sharded tables train the EmbRace paper's models.",
+    measure,
+    page,
+    _add_options,
+    quick={"models": ["tiny"], "scale": 1.0, "densities": [0.1, 1.0]},
+)
 
 if __name__ == "__main__":
-    main()
+    main_of(__spec__)

@@ -1,10 +1,8 @@
-"""One worker of the EmbRace benchmark, started once per rank: `python -m … JOB.json`."""
+"""Work of one worker of the EmbRace benchmark."""
 
 from __future__ import annotations
 
-import gc
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, field
@@ -30,7 +28,7 @@ from ddp_hooks import (
     shard_embeddings,
     topk_hook,
 )
-from recipes.benchmarks.embrace_job import EmbraceJob
+from recipes.benchmarks.embrace import EmbraceJob
 from recipes.benchmarks.embrace_workloads import (
     BACKWARD_PER_FORWARD,
     PADDING,
@@ -40,8 +38,9 @@ from recipes.benchmarks.embrace_workloads import (
     square_shapes,
 )
 from recipes.benchmarks.emulation import EmulatedLayer, SleepClock, gradient_values
+from recipes.benchmarks.harness.worker import processor_s, report, slowest, take_turns, total
 from recipes.benchmarks.push_pull import PushPullTable
-from recipes.benchmarks.worker import cpu_seconds, goodput_bytes_per_s, over_ranks, report, run
+from recipes.benchmarks.steps_worker import goodput_bytes_per_s
 
 LR = 1e-3
 BUCKET_MB = 25.0
@@ -119,29 +118,24 @@ class _Join(torch.autograd.Function):
         return gradient, ctx.constant, None
 
 
-def main() -> None:
-    job = EmbraceJob.load(Path(sys.argv[1]))
-    run(job, lambda: sweep(job) if job.densities else compare(job))
-
-
 def compare(job: EmbraceJob) -> dict[str, Any]:
-    """Runs every variant once per round, so that slow phases of the machine hit all of them alike."""
+    """Train with all variants in turns."""
     goodput = goodput_bytes_per_s()
-    windows: dict[str, list[dict[str, float]]] = {name: [] for name in job.variants}
     details: dict[str, dict[str, Any]] = {}
     data = make_batches(job)
-    for round_index in range(job.rounds):
-        for name in job.variants:
-            window, found = run_variant(job, name, data)
-            windows[name].append(asdict(window))
-            details.setdefault(name, {}).update(found)
-            report(f"{job.name} round {round_index + 1}/{job.rounds} {name}: {window.step_s:.3f} s per step")
+
+    def measure(name: str) -> dict[str, float]:
+        window, found = run_variant(job, name, data)
+        details.setdefault(name, {}).update(found)
+        return asdict(window)
+
+    windows = take_turns(job.variants, job.rounds, measure)
     return {"goodput_bytes_per_s": goodput, "windows": windows, "details": details}
 
 
 def make_batches(job: EmbraceJob) -> list[dict[str, Tensor]]:
     """For warming up, one step before the window, the window, and one that is only looked ahead to."""
-    count = job.warmup_steps + job.timed_steps + 2
+    count = job.warmup + job.steps + 2
     place = dist.get_world_size(), dist.get_rank()
     return [{table.name: make_ids(table, *place, step) for table in job.workload.tables} for step in range(count)]
 
@@ -152,16 +146,14 @@ def run_variant(job: EmbraceJob, name: str, data: list[dict[str, Tensor]]) -> tu
     begin_s = begin_cpu_s = 0.0
     sent, window, details = 0, None, {}
     for step, ids in enumerate(trainee.wrap(data)):
-        if step == job.warmup_steps:
+        if step == job.warmup:
             dist.barrier()
-        if step == job.warmup_steps + 1:
-            begin_s, begin_cpu_s, sent = time.perf_counter(), cpu_seconds(), bytes_on_wire()
-        if step == job.warmup_steps + 1 + job.timed_steps:
-            measured = [(time.perf_counter() - begin_s) / job.timed_steps]
-            counted = [(bytes_on_wire() - sent) / job.timed_steps, (cpu_seconds() - begin_cpu_s) / job.timed_steps]
-            total = over_ranks(counted, dist.ReduceOp.SUM)
-            step_s = over_ranks(measured, dist.ReduceOp.MAX)[0]
-            window = Window(step_s, total[0] / dist.get_world_size(), total[1])
+        if step == job.warmup + 1:
+            begin_s, begin_cpu_s, sent = time.perf_counter(), processor_s(), bytes_on_wire()
+        if step == job.warmup + 1 + job.steps:
+            (step_s,) = slowest((time.perf_counter() - begin_s) / job.steps)
+            counted = total((bytes_on_wire() - sent) / job.steps, (processor_s() - begin_cpu_s) / job.steps)
+            window = Window(step_s, counted[0] / dist.get_world_size(), counted[1])
             details = details_of(trainee.model)
         for optimizer in trainee.optimizers:
             optimizer.zero_grad()
@@ -171,8 +163,6 @@ def run_variant(job: EmbraceJob, name: str, data: list[dict[str, Tensor]]) -> tu
     assert window is not None
     dist.barrier()
     trainee.finish()
-    del trainee
-    gc.collect()  # DDP and its reducer refer to each other
     return window, details
 
 
@@ -185,7 +175,7 @@ def details_of(model: nn.Module) -> dict[str, Any]:
     assert isinstance(tables, EmbeddingTables)
     found = asdict(tables.stats())
     stats = {key: float(value) for key, value in found.items() if key not in ("clip", "step")}
-    means = over_ranks(list(stats.values()), dist.ReduceOp.SUM)
+    means = total(*stats.values())
     return dict(zip(stats, (value / dist.get_world_size() for value in means), strict=True))
 
 
@@ -295,7 +285,7 @@ def sweep(job: EmbraceJob) -> dict[str, Any]:
                 dist.barrier()
                 start_s = time.perf_counter()
                 exchange(ids)
-                seconds.append(over_ranks([time.perf_counter() - start_s], dist.ReduceOp.MAX)[0])
+                seconds += slowest(time.perf_counter() - start_s)
             found[name][str(density)] = seconds[1:]
             report(f"{name}, density {density}: {statistics.median(seconds[1:]):.3f} s")
         close()
@@ -327,7 +317,3 @@ def _approach(name: str, table: TableSpec) -> tuple[Callable[[Tensor], None], Ca
         dist.all_reduce(torch.sparse_coo_tensor(ids[None], values, dense.shape, is_coalesced=True))
 
     return reduce, lambda: None
-
-
-if __name__ == "__main__":
-    main()

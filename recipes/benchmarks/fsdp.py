@@ -3,25 +3,20 @@
     python -m recipes.benchmarks.fsdp
     python -m recipes.benchmarks.fsdp --models resnet50 --rate 10gbit --slow 1
     python -m recipes.benchmarks.fsdp --variants fsdp2:ahead=False fsdp2-ext fsdp2-ext:prefetch=0
-    python -m recipes.benchmarks.fsdp --render a/fsdp.json b/fsdp.json --markdown docs/results/fsdp.md
+    python -m recipes.benchmarks.fsdp --results a/fsdp.json b/fsdp.json --markdown docs/results/fsdp.md
     python -m recipes.benchmarks.fsdp --quick --loopback
-
-Prints a table per model, and writes JSON and a plot.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Sequence
-from pathlib import Path
+from functools import partial
+from typing import Any
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
-
-from recipes.benchmarks.dear_table2 import command, environment, make_parser, measure_all, now, parse
-from recipes.benchmarks.results import Report, Result
+from recipes.benchmarks.harness import Benchmark, Run, main_of
+from recipes.benchmarks.steps import add_options, measure, picture_of, summarise, title_of
 from recipes.benchmarks.variants import Sharding, parse_variant
+from recipes.common.pages import Page, Part, Table
 
 STOCK = "fsdp2:ahead=False"
 RING = "fsdp2-ext:block_mb=10"
@@ -76,148 +71,68 @@ all workers, so where these are near twice the step, the processor is the limit.
 * `MB`: that one rank sends in a step, where lanes count it."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = make_parser("fsdp", "Compare FSDP2 with and without fsdp_ext, DDP and DeAR.", VARIANTS)
-    parser.set_defaults(models=list(MODELS), rounds=2, steps=3)
-    parser.add_argument(
-        "--foreach",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="whether optimizers update all parameters at once, as PyTorch chooses itself on accelerators only",
-    )
-    parser.add_argument("--render", nargs="+", type=Path, metavar="JSON", help="show saved results, and run nothing")
-    options = parser.parse_args(arguments)
-    if options.render:
-        reports = [Report.load(path) for path in options.render]
-    else:
-        options = parse(parser, arguments)
-        reports = [Report(command("fsdp", arguments), now(), environment(), measure_all(options))]
-        options.output.mkdir(parents=True, exist_ok=True)
-        reports[0].save(options.output / "fsdp.json")
-        plot(reports[0].results, options.output / "fsdp.png")
-    results = [result for report in reports for result in report.results]
-    for result in results:
-        show(result)
-    if options.markdown:
-        options.markdown.parent.mkdir(parents=True, exist_ok=True)
-        plot(results, options.markdown.with_suffix(".png"))
-        options.markdown.write_text(page(reports, options.markdown.with_suffix(".png").name))
-    if not options.render:
-        print(f"Wrote {options.output}/fsdp.json and {options.output}/fsdp.png")
+def table_of(result: dict[str, Any]) -> Table:
+    """Return a row per variant."""
+    variants = summarise(result)
+
+    def ratio_to(other: str, step_s: float) -> str:
+        return f"{variants[other].step_s / step_s:.2f}" if other in variants else ""
+
+    rows = []
+    for name, found in variants.items():
+        sent_bytes = result["details"].get(name, {}).get("sent_bytes_per_step")
+        rows.append([
+            f"`{name}`",
+            f"{found.step_s:.3f}",
+            f"{found.fastest_s:.3f}–{found.slowest_s:.3f}",
+            ratio_to(_stock_of(name), found.step_s),
+            ratio_to(RING, found.step_s) if parse_variant(name).kind.startswith("fsdp2-") else "",
+            f"{found.step_s / variants['dear'].step_s:.3f}" if "dear" in variants else "",
+            f"{found.exposed_s:.3f}",
+            f"{found.cpu_s:.2f}",
+            "" if sent_bytes is None else f"{sent_bytes / 1e6:.1f}",
+        ])  # fmt: skip
+    return Table(title_of(result), COLUMNS, rows, [_remark(result)])
 
 
-def rows(result: Result) -> list[list[str]]:
-    """One per variant, in the order of :data:`COLUMNS`."""
-    return [_row(result, name) for name in result.variants]
-
-
-def _row(result: Result, name: str) -> list[str]:
-    variant = result.variants[name]
-
-    def ratio_to(other: str) -> str:
-        return f"{result.variants[other].step_s / variant.step_s:.2f}" if other in result.variants else ""
-
-    dear = result.variants.get("dear")
-    return [
-        name,
-        f"{variant.step_s:.3f}",
-        f"{variant.fastest_s:.3f}–{variant.slowest_s:.3f}",
-        ratio_to(_stock_of(name)),
-        ratio_to(RING) if parse_variant(name).kind.startswith("fsdp2-") else "",
-        f"{variant.step_s / dear.step_s:.3f}" if dear is not None else "",
-        f"{variant.exposed_s:.3f}",
-        f"{variant.cpu_s:.2f}",
-        _sent_mb(result, name),
-    ]
+def page(runs: Sequence[Run]) -> Page:
+    results = [result for run in runs for result in run.results]
+    picture = picture_of(results, {"dependency": "bound of float32"}, COLOURS)
+    parts: list[Part] = [INTRODUCTION, picture, *map(table_of, results), "## Reading the columns", LEGEND]
+    return Page("FSDP2, as it is and extended", parts, [run.origin for run in runs])
 
 
 def _stock_of(name: str) -> str:
-    """Stock FSDP2, used as this variant uses it."""
+    """Return the name of stock FSDP2, used as this variant uses it."""
     sharding, default = parse_variant(name).sharding, Sharding()
     used = [key for key in ("set_to_none", "replicas", "force_sums") if getattr(sharding, key) != getattr(default, key)]
     return "".join([STOCK, *(f",{key}={getattr(sharding, key)}" for key in used)])
 
 
-def _sent_mb(result: Result, name: str) -> str:
-    sent_bytes = result.details.get(name, {}).get("sent_bytes_per_step")
-    return "" if sent_bytes is None else f"{sent_bytes / 1e6:.1f}"
-
-
-def _remark(result: Result) -> str:
-    tuned = result.details.get("fsdp2-tuned", {})
+def _remark(result: dict[str, Any]) -> str:
+    tuned = result["details"].get("fsdp2-tuned", {})
     found = f" Tuning found blocks of {tuned['block_mb']:g} MB" if "block_mb" in tuned else ""
     if found and "prefetch" not in tuned:
         found += ", and nothing faster than stock."
     elif found:
         found += f", prefetch={tuned['prefetch']:g}." if tuned["prefetch"] >= 0 else ", and the default prefetching."
+    bound_s, measured_s = result["bounds"]["dependency"], result["bounds_goodput"]["dependency"]
     return (
-        f"Emulated compute {result.compute_s:.3f} s per step; {result.parameter_bytes / 1e6:.1f} MB of parameters. "
-        f"The bound of every schedule that moves float32, DeAR's and ours: {result.bounds.dependency:.3f} s "
-        f"({result.bounds.dependency_goodput:.3f} s at the measured {result.goodput_bytes_per_s / 1e6:.1f} MB/s). "
-        f"Medians over {result.rounds} windows of {result.steps} steps, slowest rank.{found}"
+        f"Emulated compute {result['compute_s']:.3f} s per step; {result['parameter_bytes'] / 1e6:.1f} MB of "
+        f"parameters. The bound of every schedule that moves float32, DeAR's and ours: {bound_s:.3f} s "
+        f"({measured_s:.3f} s at the measured {result['goodput_bytes_per_s'] / 1e6:.1f} MB/s). "
+        f"Medians over {result['rounds']} windows of {result['steps']} steps, slowest rank.{found}"
     )
 
 
-def show(result: Result, console: Console | None = None) -> None:
-    """A table on the terminal."""
-    table = Table(title=result.title, caption=_remark(result), box=box.SIMPLE_HEAD, padding=0, pad_edge=False)
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="right" if index else "left", no_wrap=index > 0, overflow="fold")
-    for row in rows(result):
-        table.add_row(*row)
-    (console or Console()).print(table)
-
-
-def plot(results: list[Result], path: Path) -> None:
-    """One panel per result, a bar per variant with its spread; lines for computing and for the bound."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    num_columns = min(len(results), 3)
-    num_rows = -(-len(results) // num_columns)
-    figure, axes = plt.subplots(num_rows, num_columns, figsize=(7.2 * num_columns, 4.2 * num_rows), squeeze=False)
-    for ax in axes.flat[len(results) :]:
-        ax.remove()
-    for ax, result in zip(axes.flat, results, strict=False):
-        names = list(result.variants)
-        steps_s = [variant.step_s for variant in result.variants.values()]
-        below = [variant.step_s - variant.fastest_s for variant in result.variants.values()]
-        above = [variant.slowest_s - variant.step_s for variant in result.variants.values()]
-        colours = [COLOURS.get(parse_variant(name).kind, "tab:grey") for name in names]
-        ax.barh(names, steps_s, xerr=[below, above], color=colours, capsize=3)
-        ax.axvline(result.compute_s, color="tab:green", linewidth=1, label="compute")
-        ax.axvline(result.bounds.dependency, color="black", linewidth=1, label="bound of float32")
-        ax.invert_yaxis()
-        ax.set_title(result.title, fontsize=8)
-        ax.tick_params(labelsize=6)
-        ax.set_xlabel("seconds per step", fontsize=8)
-    axes[0][0].legend(fontsize=7, loc="lower right")
-    figure.tight_layout()
-    figure.savefig(path, dpi=100, bbox_inches="tight")
-    plt.close(figure)
-
-
-def page(reports: Sequence[Report], plot_name: str) -> str:
-    """Every table, the plot, and what it takes to repeat them."""
-    sections = ["# FSDP2, as it is and extended", INTRODUCTION, f"![Seconds per step of every variant]({plot_name})"]
-    for report in reports:
-        for result in report.results:
-            lines = [
-                f"## {result.title}",
-                "",
-                f"| {' | '.join(COLUMNS)} |",
-                f"| :-- |{' --: |' * (len(COLUMNS) - 1)}",
-                *(f"| {' | '.join([f'`{row[0]}`', *row[1:]])} |" for row in rows(result)),
-            ]
-            sections += ["\n".join(lines), _remark(result)]
-    sections += ["## Reading the columns", LEGEND, "## Repeating it"]
-    for report in reports:
-        surroundings = ", ".join(f"{name} {value}" for name, value in report.environment.items())
-        sections.append(f"```\n{report.command}\n```\n\n{report.created}; {surroundings}.")
-    return "\n\n".join(sections) + "\n"
-
+BENCHMARK = Benchmark(
+    "fsdp",
+    "Compare FSDP2 with and without fsdp_ext, DDP and DeAR. Compute is emulated.",
+    measure,
+    page,
+    partial(add_options, models=MODELS, variants=VARIANTS, rounds=2, steps=3, foreach=True),
+    quick={"models": ["tiny"], "slow": None},
+)
 
 if __name__ == "__main__":
-    main()
+    main_of(__spec__)

@@ -1,28 +1,36 @@
-"""Times all-reduces and their halves: `python -m recipes.benchmarks.halves_worker JOB.json`, started once per rank."""
+"""Work of one worker that times all-reduces and their halves."""
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import Lanes, LaneSettings, Partition, Recorder, aligned_bounds, profile_link
-from recipes.benchmarks.halves_job import KINDS, HalvesJob
-from recipes.benchmarks.worker import over_ranks, run
+from recipes.benchmarks.harness.worker import slowest
+
+KINDS = ("all-reduce", "rsag", "reduce-scatter", "all-gather")
 
 
-def main() -> None:
-    job = HalvesJob.load(Path(sys.argv[1]))
-    run(job, lambda: time_halves(job))
+@dataclass(frozen=True)
+class HalvesJob:
+    """All kinds for all sizes, alternating.
+
+    Args:
+        sizes: bytes of the gradient, float32.
+        rounds: timed runs of each; one more comes before.
+    """
+
+    sizes: tuple[int, ...]
+    rounds: int = 9
 
 
 def time_halves(job: HalvesJob) -> dict[str, Any]:
-    """Seconds of every kind by size, of the slowest rank, per round."""
+    """Return the seconds of every kind by size, of the slowest rank, per round."""
     group = dist.group.WORLD
     assert group is not None
     settings = LaneSettings(timeout_s=120.0)
@@ -69,8 +77,4 @@ def _slowest_s(action: Callable[[], object]) -> float:
     dist.barrier()
     start_s = time.perf_counter()
     action()
-    return over_ranks([time.perf_counter() - start_s], dist.ReduceOp.MAX)[0]
-
-
-if __name__ == "__main__":
-    main()
+    return slowest(time.perf_counter() - start_s)[0]

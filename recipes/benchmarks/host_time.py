@@ -15,12 +15,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from rich.console import Console
-from rich.table import Table
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
+from recipes.common.pages import Table
 
 VARIANTS: dict[str, DearConfig | None] = {
     "plain DDP": None,
@@ -99,14 +98,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def show(runs: dict[str, Run]) -> None:
     """Print medians of the windows of this rank."""
-    table = Table(title=f"One step, rank 0 of {dist.get_world_size()}, medians")
-    for heading in ("", "processor ms", "x plain DDP", "wall ms"):
-        table.add_column(heading, justify="right")
     plain_s = statistics.median(runs["plain DDP"].cpu_s)
+    rows = []
     for name, run in runs.items():
         cpu_s, wall_s = statistics.median(run.cpu_s), statistics.median(run.wall_s)
-        table.add_row(name, f"{1e3 * cpu_s:.2f}", f"{cpu_s / plain_s:.2f}", f"{1e3 * wall_s:.2f}")
-    Console().print(table)
+        rows.append([name, f"{1e3 * cpu_s:.2f}", f"{cpu_s / plain_s:.2f}", f"{1e3 * wall_s:.2f}"])
+    columns = ("variant", "processor ms", "× plain DDP", "wall ms")
+    Table(f"One step, rank 0 of {dist.get_world_size()}, medians", columns, rows).show()
 
 
 if __name__ == "__main__":

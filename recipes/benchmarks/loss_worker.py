@@ -1,14 +1,12 @@
-"""One worker of the time-to-loss benchmark, started once per rank: `python -m … JOB.json`."""
+"""Work of one worker of the time-to-loss benchmark."""
 
 from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,9 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipes.benchmarks.loss_job import LossJob
+from recipes.benchmarks.harness.worker import report, total
+from recipes.benchmarks.time_to_loss import LossJob
 from recipes.benchmarks.variants import parse_variant, with_hook
-from recipes.benchmarks.worker import over_ranks, report, run
 from recipes.images import endless_batches, load_images
 from recipes.texts import python_documentation
 
@@ -41,11 +39,6 @@ class Task:
     model: Callable[[], nn.Module]
     batches: Callable[[], Iterator[tuple[Tensor, ...]]]
     optimizer: Callable[[Any], torch.optim.Optimizer]
-
-
-def main() -> None:
-    job = LossJob.load(Path(sys.argv[1]))
-    run(job, lambda: compare(job))
 
 
 def compare(job: LossJob) -> dict[str, Any]:
@@ -87,7 +80,7 @@ def train(job: LossJob, task: Task, name: str, steps: int, target: float | None)
         loss.backward()
         trainee.optimizer.step()
         times_s.append(time.perf_counter() - begin_s)
-        losses.append(over_ranks([loss.item()], dist.ReduceOp.SUM)[0] / dist.get_world_size())
+        losses.append(total(loss.item())[0] / dist.get_world_size())
         window = losses[-job.window :]
         averaged.append(sum(window) / len(window))
         if step % 10 == 9:
@@ -108,7 +101,7 @@ def first_step_at(target: float, averaged: Sequence[float], window: int) -> int 
 
 
 def task_called(name: str, seed: int) -> Task:
-    """One of :data:`~recipes.benchmarks.loss_job.MODELS`."""
+    """One of :data:`~recipes.benchmarks.time_to_loss.MODELS`."""
     if name == "gpt2":
         return text_task(768, 6, seed)
     if name == "tiny":
@@ -159,7 +152,3 @@ def text_task(width: int, layers: int, seed: int) -> Task:
         return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
 
     return Task(lambda: LanguageModel(width, layers), batches, adamw)
-
-
-if __name__ == "__main__":
-    main()

@@ -13,24 +13,24 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from ddp_hooks.planning import Costs, Ddp, Dear, SparDL, StepProfile, Strategy, TensorUse, fit_link, simulate
 from recipes.benchmarks import workloads
-from recipes.benchmarks.dear_table2 import command, environment, now
-from recipes.benchmarks.launch import run_job
-from recipes.benchmarks.planner_job import DENSITY, VARIANTS, PlannerJob
+from recipes.benchmarks.harness import Benchmark, Run, add_timing, main_of, run_job
+from recipes.benchmarks.steps import StepsJob
 from recipes.cluster.network import parse_rate
+from recipes.common.pages import Page, Picture, Table
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VARIANTS = ("ddp-25mb", "dear", "dear:update=replicated", "topk")
+DENSITY = 0.01
 STRATEGIES: dict[str, Strategy] = {
     "ddp-25mb": Ddp(25.0),
     "dear": Dear(),
@@ -62,72 +62,19 @@ includes what it does for messages, bytes, sums and selections, the kernel's int
 training and its lanes take turns on its share of a core."""
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.results:
-        if not options.markdown:
-            parser.error("--results makes a page of what was measured before: say where with --markdown")
-        write_page(options.markdown, [json.loads(path.read_text()) for path in options.results])
-        return
-    if options.quick:
-        options.models, options.slow, options.workers = ["tiny"], 1.0, [2]
-        options.steps, options.rounds = 2, 1
-    try:
-        for rate in options.rate:
-            parse_rate(rate)
-    except ValueError as error:
-        parser.error(str(error))
-    rates: list[str | None] = [None] if options.loopback else options.rate
-    report = {"command": command("planner", arguments), "created": now(), "environment": environment(), "runs": []}
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "planner.json"
+def measure(options: argparse.Namespace, workers: int, rate: str | None) -> Iterator[dict[str, Any]]:
+    """Yield one result per model."""
+    from recipes.benchmarks.planner_worker import measure_and_compare
+
+    timing = (options.rounds, options.warmup, options.steps)
     for model in options.models:
-        for workers in options.workers:
-            for rate in rates:
-                slow = options.slow or _balanced_slow(model, rate)
-                job = PlannerJob(
-                    workloads.load(model),
-                    slow,
-                    tuple(options.variants),
-                    options.rounds,
-                    timed_steps=options.steps,
-                )
-                try:
-                    found = run_job(job, workers, rate, "recipes.benchmarks.planner_worker")
-                except RuntimeError as error:  # also ClusterUnavailable, which says what is missing
-                    sys.exit(f"error: {error}")
-                place = {"model": model, "workers": workers, "rate": rate or "loopback", "slow": slow}
-                report["runs"].append(place | found)  # type: ignore[attr-defined]
-                path.write_text(json.dumps(report))  # what was measured is kept, whatever comes next
-    show([report])
-    print(f"Wrote {path}")
-    if options.markdown:
-        write_page(options.markdown, [report])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.benchmarks.planner", description="What the planner predicts, beside measured steps."
-    )
-    add = parser.add_argument
-    add("--models", nargs="+", choices=workloads.NAMES, default=["resnet50", "densenet201"])
-    add("--workers", type=int, nargs="+", default=[4])
-    add("--rate", nargs="+", default=["1gbit"], help="link rates, as tc writes them (default: 1gbit)")
-    add("--slow", type=float, help="factor on compute time (default: in balance with communication at each rate)")
-    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS))
-    add("--steps", type=int, default=3, help="timed steps per window (default: 3)")
-    add("--rounds", type=int, default=2, help="windows per strategy (default: 2)")
-    add("--output", type=Path, default=Path("build/planner"), help="folder for JSON")
-    add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
-    add("--results", type=Path, nargs="+", metavar="JSON", help="make the page of these instead of measuring")
-    add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
-    add("--quick", action="store_true", help="a smoke test: two workers, a tiny model, few steps")
-    return parser
+        slow = options.slow or _balanced_slow(model, rate)
+        job = StepsJob(workloads.load(model), slow, tuple(options.variants), *timing)
+        yield {"model": model, "slow": slow, **run_job(measure_and_compare, job, workers, rate)}
 
 
 def _balanced_slow(model: str, rate: str | None) -> float:
-    """Computing that takes about as long as communication does."""
+    """Return a factor with which computing takes about as long as communication."""
     return workloads.default_slow(model) * (1e9 / parse_rate(rate) if rate else 1.0)
 
 
@@ -143,22 +90,22 @@ class Compared:
     predicted_s: float
 
     def beats(self, other: Compared) -> bool:
-        """Whether measurements say that it is faster: by more than a tie, and in every window."""
+        """Return True if it was faster by more than a tie, and in every window."""
         return self.measured_s * (1 + TIE) < other.measured_s and self.slowest_s < other.fastest_s
 
     @property
     def is_dear(self) -> bool:
-        """Whether it is one of DeAR's modes."""
+        """True for the modes of DeAR."""
         return self.variant.startswith("dear")
 
     @property
     def difference(self) -> float:
-        """Of the prediction, relative."""
+        """Relative difference of the prediction."""
         return self.predicted_s / self.measured_s - 1
 
 
 def compare(run: dict[str, Any]) -> list[Compared]:
-    """Measured and predicted seconds per step of every strategy of a run."""
+    """Return measured and predicted seconds per step of every strategy of a result."""
     result = []
     for variant, windows in run["windows"].items():
         strategy = STRATEGIES[variant]
@@ -178,7 +125,7 @@ def _predict(strategy: Strategy, measured: dict[str, Any], workers: int) -> floa
 
 
 def is_ordered(compared: Sequence[Compared]) -> bool:
-    """Whether predictions are in the order of what was measured, but for times that are too close to tell."""
+    """Return True if predictions are in the measured order, where times are not too close to tell."""
     return all(
         first.predicted_s < second.predicted_s
         for first, second in itertools.permutations(compared, 2)
@@ -186,11 +133,12 @@ def is_ordered(compared: Sequence[Compared]) -> bool:
     )
 
 
-def _rows(reports: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
-    for run in (run for report in reports for run in report["runs"]):
+def _rows(results: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
+    for run in results:
         compared = compare(run)
         for place, each in enumerate(compared):
-            own = (run["model"], str(run["workers"]), run["rate"], f"{run['slow']:g}") if not place else ("",) * 4
+            own = (run["model"], str(run["workers"]), run["rate"] or "loopback", f"{run['slow']:g}")
+            own = own if not place else ("",) * 4
             order = "" if place else "right" if is_ordered(compared) else "wrong"
             yield [
                 *own,
@@ -203,9 +151,9 @@ def _rows(reports: Sequence[dict[str, Any]]) -> Iterator[list[str]]:
             ]
 
 
-def summary(reports: Sequence[dict[str, Any]]) -> str:
-    """How many combinations are close, and in order."""
-    runs = [compare(run) for report in reports for run in report["runs"]]
+def summary(results: Sequence[dict[str, Any]]) -> str:
+    """Count the combinations that are close, and in order."""
+    runs = [compare(run) for run in results]
     close = sum(all(abs(each.difference) <= CLOSE for each in compared) for compared in runs)
     ordered = sum(map(is_ordered, runs))
     most = max(abs(each.difference) for compared in runs for each in compared)
@@ -215,36 +163,15 @@ def summary(reports: Sequence[dict[str, Any]]) -> str:
     )
 
 
-def show(reports: Sequence[dict[str, Any]]) -> None:
-    """Print the table."""
-    table = Table(title="Predicted and measured", caption=summary(reports))
-    for index, column in enumerate(COLUMNS):
-        table.add_column(column, justify="left" if index in (0, 4) else "right")
-    for row in _rows(reports):
-        table.add_row(*row)
-    Console().print(table)
+def page(runs: Sequence[Run]) -> Page:
+    results = [result for run in runs for result in run.results]
+    table = Table("Predicted and measured", COLUMNS, list(_rows(results)), [summary(results)])
+    picture = Picture("Predicted by measured seconds per step", partial(_draw, results), (5.5, 5))
+    return Page("The planner's predictions", [INTRODUCTION, picture, table], [run.origin for run in runs])
 
 
-def write_page(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """A Markdown page, its plot beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plot(reports, path.with_suffix(".png"))
-    head = [f"| {' | '.join(COLUMNS)} |", "| :-- | --: | --: | --: | :-- |" + " --: |" * 4 + " :-- |"]
-    table = "\n".join([*head, *(f"| {' | '.join(row)} |" for row in _rows(reports))])
-    picture = f"![Predicted by measured seconds per step]({path.stem}.png)"
-    sections = ["# The planner's predictions", INTRODUCTION, summary(reports), picture, table, "## Repeating it"]
-    for report in reports:
-        versions = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
-        sections.append(f"```\n{report['command']}\n```\n\n{report['created']}; {versions}.")
-    path.write_text("\n\n".join(sections) + "\n")
-
-
-def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
-    """Predicted by measured seconds, and what is close."""
-    from matplotlib.figure import Figure
-
-    compared = [each for report in reports for run in report["runs"] for each in compare(run)]
-    figure = Figure(figsize=(5.5, 5), layout="constrained")
+def _draw(results: Sequence[dict[str, Any]], figure: Figure) -> None:
+    compared = [each for result in results for each in compare(result)]
     ax = figure.subplots()
     for variant, marker in zip(STRATEGIES, "osD^", strict=True):
         own = [each for each in compared if each.variant == variant]
@@ -261,8 +188,26 @@ def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
     ax.set_xlabel("measured seconds per step")
     ax.set_ylabel("predicted")
     ax.legend(fontsize="small")
-    figure.savefig(path, dpi=120)
 
+
+
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add_timing(parser, rounds=2, steps=3, warmup=2)
+    add = parser.add_argument
+    models = ["resnet50", "densenet201"]
+    add("--models", nargs="+", choices=workloads.NAMES, default=models, help="what is trained")
+    add("--slow", type=float, help="factor on compute time; None: in balance with communication at each rate")
+    add("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="ways to train")
+
+
+BENCHMARK = Benchmark(
+    "planner",
+    "What the planner predicts, beside measured steps.",
+    measure,
+    page,
+    _add_options,
+    quick={"models": ["tiny"], "slow": 1.0},
+)
 
 if __name__ == "__main__":
-    main()
+    main_of(__spec__)

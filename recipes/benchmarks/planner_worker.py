@@ -1,12 +1,10 @@
-"""One worker of the planner's benchmark: `python -m recipes.benchmarks.planner_worker JOB.json`, once per rank."""
+"""Work of one worker of the planner's benchmark."""
 
 from __future__ import annotations
 
 import gc
-import sys
 from dataclasses import asdict
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,17 +12,14 @@ import torch.distributed as dist
 
 from ddp_hooks.planning import StepProfile, measure, profile_step, slowest_of
 from ddp_hooks.planning.measurement.selection_cost import selection_cost
-from recipes.benchmarks.planner_job import DENSITY, PlannerJob
+from recipes.benchmarks.harness.worker import report
+from recipes.benchmarks.planner import DENSITY
+from recipes.benchmarks.steps import StepsJob
+from recipes.benchmarks.steps_worker import StepTimes, run_variant, train_step
 from recipes.benchmarks.variants import OptimizerFactory, build, parse_variant
-from recipes.benchmarks.worker import StepTimes, cpu_seconds, over_ranks, report, run, timed_window, train_step
 
 
-def main() -> None:
-    job = PlannerJob.load(Path(sys.argv[1]))
-    run(job, lambda: measure_and_compare(job))
-
-
-def measure_and_compare(job: PlannerJob) -> dict[str, Any]:
+def measure_and_compare(job: StepsJob) -> dict[str, Any]:
     """What a planner would measure, in every round before the real steps of all variants."""
     factory = partial(torch.optim.SGD, lr=1e-4, momentum=0.9)
     group = dist.group.WORLD
@@ -36,26 +31,17 @@ def measure_and_compare(job: PlannerJob) -> dict[str, Any]:
         found = measure(group, torch.device("cpu"), select_s)
         profile = _profile(job, factory)
         measured.append(asdict(found) | {"profile": asdict(profile)})
-        report(f"{job.name}: {found.fit}; {found.costs}")
+        report(f"{job.workload.name}: {found.fit}; {found.costs}")
         for name in job.variants:
-            trainee = build(parse_variant(name), job.workload, job.slow, factory)
-            window = timed_window(trainee, job.warmup_steps, job.timed_steps)
-            dist.barrier()
-            trainee.finish()
-            del trainee
+            window, _ = run_variant(job, name, factory)
             gc.collect()  # DDP and its reducer refer to each other
             windows[name].append(asdict(window))
-            report(f"{job.name} round {number + 1}/{job.rounds} {name}: {window.step_s:.3f} s per step")
-    (cpu_s,) = over_ranks([cpu_seconds()], dist.ReduceOp.SUM)
-    return {"measured": measured, "windows": windows, "cpu_s": cpu_s}
+            report(f"{job.workload.name} round {number + 1}/{job.rounds} {name}: {window.step_s:.3f} s per step")
+    return {"measured": measured, "windows": windows}
 
 
-def _profile(job: PlannerJob, factory: OptimizerFactory) -> StepProfile:
+def _profile(job: StepsJob, factory: OptimizerFactory) -> StepProfile:
     """A step of plain DDP without its communication, of the slowest worker."""
     trainee = build(parse_variant("ddp-25mb"), job.workload, job.slow, factory)
     profile = profile_step(trainee.model, lambda: train_step(trainee, StepTimes()))
     return slowest_of(profile, dist.group.WORLD)
-
-
-if __name__ == "__main__":
-    main()

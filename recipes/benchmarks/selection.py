@@ -22,8 +22,8 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.sparse import BlockSelector, ChunkedGradient
-from recipes.benchmarks.alternating import Table, show, time_in_turns, write_page
-from recipes.benchmarks.dear_table2 import command
+from recipes.benchmarks.harness.turns import time_in_turns
+from recipes.common.pages import Origin, Page, Table
 
 COLUMNS = ("what", "ms", "min–max", "× abs().sum()")
 TIES_COLUMNS = ("vector", "ms", "min–max", "× random")
@@ -48,10 +48,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         Table(of_what, COLUMNS, rows_of(measure(*how))),
         Table(f"Equal magnitudes: {of_what}", TIES_COLUMNS, rows_of(measure_ties(*how))),
     ]
-    for table in tables:
-        show(*table)
+    origin = Origin.of_command("recipes.benchmarks.selection", arguments)
+    page = Page("Selections", [INTRODUCTION, *tables], [origin])
+    page.show()
     if options.markdown:
-        write_page(options.markdown, "Selections", INTRODUCTION, tables, command("selection", arguments))
+        page.write(options.markdown)
 
 
 INTRODUCTION = """\
@@ -62,7 +63,7 @@ exactly the largest magnitudes, and copies out their positions and values. `abs(
 
 
 def measure(numel: int, density: float, rounds: int, device: torch.device) -> dict[str, list[float]]:
-    """Seconds of every run."""
+    """Return the seconds of every run."""
     generator = torch.Generator().manual_seed(0)
     gradient = torch.randn(numel, generator=generator)
     gradient.mul_(torch.randn(numel, generator=generator).abs_())  # heavier tails, as gradients have them

@@ -1,14 +1,12 @@
-"""One worker of the sparse all-reduce benchmark, started once per rank: `python -m … JOB.json`."""
+"""Work of one worker of the sparse all-reduce benchmark."""
 
 from __future__ import annotations
 
 import gc
-import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,8 +18,8 @@ from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, 
 from ddp_hooks.sparse import SparseSum, Sparsity
 from ddp_hooks.sparse.codec import EntryCodec
 from ddp_hooks.sparse.oktopk import OkTopkEstimates
-from recipes.benchmarks.sparse_job import SparseJob, is_sparse, settings_of
-from recipes.benchmarks.worker import over_ranks, report, run
+from recipes.benchmarks.harness.worker import report, slowest
+from recipes.benchmarks.sparse_allreduce import SparseJob, is_sparse, settings_of
 
 MATRIX_ROWS = 1000  # the gradient is made of matrices of so many rows and columns, for PowerSGD
 
@@ -109,18 +107,13 @@ class WholeBucket:
         self._flat = flat
 
 
-def main() -> None:
-    job = SparseJob.load(Path(sys.argv[1]))
-    run(job, lambda: compare(job))
-
-
-def compare(job: SparseJob) -> dict[str, Any]:
-    """Runs every variant once per round, so that slow phases of the machine hit all of them alike."""
+def compare(job: SparseJob) -> list[dict[str, Any]]:
+    """Run every variant once per round, so that slow phases of the machine hit all of them alike."""
     settings = LaneSettings(timeout_s=300)
     lanes = Lanes(dist.GroupMember.WORLD or dist.group.WORLD, 1, torch.device("cpu"), settings, Recorder(False))  # type: ignore[arg-type]
     rows = [row for numel in job.numels for row in compare_length(job, numel, lanes)]
     lanes.close()
-    return {"rows": rows}
+    return rows
 
 
 def compare_length(job: SparseJob, numel: int, lanes: Lanes) -> list[dict[str, Any]]:
@@ -139,13 +132,12 @@ def compare_length(job: SparseJob, numel: int, lanes: Lanes) -> list[dict[str, A
         for (name, density), once in runs.items():
             dist.barrier()
             timing = once()
-            slowest = over_ranks([timing.total_s, timing.compute_s, timing.exchange_s], dist.ReduceOp.MAX)
-            (sent_bytes,) = over_ranks([timing.sent_bytes], dist.ReduceOp.MAX)
+            *times_s, sent_bytes = slowest(*astuple(timing))
             gc.collect()
             if round_index:
-                row = dict(zip(("total_s", "compute_s", "exchange_s"), slowest, strict=True))
+                row = dict(zip(("total_s", "compute_s", "exchange_s"), times_s, strict=True))
                 rows.append({"name": name, "numel": numel, "density": density, "sent_bytes": sent_bytes, **row})
-                report(f"{numel / 1e6:g} M, {name} {density:g}, round {round_index}/{job.rounds}: {slowest[0]:.3f} s")
+                report(f"{numel / 1e6:g} M, {name} {density:g}, round {round_index}/{job.rounds}: {times_s[0]:.3f} s")
     return rows
 
 
@@ -235,7 +227,3 @@ class Bench:
         self._lanes.run(again, "its messages").wait()
         exchange_s = time.perf_counter() - start_s
         return Timing(total_s, recording.compute_s, exchange_s, recording.sent_bytes)
-
-
-if __name__ == "__main__":
-    main()

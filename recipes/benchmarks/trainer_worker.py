@@ -1,15 +1,12 @@
-"""One worker of the Trainers' benchmark, started once per rank: `python -m … JOB.json`."""
+"""Work of one worker of the Trainers' benchmark."""
 
 from __future__ import annotations
 
-import gc
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,8 +16,8 @@ from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
 from ddp_hooks.integrations.transformers import CommHookMixin
-from recipes.benchmarks.trainer_job import VARIANTS, TrainerJob
-from recipes.benchmarks.worker import over_ranks, report, run
+from recipes.benchmarks.harness.worker import slowest, take_turns
+from recipes.benchmarks.trainer import VARIANTS, TrainerJob
 
 VOCABULARY = 8192
 SEQUENCE = 64
@@ -41,40 +38,34 @@ class Clock(TrainerCallback):
         self.ends_s.append(time.perf_counter())
 
 
-def main() -> None:
-    job = TrainerJob.load(Path(sys.argv[1]))
+def train_in_turns(job: TrainerJob) -> dict[str, Any]:
+    """Train with all variants in turns."""
     # What torchrun sets, so that a Trainer takes part in the group that is there.
     launched = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_CPU": "true"}
     os.environ |= launched | dict(os.environ)
     transformers.logging.set_verbosity_error()
-    run(job, lambda: compare(job))
-
-
-def compare(job: TrainerJob) -> dict[str, Any]:
-    """Runs every variant once per round, so that slow phases of the machine hit all of them alike."""
-    windows: dict[str, list[dict[str, float]]] = {name: [] for name in job.variants}
-    num_parameters = 0
-    for round_index in range(job.rounds):
-        for name in job.variants:
-            window, num_parameters = train(job, name)
-            windows[name].append(window)
-            report(f"round {round_index + 1}/{job.rounds} {name}: {window['step_s']:.3f} s per step")
+    windows = take_turns(job.variants, job.rounds, lambda name: train(job, name))
+    num_parameters = sum(parameter.numel() for parameter in make_model(job).parameters())
     return {"windows": windows, "num_parameters": num_parameters}
 
 
-def train(job: TrainerJob, name: str) -> tuple[dict[str, float], int]:
-    """A Trainer of its own: the median of its steps, of the slowest rank, the last loss, and its size."""
+def make_model(job: TrainerJob) -> GPT2LMHeadModel:
+    sizes: dict[str, Any] = {"n_layer": job.layers, "n_embd": job.hidden, "n_head": max(1, job.hidden // 64)}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=SEQUENCE, **sizes))
+
+
+def train(job: TrainerJob, name: str) -> dict[str, float]:
+    """Train with a Trainer of its own; return the median of its steps, of the slowest rank, and the last loss."""
     settings, hook = VARIANTS[name]
     torch.manual_seed(0)
-    sizes: dict[str, Any] = {"n_layer": job.layers, "n_embd": job.hidden, "n_head": max(1, job.hidden // 64)}
-    model = GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, n_positions=SEQUENCE, **sizes))
+    model = make_model(job)
     clock = Clock()
     with tempfile.TemporaryDirectory() as folder:
         args = TrainingArguments(
             folder,
             use_cpu=True,
             ddp_backend="gloo",
-            max_steps=job.warmup_steps + job.timed_steps + 1,
+            max_steps=job.warmup + job.steps + 1,
             per_device_train_batch_size=job.tokens // SEQUENCE,
             optim="adamw_torch",
             report_to=[],
@@ -88,21 +79,15 @@ def train(job: TrainerJob, name: str) -> tuple[dict[str, float], int]:
         loss = trainer.train().training_loss
         trainer._detach()
     steps_s = [later - sooner for sooner, later in zip(clock.ends_s, clock.ends_s[1:], strict=False)]
-    timed_s = statistics.median(steps_s[job.warmup_steps :])
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
-    del trainer, model
-    gc.collect()  # DDP and its reducer refer to each other
+    timed_s = statistics.median(steps_s[job.warmup :])
     dist.barrier()
-    return {"step_s": over_ranks([timed_s], dist.ReduceOp.MAX)[0], "loss": loss}, num_parameters
+    return {"step_s": slowest(timed_s)[0], "loss": loss}
 
 
 def texts(job: TrainerJob) -> Sequence[dict[str, Tensor]]:
     """Random tokens, as many as the run needs."""
-    steps = job.warmup_steps + job.timed_steps + 1
+    steps = job.warmup + job.steps + 1
     number = steps * dist.get_world_size() * job.tokens // SEQUENCE
     ids = torch.randint(0, VOCABULARY, (number, SEQUENCE), generator=torch.Generator().manual_seed(1))
     return [{"input_ids": row, "labels": row} for row in ids]
 
-
-if __name__ == "__main__":
-    main()

@@ -11,19 +11,21 @@ the recorded curve searched again by Gaussian process, at random and in order, w
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
-from recipes.benchmarks import alternating, workloads
-from recipes.benchmarks.dear_table2 import command, environment, now, slow_per_model
-from recipes.benchmarks.launch import run_job
-from recipes.benchmarks.tuner_job import TunerJob
+from recipes.benchmarks import workloads
+from recipes.benchmarks.harness import Benchmark, Run, main_of, run_job
+from recipes.benchmarks.steps import slow_per_model, title_of
 from recipes.benchmarks.tuner_replay import NEAR, Curve, SearchName, trials_needed
+from recipes.benchmarks.workloads import Workload
+from recipes.common.pages import Page, Picture, Table
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 PAPER_ADVICE_S = 0.207  # "the average cost of BO is 0.207 seconds per trial" (section VI-G)
 SEEDS = range(10)
@@ -38,96 +40,74 @@ COST_COLUMNS = (
 )
 BARS = (NEAR, 0.01)  # how near to the best size counts
 
+INTRODUCTION = """\
+A live search (`DearConfig(tuner=…)`) on each of the DeAR paper's workloads, which begins where the cost model predicts
+the fastest step (`ddp_hooks.planning.predicted_start`, from the link and the layers as they are measured before), then
+in the same run what it has found, what was predicted, the size that is used without a tuner, and twelve sizes from 1 to
+100 MB, in turns, up and down the range; sizes that make the same groups are one. All of them with the smaller atoms
+that a tuner asks for. Gradients, communication and optimizer are real; every layer sleeps for its share of the
+computing time. *found ÷ best*: at most 1.03 is within 3 % of the best size of the grid. *trials*: of the search,
+and of the check at its end. Shaded: what repeated windows of one size differ by; where that is as much as sizes differ
+by, any choice is one by chance, and the check leaves things as they were.
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = _parser()
-    options = parser.parse_args(arguments)
-    if options.results:
-        if not options.markdown:
-            parser.error("--results makes a page of what was measured before: say where with --markdown")
-        write_page(options.markdown, [json.loads(path.read_text()) for path in options.results])
-        return
-    if options.quick:
-        options.models, options.slow, options.workers = ["tiny"], None, 2
-        options.steps_per_trial, options.max_trials, options.rounds, options.steps, options.sizes = 2, 3, 1, 2, 3
-    try:
-        slows = slow_per_model(options.models, options.slow)
-    except ValueError as error:
-        parser.error(str(error))
+*GP*, *random*, *grid*: trials until a size within 3 % of the best was tried, then within 1 %, the median of ten seeds,
+each search replayed on the recorded curve, with the noise of its windows; 41 stands for more than forty. All begin with
+25 MB, but for the one that begins where the cost model says; where 25 MB is within 3 % already, as on BERT, everybody
+needs one trial, the least there is, and only the finer bar tells them apart. *decide*: seconds per trial that choosing
+the next size takes, in a thread beside training, next to the paper's figure for its own; *import*: seconds to import
+what it needs, once, before the first trial; *s per trial*: everything, most of it training steps."""
+
+
+@dataclass(frozen=True)
+class TunerJob:
+    """One workload under DeAR: a live search, then every size of a grid and what was found, alternating.
+
+    Args:
+        workload: the model.
+        slow: factor on its computing time.
+        bucket_mb: of DDP.
+        steps_per_trial: of the search.
+        start: its first trial: what the cost model predicts, or the tuner's default.
+        sizes_mb: the grid.
+        rounds: how often every size of it is measured.
+        steps: steps each time, after one that does not count.
+    """
+
+    workload: Workload
+    slow: float
+    bucket_mb: float
+    steps_per_trial: int
+    max_trials: int
+    sizes_mb: tuple[float, ...]
+    rounds: int
+    steps: int
+    start: str
+
+
+def measure(options: argparse.Namespace, workers: int, rate: str | None) -> Iterator[dict[str, Any]]:
+    """Yield one result per model."""
+    from recipes.benchmarks.tuner_worker import search_and_compare
+
     sizes_mb = tuple(100 ** (i / (options.sizes - 1)) for i in range(options.sizes))
-    rate = None if options.loopback else options.rate
-    jobs = [
-        TunerJob(
-            workloads.load(model),
-            slow,
-            options.bucket_mb,
-            options.steps_per_trial,
-            options.max_trials,
-            sizes_mb,
-            options.rounds,
-            options.steps,
-            options.start,
+    search = (options.bucket_mb, options.steps_per_trial, options.max_trials)
+    for model, slow in zip(options.models, slow_per_model(options.models, options.slow), strict=True):
+        job = TunerJob(
+            workloads.load(model), slow, *search, sizes_mb, options.rounds, options.steps, options.start
         )
-        for model, slow in zip(options.models, slows, strict=True)
-    ]
-    try:
-        found = [run_job(job, options.workers, rate, "recipes.benchmarks.tuner_worker") for job in jobs]
-    except RuntimeError as error:  # also ClusterUnavailable, which says what is missing
-        sys.exit(f"error: {error}")
-    for job, result in zip(jobs, found, strict=True):
-        result |= {"model": job.name, "slow": job.slow}
-    measured = {
-        "command": command("tuner", arguments),
-        "created": now(),
-        "environment": environment(),
-        "title": f"{options.workers} workers, {rate or 'loopback'}",
-        "jobs": [asdict(job) | {"workload": job.name} for job in jobs],
-        "found": found,
-    }
-    options.output.mkdir(parents=True, exist_ok=True)
-    path = options.output / "tuner.json"
-    path.write_text(json.dumps(measured, indent=1))
-    plot([measured], path.with_suffix(".png"))
-    show(measured)
-    print(f"Wrote {path} and {path.with_suffix('.png')}")
-    if options.markdown:
-        write_page(options.markdown, [measured])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m recipes.benchmarks.tuner", description="What the bucket tuner finds, beside a grid of sizes."
-    )
-    add = parser.add_argument
-    add("--models", nargs="+", choices=workloads.NAMES, default=list(workloads.PAPER_MODELS))
-    add("--workers", type=int, default=4)
-    add("--rate", default="1gbit", help="link rate, as tc writes it (default: 1gbit)")
-    add("--slow", type=float, nargs="+", help="factor on compute time, one or one per model (default: 4 4 10)")
-    add("--bucket-mb", type=float, default=5.0, help="of DDP (default: 5)")
-    add("--steps-per-trial", type=int, default=10, help="of the search (default: 10)")
-    add("--max-trials", type=int, default=10, help="of the search (default: 10)")
-    add("--start", choices=["predicted", "25mb"], default="predicted", help="first trial of the live search")
-    add("--sizes", type=int, default=12, help="of the grid, from 1 to 100 MB (default: 12)")
-    add("--rounds", type=int, default=3, help="windows per size of the grid (default: 3)")
-    add("--steps", type=int, default=3, help="timed steps per window, after one that is not (default: 3)")
-    add("--output", type=Path, default=Path("build/tuner"), help="folder for JSON and plot")
-    add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page, its plot beside it")
-    add("--results", type=Path, nargs="+", metavar="JSON", help="make the page of these instead of measuring")
-    add("--loopback", action="store_true", help="plain processes instead of the emulated cluster")
-    add("--quick", action="store_true", help="a smoke test: two workers, a tiny model, few steps")
-    return parser
+        found = run_job(search_and_compare, job, workers, rate)
+        yield {"model": model, "slow": slow, "sizes_mb": sizes_mb, **found}
 
 
 def medians_of(result: dict[str, Any]) -> dict[float, float]:
-    """Seconds per step by size, medians over the rounds."""
+    """Return seconds per step by size, medians over the rounds."""
     return {point["mb"]: statistics.median(point["steps_s"]) for point in result["grid"]}
 
 
-def found_row(result: dict[str, Any], sizes_mb: Sequence[float]) -> list[str]:
-    """What was found, the best size of the grid, and the size that is used without a tuner."""
+def found_row(result: dict[str, Any]) -> list[str]:
+    """Return what was found, the best size of the grid, and the size that is used without a tuner."""
     steps_s = medians_of(result)
     chosen, default, predicted = result["chosen_mb"], result["default_mb"], result["predicted_mb"]
-    best = min(sizes_mb, key=lambda mb: steps_s[mb])
+    best = min(result["sizes_mb"], key=lambda mb: steps_s[mb])
     searched = sum(trial["role"] == "search" for trial in result["trials"])
     return [
         result["model"],
@@ -145,7 +125,7 @@ def found_row(result: dict[str, Any], sizes_mb: Sequence[float]) -> list[str]:
 
 
 def cost_row(result: dict[str, Any]) -> list[str]:
-    """How many trials searches need on the recorded curve, and what they cost."""
+    """Return the trials that searches need on the recorded curve, and their costs."""
     curve, predicted_mb = Curve.of(result["grid"]), result["predicted_mb"]
     searches: tuple[tuple[SearchName, float | None], ...]
     searches = (("gp", predicted_mb), ("gp", None), ("random", None), ("grid", None))
@@ -168,27 +148,22 @@ def _replayed(curve: Curve, search: SearchName, start_mb: float | None, near: fl
     return f"{statistics.median(needed):g}"
 
 
-def show(measured: dict[str, Any]) -> None:
-    """Print the tables."""
-    for title, columns, rows in _tables(measured):
-        alternating.show(title, columns, rows)
+def page(runs: Sequence[Run]) -> Page:
+    parts: list[Table] = []
+    for run in runs:
+        place = f"{run.results[0]['workers']} workers, {run.results[0]['rate'] or 'loopback'}"
+        parts += [
+            Table(f"What was found, {place}", FOUND_COLUMNS, [found_row(result) for result in run.results]),
+            Table(f"Trials to come within 3 % / 1 %, {place}", COST_COLUMNS, list(map(cost_row, run.results))),
+        ]
+    results = [result for run in runs for result in run.results]
+    picture = Picture("Seconds per step by fusion size", partial(_draw, results), (4.5 * len(results), 3.8))
+    return Page("The bucket tuner", [INTRODUCTION, picture, *parts], [run.origin for run in runs])
 
 
-def _tables(measured: dict[str, Any]) -> list[tuple[str, tuple[str, ...], list[list[str]]]]:
-    pairs = list(zip(measured["jobs"], measured["found"], strict=True))
-    return [
-        (f"What was found, {measured['title']}", FOUND_COLUMNS, [found_row(r, job["sizes_mb"]) for job, r in pairs]),
-        (f"Trials to come within 3 % / 1 %, {measured['title']}", COST_COLUMNS, [cost_row(r) for _, r in pairs]),
-    ]
-
-
-def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
-    """Per model: the curve of the grid, the trials, and what was found."""
-    from matplotlib.figure import Figure
-
-    panels = [(report["title"], result) for report in reports for result in report["found"]]
-    figure = Figure(figsize=(4.5 * len(panels), 3.8), layout="constrained")
-    for ax, (title, result) in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+def _draw(results: Sequence[dict[str, Any]], figure: Figure) -> None:
+    """Draw per model the curve of the grid, the trials, and what was found."""
+    for ax, result in zip(figure.subplots(1, len(results), squeeze=False)[0], results, strict=True):
         steps_s = medians_of(result)
         sizes = sorted(steps_s)
         low = [min(point["steps_s"]) for point in sorted(result["grid"], key=lambda point: point["mb"])]
@@ -203,44 +178,31 @@ def plot(reports: Sequence[dict[str, Any]], path: Path) -> None:
         ax.set_xscale("log")
         ax.set_xlabel("fusion size, MB")
         ax.set_ylabel("seconds per step")
-        ax.set_title(f"{result['model']}, {title}, slow {result['slow']:g}", fontsize=9)
+        ax.set_title(title_of(result), fontsize=9)
     figure.axes[0].legend(fontsize="small")
-    figure.savefig(path, dpi=120)
 
 
-INTRODUCTION = """\
-A live search (`DearConfig(tuner=…)`) on each of the DeAR paper's workloads, which begins where the cost model predicts
-the fastest step (`ddp_hooks.planning.predicted_start`, from the link and the layers as they are measured before), then
-in the same run what it has found, what was predicted, the size that is used without a tuner, and twelve sizes from 1 to
-100 MB, in turns, up and down the range; sizes that make the same groups are one. All of them with the smaller atoms
-that a tuner asks for. Gradients, communication and optimizer are real; every layer sleeps for its share of the
-computing time. *found ÷ best*: at most 1.03 is within 3 % of the best size of the grid. *trials*: of the search,
-and of the check at its end. Shaded: what repeated windows of one size differ by; where that is as much as sizes differ
-by, any choice is one by chance, and the check leaves things as they were.
-
-*GP*, *random*, *grid*: trials until a size within 3 % of the best was tried, then within 1 %, the median of ten seeds,
-each search replayed on the recorded curve, with the noise of its windows; 41 stands for more than forty. All begin with
-25 MB, but for the one that begins where the cost model says; where 25 MB is within 3 % already, as on BERT, everybody
-needs one trial, the least there is, and only the finer bar tells them apart. *decide*: seconds per trial that choosing
-the next size takes, in a thread beside training, next to the paper's figure for its own; *import*: seconds to import
-what it needs, once, before the first trial; *s per trial*: everything, most of it training steps."""
+def _add_options(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--models", nargs="+", choices=workloads.NAMES, default=list(workloads.PAPER_MODELS), help="what is trained")
+    add("--slow", type=float, nargs="+", help="factor on compute time, one or one per model; None: 4 4 10")
+    add("--bucket-mb", type=float, default=5.0, help="of DDP")
+    add("--steps-per-trial", type=int, default=10, help="of the search")
+    add("--max-trials", type=int, default=10, help="of the search")
+    add("--start", choices=["predicted", "25mb"], default="predicted", help="first trial of the live search")
+    add("--rounds", type=int, default=3, help="windows per size of the grid")
+    add("--steps", type=int, default=3, help="timed steps per window, after one that is not")
+    add("--sizes", type=int, default=12, help="of the grid, from 1 to 100 MB")
 
 
-def write_page(path: Path, reports: Sequence[dict[str, Any]]) -> None:
-    """A page with all tables, and its plot beside it."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    plot(reports, path.with_suffix(".png"))
-    sections = ["# The bucket tuner", INTRODUCTION, f"![Seconds per step by fusion size]({path.stem}.png)"]
-    for report in reports:
-        for title, columns, rows in _tables(report):
-            head = [f"## {title}", "", f"| {' | '.join(columns)} |", "| --- |" + " --: |" * (len(columns) - 1)]
-            sections.append("\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)]))
-    sections.append("## Repeating it")
-    for report in reports:
-        versions = ", ".join(f"{name} {value}" for name, value in report["environment"].items())
-        sections.append(f"```\n{report['command']}\n```\n\n{report['created']}; {versions}.")
-    path.write_text("\n\n".join(sections) + "\n")
-
+BENCHMARK = Benchmark(
+    "tuner",
+    "What the bucket tuner finds, beside a grid of sizes.",
+    measure,
+    page,
+    _add_options,
+    quick={"models": ["tiny"], "slow": None, "steps_per_trial": 2, "max_trials": 3, "sizes": 3},
+)
 
 if __name__ == "__main__":
-    main()
+    main_of(__spec__)

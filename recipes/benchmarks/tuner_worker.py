@@ -1,13 +1,11 @@
-"""One worker of the tuner's benchmark: `python -m recipes.benchmarks.tuner_worker JOB.json`, started once per rank."""
+"""Work of one worker of the tuner's benchmark."""
 
 from __future__ import annotations
 
 import itertools
 import statistics
-import sys
 import time
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,14 +23,10 @@ from ddp_hooks.planning import (
     slowest_of,
 )
 from recipes.benchmarks.emulation import emulate
-from recipes.benchmarks.tuner_job import TunerJob
+from recipes.benchmarks.harness.worker import report, slowest
+from recipes.benchmarks.steps_worker import StepTimes, goodput_bytes_per_s, train_step
+from recipes.benchmarks.tuner import TunerJob
 from recipes.benchmarks.variants import Trainee
-from recipes.benchmarks.worker import StepTimes, goodput_bytes_per_s, over_ranks, report, run, train_step
-
-
-def main() -> None:
-    job = TunerJob.load(Path(sys.argv[1]))
-    run(job, lambda: search_and_compare(job))
 
 
 def search_and_compare(job: TunerJob) -> dict[str, Any]:
@@ -58,11 +52,11 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
         train_step(trainee, StepTimes())
         steps += 1
         for trial in tuning.trials[told:]:
-            report(f"{job.name} trial {len(tuning.trials)}: {trial.mb:.3g} MB, {trial.step_s:.4f} s per step")
+            report(f"{job.workload.name} trial {len(tuning.trials)}: {trial.mb:.3g} MB, {trial.step_s:.4f} s per step")
         told = len(tuning.trials)
     search_s = time.perf_counter() - start_s
     chosen_mb = tuning.mb
-    report(f"{job.name}: {tuning.mb:.3g} MB after {steps} steps, {search_s:.0f} s")
+    report(f"{job.workload.name}: {tuning.mb:.3g} MB after {steps} steps, {search_s:.0f} s")
     result = {
         "goodput_bytes_per_s": goodput,
         "trials": [asdict(trial) for trial in tuning.trials],
@@ -108,19 +102,15 @@ def measure_sizes(job: TunerJob, state: DearState, trainee: Trainee, sizes_mb: l
             state.set_fusion("size", mb=mb)
             train_step(trainee, StepTimes())
             seconds = []
-            for _ in range(job.timed_steps):
+            for _ in range(job.steps):
                 begin_s = time.perf_counter()
                 train_step(trainee, StepTimes())
                 seconds.append(time.perf_counter() - begin_s)
-            (slowest_s,) = over_ranks([statistics.median(seconds)], dist.ReduceOp.MAX)
+            (slowest_s,) = slowest(statistics.median(seconds))
             rounds[index].append(slowest_s)
-            report(f"{job.name} round {number + 1}/{job.rounds}, {mb:.3g} MB: {slowest_s:.4f} s per step")
+            report(f"{job.workload.name} round {number + 1}/{job.rounds}, {mb:.3g} MB: {slowest_s:.4f} s per step")
     return [
         {"mb": mb, "num_groups": state.tuning.tunable.groups_of(mb).num_groups, "steps_s": steps_s}
         for sizes, steps_s in zip(equal, rounds, strict=True)
         for mb in sizes
     ]
-
-
-if __name__ == "__main__":
-    main()

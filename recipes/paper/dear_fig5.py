@@ -17,8 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipes.benchmarks.halves_job import KINDS, HalvesJob
-from recipes.benchmarks.launch import run_job
+from recipes.benchmarks.halves_worker import KINDS, HalvesJob, time_halves
+from recipes.benchmarks.harness import run_job
 from recipes.paper.page import Claim, Page, Section, prose, run
 
 if TYPE_CHECKING:
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
 MODULE = "recipes.paper.dear_fig5"
 PROSE = prose(Path(__file__).with_name("dear_fig5.md"))
-WORKER = "recipes.benchmarks.halves_worker"
 SMALL = (1 << 14, 1 << 16, 1 << 18, 1 << 19, 1 << 20)  # bytes; Fig. 5 has a panel of small and one of large messages
 LARGE = (1 << 22, 1 << 24, 1 << 25, 1 << 26)
 
@@ -90,7 +89,7 @@ def make(options: argparse.Namespace) -> Page:
     job = HalvesJob((*small, *large), rounds=2 if options.quick else 9)
     rate = None if options.loopback else options.rate
     try:
-        times = Times.of(run_job(job, 2 if options.quick else options.workers, rate, WORKER))
+        times = Times.of(run_job(time_halves, job, 2 if options.quick else options.workers, rate))
     except RuntimeError as error:  # also ClusterUnavailable, which says what is missing
         sys.exit(f"error: {error}")
     sections = [

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from rich.console import Console
-from rich.table import Table
-
-from recipes.benchmarks.dear_table2 import environment, now
+from recipes.common import pages
+from recipes.common.pages import Origin, Picture, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-Origin: TypeAlias = Literal["simulated", "measured", "counted"]
+Kind: TypeAlias = Literal["simulated", "measured", "counted"]
 """Where our numbers come from: the simulator; a clock or a training run; bytes and messages of real collectives."""
 
 _NOTHING = 1e-9  # a rounding error
-_WIDTH = 150  # of tables on a terminal
 CLAIM_COLUMNS = ("what", "ours", "paper", "difference")
 
 
@@ -100,25 +97,25 @@ class Section:
     """
 
     title: str
-    origin: Origin
+    origin: Kind
     text: str
     claims: Sequence[Claim] = ()
     columns: Sequence[str] = ()
     rows: Sequence[Sequence[str]] = ()
     draw: Callable[[Figure], None] | None = None
 
-    @property
-    def slug(self) -> str:
-        """Of its picture's name."""
-        return re.sub(r"[^a-z0-9]+", "_", self.title.partition(":")[0].lower()).strip("_")
-
-    def tables(self) -> Iterable[tuple[Sequence[str], Sequence[Sequence[str]]]]:
-        """Columns and rows of its tables."""
+    def parts(self) -> list[pages.Part]:
+        """Return its heading, text, picture and tables."""
+        parts: list[pages.Part] = [f"## {self.title}", f"*{self.origin.capitalize()}.* {self.text.strip()}"]
+        if self.draw is not None:
+            parts.append(Picture(self.title, self.draw))
+        title = f"{self.title} ({self.origin})"
         if self.claims:
             columns = (CLAIM_COLUMNS[0], f"ours, {self.origin}", *CLAIM_COLUMNS[2:])
-            yield columns, [claim.cells() for claim in self.claims]
+            parts.append(Table(title, columns, [claim.cells() for claim in self.claims], has_heading=False))
         if self.rows:
-            yield self.columns, self.rows
+            parts.append(Table(title, self.columns, self.rows, has_heading=False))
+        return parts
 
 
 @dataclass(frozen=True)
@@ -129,7 +126,7 @@ class Page:
         title: of the page.
         introduction: in Markdown.
         sections: figures and tables of the paper.
-        module: whose ``python -m`` makes it.
+        module: ``python -m`` of it makes the page.
     """
 
     title: str
@@ -137,49 +134,17 @@ class Page:
     sections: Sequence[Section]
     module: str
 
-    def show(self, console: Console | None = None) -> None:
-        """Print the tables."""
-        console = console or Console(width=_WIDTH)
+    def made(self, path: Path | None = None) -> pages.Page:
+        """Return the page that is shown, or written to ``path``."""
+        parts: list[pages.Part] = [self.introduction]
         for section in self.sections:
-            for columns, rows in section.tables():
-                table = Table(title=f"{section.title} ({section.origin})")
-                for index, column in enumerate(columns):
-                    table.add_column(column, justify="right" if index else "left")
-                for row in rows:
-                    table.add_row(*row)
-                console.print(table)
-
-    def write(self, path: Path) -> None:
-        """Write a Markdown page, its pictures beside it."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        parts = [f"# {self.title}", self.introduction.strip()]
-        for section in self.sections:
-            parts += [f"## {section.title}", f"*{section.origin.capitalize()}.* {section.text.strip()}"]
-            if section.draw is not None:
-                name = f"{path.stem}_{section.slug}.png"
-                _save(section.draw, path.with_name(name))
-                parts.append(f"![{section.title}]({name})")
-            parts += [_markdown(columns, rows) for columns, rows in section.tables()]
-        versions = ", ".join(f"{name} {value}" for name, value in environment().items())
-        parts += ["## Repeating it", f"```\npython -m {self.module} --markdown docs/results/{path.name}\n```"]
-        path.write_text("\n\n".join([*parts, f"{now()}; {versions}."]) + "\n")
-
-
-def _markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    head = [f"| {' | '.join(columns)} |", "| :-- |" + " --: |" * (len(columns) - 1)]
-    return "\n".join([*head, *(f"| {' | '.join(row)} |" for row in rows)])
-
-
-def _save(draw: Callable[[Figure], None], path: Path) -> None:
-    from matplotlib.figure import Figure
-
-    figure = Figure(layout="constrained")
-    draw(figure)
-    figure.savefig(path, dpi=120)
+            parts += section.parts()
+        command = f"python -m {self.module}" + (f" --markdown docs/results/{path.name}" if path else "")
+        return pages.Page(self.title, parts, [Origin(command, pages.now(), pages.environment())])
 
 
 def prose(path: Path) -> dict[str, str]:
-    """What a page says besides its numbers, from a Markdown file: by heading; what is before the first under ``""``."""
+    """Read the texts of a page from a Markdown file, by heading; text before the first heading is under ``""``."""
     before, *parts = re.split(r"^## (.+)$", path.read_text(), flags=re.MULTILINE)
     texts = {title.strip(): text.strip() for title, text in zip(parts[::2], parts[1::2], strict=True)}
     return {"": before.strip(), **texts} if before.strip() else texts
@@ -199,6 +164,6 @@ def run(
     add(parser)
     options = parser.parse_args(arguments)
     page = make(options)
-    page.show()
+    page.made().show()
     if options.markdown:
-        page.write(options.markdown)
+        page.made(options.markdown).write(options.markdown)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,11 +15,11 @@ from torch import nn
 
 from recipes.benchmarks import dear_table2, workloads
 from recipes.benchmarks.emulation import SleepClock, emulate, gradient_values
-from recipes.benchmarks.job import Job
-from recipes.benchmarks.report import print_results, write_markdown
-from recipes.benchmarks.results import Report, Result, bounds_of, summarise
+from recipes.benchmarks.harness import Run
+from recipes.benchmarks.steps import bounds_of, summarise
+from recipes.benchmarks.steps_worker import StepTimes, timed_window, train_step
 from recipes.benchmarks.variants import build, parse_settings, parse_variant
-from recipes.benchmarks.worker import StepTimes, timed_window, train_step
+from recipes.common.pages import Origin
 
 GBIT = 1e9 / 8  # bytes per second
 
@@ -81,12 +81,6 @@ def test_a_model_whose_parameter_never_runs_is_refused() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     with pytest.raises(ValueError, match=r"no leaf module ran with \['1.bias', '1.weight'\]"):
         workloads.trace(model, lambda model: model[0](torch.empty(1, 2)))  # type: ignore[index]
-
-
-def test_job_survives_its_file(tmp_path: Path) -> None:
-    job = Job(load("bert"), 10.0, ("ddp-25mb", "dear"), dear_settings={"lanes": 2})
-    job.save(tmp_path / "job.json")
-    assert Job.load(tmp_path / "job.json") == job
 
 
 # Emulated compute
@@ -249,7 +243,7 @@ def test_wrong_options_are_refused_before_anything_runs(
     arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        dear_table2.main(arguments)
+        dear_table2.BENCHMARK.run(arguments)
     assert message in capsys.readouterr().err
 
 
@@ -260,56 +254,47 @@ def window(step_s: float) -> dict[str, float]:
     return {"step_s": step_s, "forward_s": 0.1, "backward_s": 0.2, "optimizer_s": 0.0, "cpu_s": 1.0}
 
 
-def made_up_result() -> Result:
+def made_up_result() -> dict[str, Any]:
     windows = {
         "ddp-1mb": [window(1.3), window(1.2), window(1.6)],
         "ddp-25mb": [window(1.5)] * 3,
         "ddp-bf16": [window(0.7)] * 3,
         "dear": [window(0.9), window(1.0), window(1.1)],
     }
-    limits = bounds_of(load("tiny"), 1, 4, GBIT, 0.9 * GBIT)
-    return Result(
-        model="tiny",
-        workers=4,
-        rate="1gbit",
-        slow=1.0,
-        steps=5,
-        rounds=3,
-        num_layers=4,
-        num_tensors=8,
-        parameter_bytes=1000,
-        compute_s=0.3,
-        link_bytes_per_s=GBIT,
-        goodput_bytes_per_s=0.9 * GBIT,
-        bounds=limits,
-        variants=summarise(windows, compute_s=0.3, bound_s=0.8),
-        unavailable={"fsdp2": "not today"},
-        windows=windows,
-        details={},
-    )
+    return {
+        **{"model": "tiny", "workers": 4, "rate": "1gbit", "slow": 1.0, "steps": 5, "rounds": 3},
+        **{"num_layers": 4, "num_tensors": 8, "parameter_bytes": 1000, "compute_s": 0.3},
+        **{"link_bytes_per_s": GBIT, "goodput_bytes_per_s": 0.9 * GBIT},
+        "bounds": bounds_of(load("tiny"), 1, 4, GBIT) | {"dependency": 0.8},
+        "bounds_goodput": bounds_of(load("tiny"), 1, 4, 0.9 * GBIT),
+        "unavailable": {"fsdp2": "not today"},
+        "windows": windows,
+        "details": {},
+    }
 
 
 def test_summary_compares_with_the_best_plain_ddp() -> None:
-    dear = made_up_result().variants["dear"]
+    dear = summarise(made_up_result())["dear"]
     assert (dear.step_s, dear.fastest_s, dear.slowest_s) == (1.0, 0.9, 1.1)
     assert dear.speedup == pytest.approx(1.3)  # not over bf16's 0.7, nor a lucky 1.2
     assert dear.over_bound == pytest.approx(1.25)
     assert dear.exposed_s == pytest.approx(0.7)
 
 
-def test_report_is_saved_shown_and_rendered(tmp_path: Path) -> None:
-    report = Report("python -m recipes.benchmarks.dear_table2", "today", {"torch": "2"}, [made_up_result()])
-    dear_table2.save(report, tmp_path)
-    assert Report.load(tmp_path / "dear_table2.json") == report
-    assert (tmp_path / "dear_table2.png").stat().st_size > 10_000
+def test_runs_are_saved_shown_and_rendered(tmp_path: Path) -> None:
+    run = Run(Origin("python -m recipes.benchmarks.dear_table2", "today", {"torch": "2"}), [made_up_result()])
+    run.save(tmp_path / "run.json")
+    assert Run.load(tmp_path / "run.json") == run
 
-    write_markdown([report], tmp_path / "page.md")
-    page = (tmp_path / "page.md").read_text()
-    for expected in ("(page.png)", "| dear | 1.000 | 0.900–1.100 | 1.300 | 1.250 |", "not today", report.command):
-        assert expected in page
+    page = dear_table2.page([run])
+    page.write(tmp_path / "page.md")
+    assert (tmp_path / "page.png").stat().st_size > 10_000
+    text = (tmp_path / "page.md").read_text()
+    for expected in ("(page.png)", "| dear | 1.000 | 0.900–1.100 | 1.300 | 1.250 |", "not today", run.origin.command):
+        assert expected in text
 
     console = Console(width=80, record=True, file=(tmp_path / "table.txt").open("w"))
-    print_results(report.results, console)
+    page.show(console)
     shown = console.export_text()
     assert "dependency-aware bound" in shown
     assert "…" not in shown.replace("… one optimizer step", "")  # nothing was cut off
@@ -319,12 +304,12 @@ def test_report_is_saved_shown_and_rendered(tmp_path: Path) -> None:
 def test_quick_run_on_loopback(tmp_path: Path) -> None:
     """Real workers, every kind of variant: exits well and writes what it promises."""
     variants = ["ddp-25mb", "ddp-bf16", "fsdp2", "dear:lanes=2"]
-    dear_table2.main(["--quick", "--loopback", "--variants", *variants, "--output", str(tmp_path)])
-    (result,) = json.loads((tmp_path / "dear_table2.json").read_text())["results"]
-    assert list(result["variants"]) == variants
+    dear_table2.BENCHMARK.run(["--quick", "--loopback", "--variants", *variants, "--output", str(tmp_path)])
+    (result,) = Run.load(tmp_path / "dear_table2.json").results
+    assert list(result["windows"]) == variants
     assert result["rate"] is None
-    for measured in result["variants"].values():
-        assert measured["step_s"] >= result["compute_s"]
-        assert measured["cpu_s"] > 0
+    for measured in summarise(result).values():
+        assert measured.step_s >= result["compute_s"]
+        assert measured.cpu_s > 0
     # Two workers: half of every reduce-scatter and half of every gather.
     assert result["details"]["dear:lanes=2"]["sent_bytes"] == pytest.approx(result["parameter_bytes"], rel=0.1)

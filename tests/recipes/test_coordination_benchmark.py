@@ -2,31 +2,35 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ddp_hooks.comm import num_rounds
 from recipes.benchmarks import coordination
 from recipes.benchmarks.coordination_fabric import NEGOTIATED, Costs, agree_on_fabric, formula_s, planner_s
-from recipes.benchmarks.coordination_job import VARIANTS, ControlJob, GroupingJob, load
+from recipes.benchmarks.coordination_report import report_of
+from recipes.benchmarks.harness import Run
+from recipes.common.pages import Origin
 
 
 @pytest.mark.slow
 def test_a_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    coordination.main(["--quick", "--output", str(tmp_path / "out"), "--markdown", str(page)])
-    assert "nothing in steady state: met" in capsys.readouterr().out
+    coordination.BENCHMARK.run(["--quick", "--output", str(tmp_path / "out"), "--markdown", str(page)])
+    assert "tensors per step" in capsys.readouterr().out
     text = page.read_text()
+    assert "nothing in steady state: met" in text
     for name in ("control", "ranks", "groups", "sizes"):
         assert f"(page_{name}.png)" in text and (tmp_path / f"page_{name}.png").stat().st_size > 0
     assert "python -m recipes.benchmarks.coordination --quick" in text
-    report = json.loads((tmp_path / "out" / "coordination.json").read_text())
+    report = report_of(Run.load(tmp_path / "out" / "coordination.json").results)
     num_tensors = report["control"]["job"]["num_tensors"]
     ((measured),) = report["control"]["measured"]
     for windows in measured["windows"].values():
-        assert list(windows) == list(VARIANTS) and all(f"| 2 | {name} |" in text for name in VARIANTS)
+        assert list(windows) == list(coordination.VARIANTS)
+        assert all(f"| 2 | {name} |" in text for name in coordination.VARIANTS)
         for each in windows["verified"]:
             assert each["all"]["messages"] == each["all"]["bytes"] == 0
         for each in windows["bitvector"]:
@@ -50,27 +54,21 @@ def test_what_was_measured_is_shown_again(tmp_path: Path, capsys: pytest.Capture
     window = dict.fromkeys(("first", "most", "all"), costs)
     job = {"num_tensors": 160, "step_s": 0.1, "patterns": ["burst"], "variants": ["bitvector", "verified"]}
     grouped = {"0": [{"step_s": 2.0, "collectives": 3.0, "cycles": 3.0, "sizes": {"25": 1.0, "3": 2.0}}]}
-    report = {
-        "command": "python -m …",
-        "created": "now",
-        "environment": {},
-        "control": {
-            "job": job,
-            "measured": [{"workers": 8, "windows": {"burst": {"bitvector": [window], "verified": [window]}}}],
-        },
-        "fabric": {"costs": {"alpha_s": 5e-6, "handling_s": 5e-6}, "points": []},
-        "grouping": {"model": "tiny", "workers": 2, "num_tensors": 3, "windows": grouped},
-    }
+    windows = {"burst": {"bitvector": [window], "verified": [window]}}
+    results: list[dict[str, Any]] = [
+        {"kind": "control", "workers": 8, "rate": None, "job": job, "windows": windows},
+        {"kind": "fabric", "costs": {"alpha_s": 5e-6, "handling_s": 5e-6}, "points": []},
+        {"kind": "grouping", "model": "tiny", "group_workers": 2, "num_tensors": 3, "windows": grouped},
+    ]
     saved, page = tmp_path / "saved.json", tmp_path / "page.md"
-    saved.write_text(json.dumps(report))
-    coordination.main(["--render", str(saved), "--markdown", str(page)])
+    Run(Origin("python -m …", "now", {}), results).save(saved)
+    coordination.BENCHMARK.run(["--results", str(saved), "--markdown", str(page)])
     text = page.read_text()
     assert "Verified schedule, nothing in steady state: not met, 400 messages or bytes." in text
     assert "Bitvector, at most 28 bytes: not met, 100 bytes." in text
     assert "messages per rank and cycle: not met." in text
     assert "at 8 workers, all tensors asked for at once, from beginning to end: not met, 2.00%." in text
     assert "at 8 workers, all tensors asked for at once, of the processor: met, 0.50%." in text
-    assert "not met, 2.00%" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("variant", NEGOTIATED)
@@ -97,8 +95,3 @@ def test_formulas_of_code_and_planner_have_one_shape() -> None:
     assert max(ratios["hierarchical"]) / min(ratios["hierarchical"]) < 1.1
     assert ratios["bitvector"] == pytest.approx([1] * 3), "since handling takes as long as a message here"
 
-
-def test_jobs_are_what_was_saved(tmp_path: Path) -> None:
-    for job in (ControlJob(patterns=("spread",)), GroupingJob((("w", 3, 0.5),), 0.1, (1, 0))):
-        job.save(tmp_path / "job.json")
-        assert load(tmp_path / "job.json") == job

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import numpy as np
@@ -10,8 +9,9 @@ import pytest
 
 from recipes.benchmarks import embrace
 from recipes.benchmarks import embrace_workloads as workloads
-from recipes.benchmarks.embrace_job import SWEPT, VARIANTS, EmbraceJob
+from recipes.benchmarks.embrace import SWEPT, VARIANTS
 from recipes.benchmarks.embrace_workloads import MIB, make_ids
+from recipes.benchmarks.harness import Run
 
 # Table 1: model, embedding; Table 3: original, coalesced, prior; all in MiB.
 PAPER = {
@@ -56,17 +56,11 @@ def test_scaling_keeps_what_is_looked_up() -> None:
         workloads.load("nothing")
 
 
-def test_job_survives_its_file(tmp_path: Path) -> None:
-    job = EmbraceJob(workloads.load("tiny"), ("2d",), densities=(0.1,))
-    job.save(tmp_path / "job.json")
-    assert EmbraceJob.load(tmp_path / "job.json") == job
-
-
 @pytest.mark.slow
 def test_every_variant_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    embrace.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
-    (measured,) = json.loads((tmp_path / "embrace.json").read_text())["measured"]
+    embrace.BENCHMARK.run(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
+    (measured,) = Run.load(tmp_path / "embrace.json").results
     assert list(measured["windows"]) == list(VARIANTS)
     assert all(window["sent_bytes"] > 0 for windows in measured["windows"].values() for window in windows)
     details = measured["details"]["2d"]
@@ -80,11 +74,11 @@ def test_every_variant_from_end_to_end(tmp_path: Path, capsys: pytest.CaptureFix
 
 @pytest.mark.slow
 def test_the_sweep(tmp_path: Path) -> None:
-    embrace.main(["--quick", "--sweep", "--loopback", "--output", str(tmp_path)])
-    (measured,) = json.loads((tmp_path / "embrace.json").read_text())["measured"]
+    embrace.BENCHMARK.run(["--quick", "--sweep", "--loopback", "--output", str(tmp_path)])
+    (measured,) = Run.load(tmp_path / "embrace.json").results
     assert list(measured["sweep"]) == list(SWEPT)
     assert all(list(seconds) == ["0.1", "1.0"] for seconds in measured["sweep"].values())
-    embrace.main(["--results", str(tmp_path / "embrace.json"), "--markdown", str(tmp_path / "page.md")])
+    embrace.BENCHMARK.run(["--results", str(tmp_path / "embrace.json"), "--markdown", str(tmp_path / "page.md")])
     assert "| density | all-reduce |" in (tmp_path / "page.md").read_text()
 
 

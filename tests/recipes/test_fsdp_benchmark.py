@@ -5,12 +5,12 @@ Prevents: a speed-up over stock FSDP2 that was used in another way.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from recipes.benchmarks import fsdp
+from recipes.benchmarks.harness import Run
 
 
 @pytest.mark.parametrize(
@@ -40,18 +40,18 @@ def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
         f"{fsdp.RING},all_gather=int8,reduce_scatter=int8",
         "fsdp2-tuned",
     ]
-    fsdp.main(["--quick", "--loopback", "--variants", *variants, "--output", str(tmp_path)])
+    fsdp.BENCHMARK.run(["--quick", "--loopback", "--variants", *variants, "--output", str(tmp_path)])
     assert "× stock" in capsys.readouterr().out
     path, page = tmp_path / "fsdp.json", tmp_path / "page.md"
-    (result,) = json.loads(path.read_text())["results"]
-    assert list(result["variants"]) == variants
+    (result,) = Run.load(path).results
+    assert list(result["windows"]) == variants
     sent = {name: details.get("sent_bytes_per_step") for name, details in result["details"].items()}
     exact, added, int8 = (sent[name] for name in variants[3:6])
     assert exact == added and exact == pytest.approx(result["parameter_bytes"], rel=0.01), "half of both, of two"
     assert int8 == pytest.approx(exact * 260 / 1024, rel=0.05)
     assert sent[fsdp.STOCK] is None and result["details"]["fsdp2-tuned"]["trials"] > 0
 
-    fsdp.main(["--render", str(path), "--markdown", str(page)])
+    fsdp.BENCHMARK.run(["--results", str(path), "--markdown", str(page)])
     text = page.read_text()
     assert all(f"| `{name}` |" in text for name in variants) and "Tuning found blocks of" in text
     assert "recipes.benchmarks.fsdp --quick" in text and (tmp_path / "page.png").stat().st_size > 10_000

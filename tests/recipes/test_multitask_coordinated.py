@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import torch
 
 from recipes import multitask_coordinated as recipe
 from recipes.benchmarks import conditional
+from recipes.benchmarks.harness import Run
 from recipes.images import load_images
 from recipes.record import Record
 from tests.support.recipes.launched import run_recipe
@@ -56,12 +56,12 @@ def test_tasks() -> None:
 @pytest.mark.slow
 def test_the_benchmark_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
-    conditional.main(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
+    conditional.BENCHMARK.run(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
     assert "Every rank uses two branches of its own, 2 workers, loopback" in capsys.readouterr().out
-    results = json.loads((tmp_path / "conditional.json").read_text())["results"]
-    assert [result["job"]["choice"] for result in results] == ["step", "rank"]
+    results = Run.load(tmp_path / "conditional.json").results
+    assert [result["choice"] for result in results] == ["step", "rank"]
     for result in results:
-        assert len(set(result["digests"].values())) == 1, "all of them train the same"
+        assert len({windows[-1]["digest"] for windows in result["windows"].values()}) == 1, "all of them train the same"
         sent_mb = result["windows"]["coordinated"][-1]["sent_mb"]
         assert 0 < sent_mb * 1e6 < result["parameter_bytes"], "what two ranks all-reduce, and less"
     text = page.read_text()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from ddp_hooks.comm import num_rounds
+from recipes.common.pages import slug
 from recipes.paper import horovod, horovod_summit
 from recipes.paper.horovod_summit import (
     BACKENDS,
@@ -123,8 +124,8 @@ def test_the_page_has_every_section(tmp_path: Path) -> None:
     for section in page.sections:
         assert f"## {section.title}" in text and section.text in text and len(section.text) > 200
         assert section.claims or section.rows
-        assert section.draw is None or (tmp_path / f"page_{section.slug}.png").stat().st_size > 1000
-    figures = {section.slug for section in page.sections if section.draw}
+        assert section.draw is None or (tmp_path / f"page_{slug(section.title)}.png").stat().st_size > 1000
+    figures = {slug(section.title) for section in page.sections if section.draw}
     assert figures >= {f"figure_{number}" for number in (2, 3, 6, 7, 8, 9, 10, 11)}
 
 

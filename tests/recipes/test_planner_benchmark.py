@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from recipes.benchmarks import planner
+from recipes.benchmarks.harness import Run
 from recipes.benchmarks.planner import Compared, is_ordered
 
 
@@ -27,13 +27,13 @@ def test_times_that_are_too_close_have_no_order() -> None:
 
 @pytest.mark.slow
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    planner.main(["--quick", "--loopback", "--output", str(tmp_path)])
+    planner.BENCHMARK.run(["--quick", "--loopback", "--output", str(tmp_path)])
     assert "Predicted and measured" in capsys.readouterr().out
     path, page = tmp_path / "planner.json", tmp_path / "planner.md"
-    (run,) = json.loads(path.read_text())["runs"]
+    (run,) = Run.load(path).results
     assert set(run["windows"]) == set(planner.VARIANTS)
     assert [each.predicted_s > 0.01 for each in planner.compare(run)] == [True] * 4
-    planner.main(["--results", str(path), str(path), "--markdown", str(page)])
+    planner.BENCHMARK.run(["--results", str(path), str(path), "--markdown", str(page)])
     text = page.read_text()
     assert text.count("| tiny | 2 | loopback |") == 2 and "of 2 combinations" in text
     assert "python -m recipes.benchmarks.planner --quick" in text

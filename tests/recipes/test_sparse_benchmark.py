@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,15 +9,10 @@ import torch
 
 from ddp_hooks.comm import Algorithm, Recv, Send, run_on_fabric
 from recipes.benchmarks import sparse_allreduce
-from recipes.benchmarks.sparse_allreduce import COLUMNS, Network, lines_of, show
-from recipes.benchmarks.sparse_job import DENSE, SPARSE, SparseJob
+from recipes.benchmarks.harness import Run
+from recipes.benchmarks.sparse_allreduce import COLUMNS, DENSE, SPARSE, lines_of
 from recipes.benchmarks.sparse_worker import Recording
-
-
-def test_job_survives_its_file(tmp_path: Path) -> None:
-    job = SparseJob(("spardl",), (1000, 2000), (0.1,), rounds=2)
-    job.save(tmp_path / "job.json")
-    assert SparseJob.load(tmp_path / "job.json") == job
+from recipes.common.pages import Origin
 
 
 def test_a_recording_sends_the_same_messages_again() -> None:
@@ -39,7 +33,7 @@ def test_ratios_are_to_the_all_reduce_of_the_same_length() -> None:
         return {"name": name, "numel": numel, "density": 0.01, **times}
 
     rows = [row("all-reduce", 100, 4.0), row("all-reduce", 100, 6.0), row("spardl", 100, 1.0), row("spardl", 200, 1.0)]
-    lines = {(line.name, line.numel): line for line in lines_of(Network(4, "1gbit", rows))}
+    lines = {(line.name, line.numel): line for line in lines_of({"rows": rows})}
     assert lines["spardl", 100].speedup == 5.0 and lines["spardl", 200].speedup is None
     assert (lines["all-reduce", 100].fastest_s, lines["all-reduce", 100].slowest_s) == (4.0, 6.0)
 
@@ -52,9 +46,10 @@ def test_tables_fit_a_terminal_of_80_columns(
     times = [{"total_s": seconds, **rest} for seconds in (9.123, 9.456)]
     names = ["all-reduce", *SPARSE]
     rows = [{"name": name, "numel": 100_000_000, "density": 0.001, **row} for name in names for row in times]
-    show(Network(8, "100mbit", rows))
+    origin = Origin("", "", {})
+    sparse_allreduce.page([Run(origin, [{"workers": 8, "rate": "100mbit", "rows": rows}])]).show()
     shown = capsys.readouterr().out
-    assert all(heading in shown for heading in COLUMNS) and "…" not in shown
+    assert all(word in shown for heading in COLUMNS for word in heading.split()) and "…" not in shown
 
 
 @pytest.mark.parametrize(
@@ -69,7 +64,7 @@ def test_variants_that_there_are_not(
     variant: str, workers: str, complaint: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit):
-        sparse_allreduce.main(["--workers", workers, "--variants", variant, "--loopback"])
+        sparse_allreduce.BENCHMARK.run(["--workers", workers, "--variants", variant, "--loopback"])
     assert complaint in capsys.readouterr().err
 
 
@@ -78,12 +73,12 @@ def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
     page = tmp_path / "sparse.md"
     variants = [*DENSE, *SPARSE, "spardl-b2"]
     called = ["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page), "--variants", *variants]
-    sparse_allreduce.main(called)
-    (network,) = json.loads((tmp_path / "sparse_allreduce.json").read_text())["networks"]
+    sparse_allreduce.BENCHMARK.run(called)
+    (network,) = Run.load(tmp_path / "sparse_allreduce.json").results
     assert [row["name"] for row in network["rows"]] == variants
     assert all(row["total_s"] > 0 for row in network["rows"])
     merged = tmp_path / "merged.md"
     results = [str(tmp_path / "sparse_allreduce.json")] * 2
-    sparse_allreduce.main(["--results", *results, "--markdown", str(merged)])
+    sparse_allreduce.BENCHMARK.run(["--results", *results, "--markdown", str(merged)])
     assert merged.read_text().count("## 2 workers") == 2 and merged.with_suffix(".png").exists()
     assert "powersgd" in capsys.readouterr().out and "spardl" in page.read_text()

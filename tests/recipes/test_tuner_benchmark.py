@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
 from recipes.benchmarks import tuner
+from recipes.benchmarks.harness import Run
 from recipes.benchmarks.tuner_replay import Curve, trials_needed
 
 VALLEY = Curve((1.0, 4.0, 10.0, 30.0, 100.0), (2.0, 1.2, 1.0, 1.3, 2.0), 0.01)
@@ -36,17 +36,17 @@ def test_replays_count_trials() -> None:
 
 @pytest.mark.slow
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tuner.main(["--quick", "--loopback", "--output", str(tmp_path)])
+    tuner.BENCHMARK.run(["--quick", "--loopback", "--output", str(tmp_path)])
     printed = capsys.readouterr().out
     assert "What was found, 2 workers, loopback" in printed and "Trials to come within 3 % / 1 %" in printed
     path = tmp_path / "tuner.json"
-    (found,) = json.loads(path.read_text())["found"]
+    (found,) = Run.load(path).results
     measured_mb = [point["mb"] for point in found["grid"]]
     assert found["trials"][0]["mb"] == found["predicted_mb"], "the search begins where the cost model says"
     assert {found["chosen_mb"], found["predicted_mb"]} <= set(measured_mb)
     assert all(len(point["steps_s"]) == 1 for point in found["grid"])
     page = tmp_path / "tuner.md"
-    tuner.main(["--results", str(path), str(path), "--markdown", str(page)])
+    tuner.BENCHMARK.run(["--results", str(path), str(path), "--markdown", str(page)])
     text = page.read_text()
     assert text.count("| tiny |") == 4 and "python -m recipes.benchmarks.tuner --quick" in text
     assert (tmp_path / "tuner.png").stat().st_size > 10_000

@@ -1,0 +1,1 @@
+"""Helpers that scripts share: data, tokens, processes, tables and pages."""
