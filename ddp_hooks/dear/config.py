@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -18,7 +17,6 @@ Collective: TypeAlias = Literal["direct", "two-level", "auto"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 _LAYERS = 4  # of a group, with fusion="layers"
-_EARLIER_COLLECTIVES = ("ring", "log")  # of versions up to 0.1
 
 
 @dataclass(frozen=True)
@@ -100,19 +98,9 @@ class DearConfig:
     stall_warning_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if self.update not in get_args(Update):
-            raise ValueError(f"update must be one of {get_args(Update)}, got {self.update!r}")
-        if self.fusion not in get_args(Fusion):
-            raise ValueError(f"fusion must be one of {get_args(Fusion)}, got {self.fusion!r}")
-        if self.collective in _EARLIER_COLLECTIVES:
-            warnings.warn(
-                f'collective="{self.collective}" is "direct" now, which sends as many bytes in one round; leave it out',
-                DeprecationWarning,
-                stacklevel=3,
-            )
-            object.__setattr__(self, "collective", "direct")  # so that it equals what other ranks say
-        elif self.collective not in get_args(Collective):
-            raise ValueError(f"collective must be one of {get_args(Collective)}, got {self.collective!r}")
+        for name, choices in (("update", Update), ("fusion", Fusion), ("collective", Collective)):
+            if getattr(self, name) not in get_args(choices):
+                raise ValueError(f"{name} must be one of {get_args(choices)}, got {getattr(self, name)!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in (torch.bfloat16, torch.float32, torch.float64):
             raise ValueError(
                 f"reduce_dtype must be None, torch.bfloat16, torch.float32 or torch.float64 (float16 would "

@@ -60,12 +60,7 @@ _IN_SETUP = (
 
 
 def find_setting_without_effect(config: Any, setup: Setup | None = None) -> str | None:
-    """Return the first setting that has no effect, where it has none and what to do; None if all have one.
-
-    Args:
-        config: a :class:`~ddp_hooks.DearConfig`.
-        setup: what they are for; None: not known yet, so that settings are only compared with each other.
-    """
+    """Return the first setting that has no effect, where it has none and what to do; None if all have one."""
     rules, known = (_BESIDE_OTHERS, (config,)) if setup is None else (_IN_SETUP, (config, setup))
     for name, applies, where, remedy in rules:
         value, default = getattr(config, name), getattr(type(config), name)

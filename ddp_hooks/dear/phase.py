@@ -19,11 +19,7 @@ class Phase(Enum):
     CLOSED = "closed"
 
     def followed_by(self, phase: Phase) -> Phase:
-        """Return ``phase``, if it may follow this one.
-
-        Raises:
-            RuntimeError: it may not: DDP or torch calls hooks in another order than we know.
-        """
+        """Return ``phase``, if it may follow this one."""
         if phase is not Phase.CLOSED and phase not in _NEXT[self]:
             raise RuntimeError(
                 f"DearState is {self.value} and cannot be {phase.value} next; please report this, with the versions of "

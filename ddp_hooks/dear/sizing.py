@@ -65,11 +65,7 @@ def _suit(lanes: Lanes, settings: LaneSettings, config: DearConfig) -> LinkProfi
 
 
 def choose_node_size(config: DearConfig, lanes: Lanes) -> int:
-    """Return the ranks per node for collectives on two levels, 1 for those on one; collective.
-
-    Raises:
-        ValueError: on every rank: nodes are not as collectives on two levels need them.
-    """
+    """Return the ranks per node for collectives on two levels, 1 for those on one; collective."""
     if lanes.native or lanes.world_size <= _ALIKE or config.collective not in ("two-level", "auto"):
         return 1
     size = config.node_size
@@ -93,11 +89,7 @@ def choose_node_size(config: DearConfig, lanes: Lanes) -> int:
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int | None:
-    """Return how many neighbouring ranks share each host; None if hosts have different numbers, or ranks are mixed.
-
-    >>> ranks_per_node(["a", "a", "b", "b"])
-    2
-    """
+    """Return how many neighbouring ranks share each host; None if hosts have different numbers, or ranks are mixed."""
     size = hosts.count(hosts[0])
     nodes = [hosts[first : first + size] for first in range(0, len(hosts), size)]
     equal = all(len(node) == size and len(set(node)) == 1 for node in nodes)

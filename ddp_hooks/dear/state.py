@@ -86,7 +86,7 @@ class DearState:
         driver.co_optimizers += co_optimizers.co_optimizers_in(ddp.module)
         for co_optimizer in driver.co_optimizers:
             co_optimizer.follow(optimizer)
-        if driver.update.spreads_state and driver.lanes.rank == 0 and not saved_by_loop:
+        if not driver.update.gathers_gradients and driver.lanes.rank == 0 and not saved_by_loop:
             logger.warning(
                 "each rank keeps a part of the optimizer's state: optimizer.state_dict() will need "
                 "state.consolidate() on all ranks before it, or use state.full_optimizer_state_dict()%s",
@@ -194,16 +194,6 @@ class DearState:
         full = self._driver.checkpoint.gather(range(self._driver.lanes.world_size))
         assert full is not None
         return full
-
-    def load_full_optimizer_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the optimizer from a complete ``state_dict``, saved here or by plain DDP; all ranks do it.
-
-        The same as ``optimizer.load_state_dict(state_dict)``, which cuts out this rank's shards.
-
-        Raises:
-            ValueError: the state is of another model.
-        """
-        self._optimizer.load_state_dict(state_dict)
 
     @calling("consolidate()")
     def consolidate(self, to: int = 0) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from ddp_hooks.comm import Lanes, Stall, Traffic, check_whole
 
@@ -89,12 +89,7 @@ class StatsLog:
 
 
 class StepMeter:
-    """Measures every step by the differences of running totals.
-
-    Args:
-        lanes: whose traffic counts.
-        step_stall, forward_stall: waits for reduce-scatters and for gathers.
-    """
+    """Measures every step by the differences of running totals."""
 
     def __init__(self, lanes: Lanes, step_stall: Stall, forward_stall: Stall) -> None:
         self.latest = DearStats()
@@ -105,8 +100,9 @@ class StepMeter:
 
     def end_step(self, num_groups: int, fusion_mb: float | None) -> None:
         """Put the costs since the last call into :attr:`latest`."""
-        before, now = self._before, self._totals()
-        traffic, self._before = now.traffic - before.traffic, now
+        then, self._before = self._before, self._totals()
+        traffic = self._before[0] - then[0]
+        step_stall_s, forward_stall_s, wall_s = (b - a for a, b in zip(then[1:], self._before[1:], strict=True))
         self.latest = DearStats(
             step=self.latest.step + 1,
             num_groups=num_groups,
@@ -115,20 +111,10 @@ class StepMeter:
             sent_bytes=traffic.sent_bytes,
             received_bytes=traffic.received_bytes,
             comm_s=None if self._lanes.native else traffic.busy_s,
-            step_stall_s=now.step_stall_s - before.step_stall_s,
-            forward_stall_s=now.forward_stall_s - before.forward_stall_s,
-            wall_s=now.time_s - before.time_s,
+            step_stall_s=step_stall_s,
+            forward_stall_s=forward_stall_s,
+            wall_s=wall_s,
         )
 
-    def _totals(self) -> _Totals:
-        stalls = self._step_stall.seconds, self._forward_stall.seconds
-        return _Totals(self._lanes.traffic, *stalls, time.perf_counter())
-
-
-class _Totals(NamedTuple):
-    """Running totals at the end of a step."""
-
-    traffic: Traffic
-    step_stall_s: float
-    forward_stall_s: float
-    time_s: float
+    def _totals(self) -> tuple[Traffic, float, float, float]:
+        return self._lanes.traffic, self._step_stall.seconds, self._forward_stall.seconds, time.perf_counter()

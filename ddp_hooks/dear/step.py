@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Recorder, Work, agree, mebibytes, see
+from ddp_hooks.comm import LinkProfile, Recorder, Work, agree, mebibytes, see
 from ddp_hooks.comm.torch_compat.autograd import increment_versions, queue_engine_callback
 from ddp_hooks.comm.torch_compat.compiler import inside_compiled_region
 from ddp_hooks.comm.torch_compat.ddp import ddp_in_forward, managed_parameters, places_gradients_one_by_one
@@ -32,9 +32,8 @@ from ddp_hooks.comm.torch_compat.state_dict import makes_state, undo_making_stat
 from ddp_hooks.dear import checks
 from ddp_hooks.dear.checkpoint.optimizer_checkpoint import OptimizerCheckpoint
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.dear.layout.memory import ParameterMemory
+from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.model_layout import ModelLayout
-from ddp_hooks.dear.layout.parameters import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.dear.phase import STEPS, Phase
 from ddp_hooks.dear.reduction.grad_ready_tracker import GradReadyTracker
@@ -43,7 +42,6 @@ from ddp_hooks.dear.reduction.reduction import Reduction
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.sizing import open_lanes
 from ddp_hooks.dear.stats import DearStats, StatsLog, StepMeter
-from ddp_hooks.dear.tuning import begin_tuning
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.dear.update.grad_check import GradCheck
 from ddp_hooks.dear.update.replicated import ReplicatedUpdate
@@ -53,17 +51,13 @@ from ddp_hooks.intercept.co_optimizers import CoOptimizer
 from ddp_hooks.intercept.guards import refuse_unhooked_forward
 from ddp_hooks.overlap import FeedPipe
 from ddp_hooks.planning.atoms import FusionRule
+from ddp_hooks.tuning import Groups, Tuning, begin, job_of
 
 logger = logging.getLogger("ddp_hooks")
 
 
 class StepDriver:
-    """Runs a training step: its methods are hooks of DDP, the optimizer and the model.
-
-    Args:
-        ddp, optimizer, config: as for :class:`~ddp_hooks.DearState`, found to be right.
-        group: of DDP.
-    """
+    """Runs a training step: its methods are hooks of DDP, the optimizer and the model."""
 
     def __init__(
         self,
@@ -94,7 +88,6 @@ class StepDriver:
         self.layout = ModelLayout(
             self.parameters, ddp.module, self.lanes.world_size, rule, atom_bytes, self._tracks
         )
-        self.memory = ParameterMemory(self.parameters)
         self.update = self._choose_update(replicates)
         self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
         self.model_gradients = ModelGradients(self.parameters, self.update.shards)
@@ -104,16 +97,14 @@ class StepDriver:
             ddp.module,
             self.parameters.tensors,
             self.recorder,
-            self.update.on_gathered,
+            self.update.gathered,
             self.update.gathers_under_forward,
         )
         self.grad_check = GradCheck(
-            self.update, self.sum_over_ranks, group, self.parameters.names, config, device, self.co_optimizers
+            self.update, self.sum_over_ranks, group, self.parameters, config, self.co_optimizers
         )
         self._may_wait = self.update.waits_one_by_one and device.type == "cpu" and not self.grad_check.is_wanted
-        self.tuning = begin_tuning(
-            config, self.layout, self.lanes, link, self.parameters, ddp.bucket_bytes_cap, self.regroup
-        )
+        self.tuning = self._begin_tuning(link, ddp.bucket_bytes_cap)
         self.phase = Phase.IDLE
         self.reduction: Reduction | None = None  # in BACKWARD and REDUCING
         self.log: StatsLog | None = None
@@ -126,7 +117,7 @@ class StepDriver:
     def _choose_update(self, replicates: bool) -> Update:
         optimizer, config = self.optimizer, self.config
         if not replicates:
-            return ShardedUpdate(optimizer, self.parameters, self.memory, self.lanes, config.master_dtype)
+            return ShardedUpdate(optimizer, self.parameters, self.lanes, config.master_dtype)
         parameterwise = checks.updates_parameters(optimizer, config)
         if config.update == "auto" and self.lanes.rank == 0:
             waits = ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))"
@@ -135,9 +126,17 @@ class StepDriver:
                 type(optimizer).__name__,
                 "" if parameterwise else waits,
             )
-        return ReplicatedUpdate(
-            optimizer, self.parameters, self.memory, self.lanes, parameterwise, lambda: self.pipe.finish()
-        )
+        return ReplicatedUpdate(optimizer, self.parameters, self.lanes, parameterwise, lambda: self.pipe.finish())
+
+    def _begin_tuning(self, link: LinkProfile | None, bucket_bytes: int) -> Tuning | None:
+        """Begin the search that the settings ask for; collective."""
+        tuner, parameters = self.config.tuner, self.parameters
+        if tuner is None:
+            return None
+        settings = f"{replace(self.config, tuner=None, trace=False)}, buckets of {bucket_bytes} bytes"
+        goodput_bytes_s = link.goodput_bytes_s if link is not None else None
+        job = job_of("dear", parameters.tensors, parameters.names, self.lanes, settings, goodput_bytes_s)
+        return begin(tuner, self, self.lanes, self.layout.rule.mb, job, parameters.device)
 
     def _enter(self, phase: Phase) -> None:
         self.phase = self.phase.followed_by(phase)
@@ -201,13 +200,7 @@ class StepDriver:
     # -- 3. the optimizer is about to step --------------------------------------------------------------------------
 
     def before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
-        """Attach gradients, before the optimizer's step, or once its closure has made them; a step pre-hook.
-
-        Raises:
-            RuntimeError: gradients were not reduced, or the step cannot wait for them.
-            LaneError: a reduce-scatter has failed.
-            LaneTimeout: it takes longer than ``timeout_s``.
-        """
+        """Attach gradients, before the optimizer's step, or once its closure has made them; a step pre-hook."""
         if is_inner_step(optimizer) or self.update.is_updating:
             return None
         if makes_state(kwargs):
@@ -251,19 +244,14 @@ class StepDriver:
             self.update.gathered(range(len(self.parameters)))
 
     def attach_gradients(self, may_wait: bool = False) -> None:
-        """Give every shard its reduced gradient, as plain DDP would have left it.
-
-        Args:
-            may_wait: gradients may still travel. An optimizer that reads one after the other then begins while the
-                last ones travel; gathers of gradients follow the reduce-scatters.
-        """
+        """Give every shard its reduced gradient, as plain DDP would have left it."""
         self._refuse_unreduced()
         reduction = self.reduction
         if reduction is None:
             self.gradients.wait()  # an exception may have ended an earlier wait
             self.model_gradients.release()
             return
-        self.memory.refuse_replaced_storage()
+        self.parameters.refuse_replaced_storage()
         layout = reduction.layout()
         if self.layout.current != layout:
             self._adopt(layout, reduction)
@@ -317,7 +305,7 @@ class StepDriver:
         for shard in self.update.shards:  # gradients of earlier backwards travel with the state
             shard.tensor.grad = self.model_gradients.apply_zero_grad(shard.range.parameter, shard.base, marks)
         states = self.update.take_states(layout)
-        self.memory.move(self.layout.current, layout)
+        self.parameters.move(self.layout.current, layout)
         self.update.install(layout, states)
         self._plan_groups(layout)
         self.model_gradients.keep_as_base()
@@ -335,6 +323,16 @@ class StepDriver:
             self._wait_for_gathers()
             self._plan_groups(self.layout.current)
 
+    # -- what a tuner searches (Tunable) ----------------------------------------------------------------------------
+
+    def groups_of(self, mb: float) -> Groups:
+        """Return the groups for a size: their number is that of reduce-scatters, and gathers tell sizes apart, too."""
+        reduced, gathered = self.layout.groups_with(replace(self.layout.rule, mb=mb))
+        return Groups(len(reduced), (tuple(reduced), tuple(gathered)))
+
+    def apply(self, mb: float) -> None:
+        self.regroup(replace(self.layout.rule, mb=mb))
+
     # -- 5. the optimizer has stepped -------------------------------------------------------------------------------
 
     def after_step(self, *_: Any) -> None:
@@ -349,7 +347,7 @@ class StepDriver:
         self.checkpoint.invalidate()
         increment_versions(self.parameters.tensors)
         if memory is not None:
-            self._launch_gathers(memory)
+            self.pipe.launched(self._submit_gathers(memory))
         for co_optimizer in self.co_optimizers:
             co_optimizer.yield_link_to(self.pipe.under_way)
         if not self.config.overlap_forward or self.config.check_replicas:
@@ -363,7 +361,7 @@ class StepDriver:
         if phase is Phase.BLANK_STEP:
             undo_making_state(self.optimizer)
         else:
-            self.update.step_failed()
+            self.update.take_back_memory()
 
     def _leave_step(self) -> None:
         """End the step under way, if there is one: also one of which no hook has heard the end."""
@@ -378,9 +376,6 @@ class StepDriver:
         after = [self.gradients.works_of(group) for group in self.layout.gather_groups]
         gathers = zip(self.layout.gathers(memory), self.layout.gather_labels, after, strict=True)
         return [self.lanes.all_gather(*gather) for gather in gathers]
-
-    def _launch_gathers(self, memory: Sequence[Tensor]) -> None:
-        self.pipe.launched(self._submit_gathers(memory))
 
     def _wait_for_step_gathers(self) -> None:
         """Wait for gathers inside of a step; the list keeps them if an exception ends this."""

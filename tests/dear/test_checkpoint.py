@@ -19,7 +19,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearState, dear_hook
-from ddp_hooks.dear.checkpoint.optimizer_checkpoint import ORDER_KEY
 from tests.support.dear import twins
 from tests.support.dear.loops import adagrad, adamw_two_groups, momentum_sgd
 from tests.support.dear.saving import differences, full_state, save_every_step, train_step, wrap
@@ -75,10 +74,7 @@ def resume_after_a_detour(twin: Trainee, step: int) -> None:
     if step in (5, 9):
         saved = torch.load(io.BytesIO(twin.memory["file"]), weights_only=True)
         twin.ddp.module.load_state_dict(saved["model"])
-        if twin.state is not None and step == 5:
-            twin.state.load_full_optimizer_state_dict(saved["optimizer"])
-        else:
-            twin.optimizer.load_state_dict(saved["optimizer"])
+        twin.optimizer.load_state_dict(saved["optimizer"])
     twins.plain(twin, step)
 
 
@@ -198,12 +194,8 @@ def resume_at_every_moment(rank: int, world_size: int) -> dict[str, bool]:
     state.close()
     by_plain_ddp = start(weights)[1]
     by_plain_ddp.load_state_dict(saved)
-    (group,) = saved["param_groups"]
-    earlier = {**saved, "param_groups": [{**group, ORDER_KEY: {"world_size": 3}}]}
-    oldest = {**saved, ORDER_KEY: {"world_size": 3}}
     same = {}
-    for moment, content in [("before", saved), ("after", saved), ("before, by earlier versions", earlier),
-                            ("after, by earlier versions", earlier), ("after, by the earliest", oldest),
+    for moment, content in [("before", saved), ("after", saved),
                             ("after plain DDP loaded and saved it", by_plain_ddp.state_dict())]:  # fmt: skip
         ddp, optimizer = start(weights)
         if moment.startswith("before"):
@@ -211,7 +203,6 @@ def resume_at_every_moment(rank: int, world_size: int) -> dict[str, bool]:
         state = attach(ddp, optimizer)
         if moment.startswith("after"):
             optimizer.load_state_dict(content)
-        assert ORDER_KEY not in optimizer.param_groups[0]
         same[moment] = train(ddp, optimizer, range(3, 7)) == unbroken
         state.close()
     return same

@@ -12,9 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ddp_hooks.comm import in_order_of, is_dense
-from ddp_hooks.dear.layout.memory import flatten, overlapping, unflatten
+from ddp_hooks.dear.layout.memory import ManagedParameters, flatten, overlapping, unflatten
 from ddp_hooks.dear.layout.model_layout import ModelLayout
-from ddp_hooks.dear.layout.parameters import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.dear.layout.shards import held_in_shards
 from ddp_hooks.intercept import GradientGuard

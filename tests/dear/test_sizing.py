@@ -86,13 +86,6 @@ def test_nodes_are_equal_and_of_neighbours(hosts: str, size: int | None) -> None
     assert ranks_per_node(hosts) == size
 
 
-def test_names_of_earlier_versions_are_direct() -> None:
-    for name in ("ring", "log"):
-        with pytest.warns(DeprecationWarning, match=f'collective="{name}" is "direct" now'):
-            config = DearConfig(collective=name)  # type: ignore[arg-type]
-        assert config == DearConfig(), "so that ranks agree"
-
-
 def refuse(rank: int, world_size: int, config: DearConfig) -> tuple[str, list[str]]:
     """The message, and threads that are left."""
     before = set(threading.enumerate())

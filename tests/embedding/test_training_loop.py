@@ -349,7 +349,7 @@ def dear_first(rank: int, world_size: int) -> tuple[list[str], bool]:
     assert tables is not None
     order: list[str] = []
     followed = False
-    run, launch = tables._channels.run, states[0]._driver._launch_gathers
+    run, launch = tables._channels.run, states[0]._driver.pipe.launched
 
     def noted_run(kind: Any, algorithm: Any, label: str, after: Any = ()) -> Any:
         nonlocal followed
@@ -359,14 +359,14 @@ def dear_first(rank: int, world_size: int) -> tuple[list[str], bool]:
             followed = bool(gathers) and all(work in after for work in gathers)
         return run(kind, algorithm, label, after)
 
-    def noted_launch(memory: Any) -> None:
+    def noted_launch(works: Any) -> None:
         order.append("gathers")
-        launch(memory)
+        launch(works)
 
     for number, batch in enumerate(tables.prefetch(batches(rank, world_size, 5), _all_ids)):
         if number == 3:
             tables._channels.run = noted_run  # type: ignore[method-assign]
-            states[0]._driver._launch_gathers = noted_launch  # type: ignore[method-assign]
+            states[0]._driver.pipe.launched = noted_launch  # type: ignore[method-assign]
         twins.ours.zero_grad()
         twins.ours.ddp(batch).backward()
         twins.ours.step()

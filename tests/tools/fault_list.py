@@ -216,15 +216,15 @@ _DEAR = (
     Fault(
         "dear: state is sent from a range's beginning",
         "ddp_hooks/dear/checkpoint/reshard.py",
-        "return values[move.start - elements.start : move.end - elements.start]",
-        "return values[: move.end - move.start]",
+        "states[elements][key][self.start - elements.start : self.end - elements.start]",
+        "states[elements][key][: self.end - self.start]",
         ("tests/dear/test_checkpoint.py",),
     ),
     Fault(
-        "dear: saved ranges are read from their beginning",
-        "ddp_hooks/dear/checkpoint/sharded_checkpoint.py",
-        "= value[start - key.start : end - key.start]",
-        "= value[: end - start]",
+        "dear: ranges are saved from their beginning",
+        "ddp_hooks/dear/update/spread_tensor.py",
+        "values = part[position : position + numel]",
+        "values = part[:numel]",
         ("tests/dear/test_sharded_checkpoint.py",),
     ),
     Fault(

@@ -14,38 +14,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import agree, calling, read_metadata, see, shaped_like
+from ddp_hooks.comm import agree, calling, read_metadata, see
 from ddp_hooks.comm.torch_compat.state_dict import StateDictCall
-from ddp_hooks.dear.checkpoint.reshard import State, cut_entry
-from ddp_hooks.dear.checkpoint.sharded_checkpoint import (
-    SETTINGS,
-    Settings,
-    assemble,
-    find_misfit,
-    named_entries,
-    overlapping_entries,
-)
+from ddp_hooks.dear.checkpoint import sharded_checkpoint
+from ddp_hooks.dear.checkpoint.reshard import State, cut_state
+from ddp_hooks.dear.checkpoint.sharded_checkpoint import SETTINGS
 from ddp_hooks.dear.config import DearConfig
-from ddp_hooks.dear.layout.parameters import ManagedParameters
-from ddp_hooks.dear.layout.placement import ParameterRange, Placement, is_elementwise
+from ddp_hooks.dear.layout.memory import ManagedParameters
+from ddp_hooks.dear.layout.placement import ParameterRange, Placement
 from ddp_hooks.dear.layout.shards import MASTER_KEY
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.dear.update.sharded import ShardedUpdate
 from ddp_hooks.dear.update.spread_tensor import SpreadTensor
 
-ORDER_KEY = "ddp_hooks.order"
+_NO_SETTINGS = ("params", "param_names")  # of a parameter group
 
 
 class OptimizerCheckpoint:
-    """Saves and loads the state of an optimizer that may hold shards.
-
-    Args:
-        optimizer: the user's.
-        update: holds this rank's part of its state.
-        parameters: the parameters that DDP reduces.
-        group: the ranks of the DDP module.
-        config: the settings, for how long ranks wait for each other.
-    """
+    """Saves and loads the state of an optimizer that may hold shards."""
 
     def __init__(
         self,
@@ -57,9 +43,7 @@ class OptimizerCheckpoint:
     ) -> None:
         self._optimizer = optimizer
         self._update = update
-        self._parameters = parameters.tensors
-        self._names = parameters.names
-        self._numels = parameters.numels
+        self._parameters = parameters
         self._group = group
         self._config = config
         self._rank = dist.get_rank(group)
@@ -67,7 +51,6 @@ class OptimizerCheckpoint:
         self._consolidated_on: int | None = None
         self._asked_for: dict[int, State] | None = None  # for the state_dict() that is under way
         self._loaded: tuple[Placement, dict[ParameterRange, State]] | None = None  # by the load_state_dict() under way
-        _forget_order(optimizer.param_groups)  # a state was loaded before there was anybody to take it out
 
     @property
     def _spread(self) -> ShardedUpdate | None:
@@ -82,7 +65,7 @@ class OptimizerCheckpoint:
         if spread is None:
             return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
         states = spread.gather_states(ranks)
-        return _on_cpu(self._state_dict_of(self._shaped(states))) if self._rank in ranks else None
+        return _on_cpu(self._state_dict_of(states)) if self._rank in ranks else None
 
     def consolidate(self, to: int) -> None:
         """Keep the full state on one rank, for ``optimizer.state_dict()`` to return; collective."""
@@ -90,7 +73,7 @@ class OptimizerCheckpoint:
         spread = self._spread
         if spread is not None:
             states = spread.gather_states([to])
-            self._consolidated = self._shaped(states) if self._rank == to else None
+            self._consolidated = states if self._rank == to else None
             self._consolidated_on = to
 
     def invalidate(self) -> None:
@@ -131,9 +114,11 @@ class OptimizerCheckpoint:
         ranks: Sequence[int] = range(dist.get_world_size(self._group))
         if call.on_first_rank:  # of all ranks, not of DDP's group
             ranks = [rank for rank in ranks if dist.get_global_rank(self._group, rank) == 0]
-        gathered = self._shaped(spread.gather_states(ranks))
-        device = torch.device("cpu") if call.on_first_rank else None
-        return {i: _where_plain_ddp_has_it(s, self._parameters[i], device) for i, s in gathered.items()}
+        device = torch.device("cpu") if call.on_first_rank else self._parameters.device
+        return {  # where plain DDP has it
+            index: {k: v.to(device) if isinstance(v, Tensor) and v.dim() > 0 else v for k, v in state.items()}
+            for index, state in spread.gather_states(ranks).items()
+        }
 
     def after_state_dict(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Put the full state in the place of the shards'."""
@@ -141,20 +126,13 @@ class OptimizerCheckpoint:
         found = asked_for if asked_for is not None else self._consolidated
         return self._state_dict_of(found) if found is not None else state_dict
 
-    def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Cut this rank's shards out of a full ``state_dict``, or take them from one that is spread.
-
-        Raises:
-            ValueError: the state is not one of this model.
-        """
-        state_dict = {**state_dict, "param_groups": [dict(group) for group in state_dict["param_groups"]]}
-        state_dict.pop(ORDER_KEY, None)
-        _forget_order(state_dict["param_groups"])
+    def before_load(self, _: torch.optim.Optimizer, state_dict: dict[str, Any]) -> dict[str, Any] | None:
+        """Cut this rank's shards out of a full ``state_dict``, or take them from one that is spread."""
+        groups, slots = state_dict["param_groups"], self._update.slots
         spread = any(_spread_in(saved) for saved in state_dict["state"].values())
-        if self._update.is_whole and not self._update.has_masters and not spread:  # torch looks at it
+        if self._torch_may_load(spread):
             self._begin_anew()
-            return state_dict
-        slots, groups = self._update.slots, state_dict["param_groups"]
+            return None
         expected, found = [len(slot) for slot in slots], [len(group["params"]) for group in groups]
         if expected != found:
             raise ValueError(
@@ -162,21 +140,26 @@ class OptimizerCheckpoint:
                 f"{len(found)} with {found}: load a state that was saved for this model, by plain DDP or by "
                 f"state.full_optimizer_state_dict()"
             )
-        pairs = [
-            (slot, saved_id)
-            for slot_group, saved_group in zip(slots, groups, strict=True)
-            for slot, saved_id in zip(slot_group, saved_group["params"], strict=True)
-        ]
-        saved_of = {slot: state_dict["state"].get(saved_id) for slot, saved_id in pairs}
-        ours = {slot: saved for slot, saved in saved_of.items() if isinstance(slot, int) and saved is not None}
-        for index, saved in ours.items():
-            self._refuse_other_shapes(saved, index)
+        ours: dict[int, State] = {}
+        others: dict[Any, State] = {}  # by the number of the parameter in the saved state
+        for slot_group, saved_group in zip(slots, groups, strict=True):
+            for slot, number in zip(slot_group, saved_group["params"], strict=True):
+                saved = state_dict["state"].get(number)
+                if saved is None:
+                    continue
+                if isinstance(slot, int):
+                    self._refuse_other_shapes(saved, slot)
+                    ours[slot] = saved
+                else:
+                    others[number] = saved
         self._begin_anew()
-        if self._update.is_whole and not self._update.has_masters and not spread:
-            return state_dict
+        if self._torch_may_load(spread):  # now that nothing is pending
+            return None
         self._loaded = self._cut(ours)
-        others = {i: saved_of[slot] for slot, i in pairs if isinstance(slot, Tensor) and saved_of[slot] is not None}
         return {**state_dict, "state": others}
+
+    def _torch_may_load(self, spread: bool) -> bool:
+        return self._update.is_whole and not self._update.has_masters and not spread
 
     def _begin_anew(self) -> None:
         """Drop what was consolidated or loaded before."""
@@ -194,21 +177,24 @@ class OptimizerCheckpoint:
 
     def sharded_state_dict(self) -> dict[str, Any]:
         """Return this rank's part, as a flat dictionary of tensors for ``torch.distributed.checkpoint``."""
-        for slots in self._update.slots:
-            for slot in slots:
-                if isinstance(slot, Tensor) and self._optimizer.state.get(slot):
-                    raise RuntimeError(
-                        f"the optimizer also holds a parameter of shape {tuple(slot.shape)} that DDP does not reduce, "
-                        f"whose state has no place in a sharded checkpoint: use state.full_optimizer_state_dict()"
-                        f"{see('optimizer-state-is-sharded')}"
-                    )
+        for slot in (slot for slots in self._update.slots for slot in slots):
+            if isinstance(slot, Tensor) and self._optimizer.state.get(slot):
+                raise RuntimeError(
+                    f"the optimizer also holds a parameter of shape {tuple(slot.shape)} that DDP does not reduce, "
+                    f"whose state has no place in a sharded checkpoint: use state.full_optimizer_state_dict()"
+                    f"{see('optimizer-state-is-sharded')}"
+                )
         spread = self._spread
-        if spread is None:
-            ranges = [ParameterRange(index, 0, numel) for index, numel in enumerate(self._numels)]
-            states = {elements: self._whole_state(elements) for elements in ranges}
+        if spread is not None:
+            placement, states = spread.held_states()
         else:
-            _, states = spread.held_states()
-        return {**named_entries(states, self._names), SETTINGS: self._settings().packed()}
+            placement, states = self._update.placement, {}
+            for elements in placement.ranges(self._rank):
+                parameter = self._parameters.tensors[elements.parameter]
+                states[elements] = cut_state(self._optimizer.state.get(parameter, {}), parameter, elements)
+        entries = sharded_checkpoint.named_entries(states, placement, self._parameters)
+        groups = [{k: v for k, v in g.items() if k not in _NO_SETTINGS} for g in self._optimizer.param_groups]
+        return {**entries, SETTINGS: sharded_checkpoint.packed(groups)}
 
     def load_sharded(self, path: str | os.PathLike[str], prefix: str) -> None:
         """Restore this rank's part from a checkpoint of :meth:`sharded_state_dict`, under ``prefix``; collective."""
@@ -220,24 +206,30 @@ class OptimizerCheckpoint:
                 f"{path} has no optimizer state under {prefix!r}, found {sorted({n.split('.')[0] for n in metadata})}: "
                 f"save it with torch.distributed.checkpoint.save({{{prefix!r}: state.sharded_optimizer_state_dict()}})"
             )
-        problem = problem or find_misfit(saved, dict(zip(self._names, self._numels, strict=True)))
+        problem = problem or sharded_checkpoint.find_misfit(saved, self._parameters)
         agree({"pieces": sorted(saved)}, problem, self._group, "the checkpoint", self._config)
 
         size = getattr(saved[SETTINGS], "size", ())
         content = self._load(path, prefix, {SETTINGS: torch.empty(size, dtype=torch.uint8)})
-        loaded = self._settings()
+        groups, loaded = self._optimizer.param_groups, []
         try:
-            loaded = Settings.unpacked(content[SETTINGS])
-            problem = loaded.difference(self._settings())
+            loaded = sharded_checkpoint.unpacked(content[SETTINGS])
+            if len(loaded) != len(groups):
+                problem = (
+                    f"the optimizer has {len(groups)} param_groups, the checkpoint {len(loaded)}: "
+                    f"make the optimizer as it was when it was saved"
+                )
         except Exception as error:
             problem = f"{path} has damaged settings of the optimizer: {type(error).__name__}: {error}"
         agree({}, problem, self._group, "the checkpoint", self._config)
+
         placement = self._update.placement
-        ranges = placement.ranges(self._rank)
-        entries = self._load(path, prefix, overlapping_entries(saved, ranges, self._names))
+        states = sharded_checkpoint.blank_states(saved, placement.ranges(self._rank), self._parameters)
+        entries = sharded_checkpoint.named_entries(states, placement, self._parameters)
+        sharded_checkpoint.take_whole_entries(states, self._load(path, prefix, entries), self._parameters)
         self.invalidate()
-        self._update.set_states(placement, assemble(entries, ranges, self._names))
-        for group, values in zip(self._optimizer.param_groups, loaded.param_groups, strict=True):
+        self._update.set_states(placement, states)
+        for group, values in zip(groups, loaded, strict=True):
             group.update(values)
 
     def _load(self, path: str | os.PathLike[str], prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
@@ -247,16 +239,7 @@ class OptimizerCheckpoint:
         dcp.load(template, checkpoint_id=path, process_group=self._group)
         return template[prefix]
 
-    def _settings(self) -> Settings:
-        layouts = {n: (tuple(p.shape), tuple(p.stride())) for n, p in zip(self._names, self._parameters, strict=True)}
-        return Settings([_settings_of(group) for group in self._optimizer.param_groups], layouts)
-
     # -- between the formats ------------------------------------------------------------------------------------------
-
-    def _whole_state(self, elements: ParameterRange) -> State:
-        parameter = self._parameters[elements.parameter]
-        state = self._optimizer.state.get(parameter, {})
-        return {key: cut_entry(key, value, parameter, elements) for key, value in state.items()}
 
     def _state_dict_of(self, states: Mapping[int, State]) -> dict[str, Any]:
         """Return the ``state_dict`` that plain DDP would have, with the present settings."""
@@ -268,22 +251,10 @@ class OptimizerCheckpoint:
             groups.append({**packed, "params": list(range(position, position + len(slots)))})
             for slot in slots:
                 state = self._optimizer.state.get(slot, {}) if isinstance(slot, Tensor) else states.get(slot, {})
-                if state and not _is_plain_copy(state, slot, self._parameters):
+                if state and not _is_plain_copy(state, slot, self._parameters.tensors):
                     whole[position] = state
                 position += 1
         return {"state": whole, "param_groups": groups}
-
-    def _shaped(self, states: Mapping[int, State]) -> dict[int, State]:
-        """Return whole states with every entry in the shape of its parameter."""
-        return {
-            index: {
-                key: shaped_like(parameter, value) if is_elementwise(value, whole) else value
-                for key, value in state.items()
-            }
-            for index, state in states.items()
-            for parameter in [self._parameters[index]]
-            for whole in [ParameterRange(index, 0, parameter.numel())]
-        }
 
     def _cut(self, saved_of: Mapping[int, State]) -> tuple[Placement, dict[ParameterRange, State]]:
         """Return the placement of loaded states, their own or that of the shards, and this rank's part."""
@@ -294,32 +265,18 @@ class OptimizerCheckpoint:
                 "the optimizer's state was put together from states of different moments, between which DDP has "
                 "rebuilt its buckets: load what get_state_dict() returned in one call"
             )
-        states: dict[ParameterRange, State] = {}
-        for elements in placement.ranges(self._rank):
-            parameter, saved = self._parameters[elements.parameter], saved_of.get(elements.parameter)
-            if saved:
-                states[elements] = {
-                    key: value.parts[elements].clone()
-                    if isinstance(value, SpreadTensor)
-                    else cut_entry(key, value, parameter, elements)
-                    for key, value in saved.items()
-                }
-        return placement, states
+        ranges = [elements for elements in placement.ranges(self._rank) if saved_of.get(elements.parameter)]
+        tensors = self._parameters.tensors
+        return placement, {e: cut_state(saved_of[e.parameter], tensors[e.parameter], e) for e in ranges}
 
     def _refuse_other_shapes(self, saved: State, index: int) -> None:
-        shape = self._parameters[index].shape
+        shape = self._parameters.tensors[index].shape
         for key, value in saved.items():
             if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
                 raise ValueError(
-                    f"{key} of {self._names[index]} is saved with shape {tuple(value.shape)}, but the parameter has "
-                    f"{tuple(shape)}: load a state that was saved for this model"
+                    f"{key} of {self._parameters.names[index]} is saved with shape {tuple(value.shape)}, but the "
+                    f"parameter has {tuple(shape)}: load a state that was saved for this model"
                 )
-
-
-def _forget_order(groups: Sequence[dict[str, Any]]) -> None:
-    """Remove from groups what versions up to 0.1 saved there about the order of sums, which is always the same now."""
-    for group in groups:
-        group.pop(ORDER_KEY, None)
 
 
 def _is_plain_copy(state: State, slot: int | Tensor, parameters: Sequence[Tensor]) -> bool:
@@ -337,14 +294,6 @@ def _spread_in(saved: Any) -> list[SpreadTensor]:
     return [value for value in values if isinstance(value, SpreadTensor)]
 
 
-def _where_plain_ddp_has_it(state: State, parameter: Tensor, device: torch.device | None) -> State:
-    """Return a gathered state on ``device``; None: where the optimizer of plain DDP has it."""
-    return {
-        key: value.to(device or parameter.device) if isinstance(value, Tensor) and value.dim() > 0 else value
-        for key, value in state.items()
-    }
-
-
 def _on_cpu(value: Any) -> Any:
     """Return a copy of a ``state_dict``, or a part of it, with its tensors on the CPU."""
     if isinstance(value, Tensor):
@@ -352,8 +301,3 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _on_cpu(item) for key, item in value.items()}
     return [_on_cpu(item) for item in value] if isinstance(value, list) else value
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

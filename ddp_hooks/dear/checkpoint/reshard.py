@@ -7,19 +7,19 @@ parameter so far. Then every overlap of an old and a new range travels, in batch
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, in_order_of, pairwise_exchange
+from ddp_hooks.comm import Lanes, in_order_of, pairwise_exchange, shaped_like
 from ddp_hooks.dear.layout.placement import ParameterRange, Placement, is_elementwise
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor
 from ddp_hooks.overlap import copied
 
 State: TypeAlias = dict[str, Any]
 # parameter -> entries; a dtype if element-wise
-_Schema: TypeAlias = dict[int, dict[str, "torch.dtype | NonElementwiseEntry"]]
+_Schema: TypeAlias = dict[int, dict[str, "torch.dtype | _WholeEntry"]]
 _BATCH_BYTES = 4 << 20  # how much state is under way at a time
 
 
@@ -28,22 +28,15 @@ def move_states(
     old: Placement,
     new: Placement,
     lanes: Lanes,
-    device: torch.device,
-    to: torch.device,
+    device: torch.device,  # of tensors that travel
+    to: torch.device | None = None,  # of the result; None: the same
 ) -> dict[ParameterRange, State]:
-    """Return the states of this rank's ranges under ``new``; collective.
-
-    Args:
-        states: this rank's, by its ranges under ``old``.
-        lanes: what they travel on, as tensors on ``device``.
-        to: where the result is kept.
-    """
-    schema = _agree_on_schema(states, lanes)
+    """Return the states of this rank's ranges under ``new``, given those of its ranges under ``old``; collective."""
+    schema, to = _agree_on_schema(states, lanes), to or device
     moved: dict[ParameterRange, State] = {}
     for elements in new.ranges(lanes.rank):
-        length = elements.end - elements.start
         moved[elements] = {
-            key: entry.on(to) if isinstance(entry, NonElementwiseEntry) else torch.zeros(length, dtype=entry, device=to)
+            key: entry.on(to) if isinstance(entry, _WholeEntry) else torch.zeros(elements.numel, dtype=entry, device=to)
             for key, entry in schema.get(elements.parameter, {}).items()
         }
     for batch in _batches(_plan_moves(old, new, lanes.world_size), schema):
@@ -55,22 +48,16 @@ def agree_on_entries(states: dict[ParameterRange, State], lanes: Lanes) -> dict[
     """Return every parameter's entries, on all ranks: a ``torch.dtype`` for an element-wise one; collective."""
     schema = _agree_on_schema(states, lanes)
     return {
-        parameter: {key: e.value if isinstance(e, NonElementwiseEntry) else e for key, e in entries.items()}
+        parameter: {key: e.value if isinstance(e, _WholeEntry) else e for key, e in entries.items()}
         for parameter, entries in schema.items()
     }
 
 
-class NonElementwiseEntry(NamedTuple):
+class _WholeEntry(NamedTuple):
     """Entry that is not element-wise, such as a count of steps: it travels by way of the host."""
 
     value: Any
     on_device: bool
-
-    @staticmethod
-    def of(value: Any) -> NonElementwiseEntry:
-        if isinstance(value, Tensor):
-            return NonElementwiseEntry(value.cpu(), value.device.type != "cpu")
-        return NonElementwiseEntry(value, False)
 
     def on(self, device: torch.device) -> Any:
         """Return a copy of the value: on ``device`` if it was on an accelerator, else on the host."""
@@ -79,17 +66,20 @@ class NonElementwiseEntry(NamedTuple):
         return self.value
 
 
-@dataclass(frozen=True)
-class _Move:
+class _Move(NamedTuple):
     """Elements ``[start, end)`` of a parameter that change hands (or stay)."""
 
-    parameter: int
     start: int
     end: int
     sender: int
     receiver: int
     old: ParameterRange
     new: ParameterRange
+
+    def values_of(self, states: dict[ParameterRange, State], elements: ParameterRange, key: str) -> Tensor:
+        """Return the part of an entry that moves, as bytes."""
+        values: Tensor = states[elements][key][self.start - elements.start : self.end - elements.start]
+        return values.contiguous().view(torch.uint8)
 
 
 def _agree_on_schema(states: dict[ParameterRange, State], lanes: Lanes) -> _Schema:
@@ -98,12 +88,17 @@ def _agree_on_schema(states: dict[ParameterRange, State], lanes: Lanes) -> _Sche
     for elements, state in states.items():
         entries = mine.setdefault(elements.parameter, {})
         for key, value in state.items():
-            entries[key] = value.dtype if is_elementwise(value, elements) else NonElementwiseEntry.of(value)
+            if is_elementwise(value, elements):
+                entries[key] = value.dtype
+            elif isinstance(value, Tensor):
+                entries[key] = _WholeEntry(value.cpu(), value.device.type != "cpu")
+            else:
+                entries[key] = _WholeEntry(value, False)
     schema: _Schema = {}
     for part in lanes.gather_objects(mine, "an exchange of the optimizer's state"):
         for parameter, entries in part.items():
             schema.setdefault(parameter, {}).update(entries)
-    return {parameter: schema[parameter] for parameter in sorted(schema)}
+    return dict(sorted(schema.items()))
 
 
 def _plan_moves(old: Placement, new: Placement, world_size: int) -> list[_Move]:
@@ -118,33 +113,28 @@ def _plan_moves(old: Placement, new: Placement, world_size: int) -> list[_Move]:
             for sender, source in holders.get(target.parameter, []):
                 start, end = max(source.start, target.start), min(source.end, target.end)
                 if start < end:
-                    moves.append(_Move(target.parameter, start, end, sender, receiver, source, target))
-    return sorted(moves, key=lambda move: (move.parameter, move.start))
+                    moves.append(_Move(start, end, sender, receiver, source, target))
+    return sorted(moves, key=lambda move: (move.new.parameter, move.start))
+
+
+def _elementwise(schema: _Schema, parameter: int) -> dict[str, torch.dtype]:
+    return {key: entry for key, entry in schema.get(parameter, {}).items() if isinstance(entry, torch.dtype)}
 
 
 def _batches(moves: Iterable[_Move], schema: _Schema) -> Iterator[list[_Move]]:
     batch: list[_Move] = []
     nbytes = 0
     for move in moves:
-        if move.parameter not in schema:
+        if move.new.parameter not in schema:
             continue
         batch.append(move)
-        entries = schema[move.parameter].values()
-        nbytes += (move.end - move.start) * sum(e.itemsize for e in entries if isinstance(e, torch.dtype))
+        element_bytes = sum(dtype.itemsize for dtype in _elementwise(schema, move.new.parameter).values())
+        nbytes += (move.end - move.start) * element_bytes
         if nbytes >= _BATCH_BYTES:
             yield batch
             batch, nbytes = [], 0
     if batch:
         yield batch
-
-
-def _values_of(states: dict[ParameterRange, State], move: _Move, elements: ParameterRange, key: str) -> Tensor:
-    values: Tensor = states[elements][key]
-    return values[move.start - elements.start : move.end - elements.start]
-
-
-def _bytes_of(values: Tensor) -> Tensor:
-    return values.contiguous().view(torch.uint8)
 
 
 def _exchange(
@@ -160,11 +150,11 @@ def _exchange(
     outgoing: list[list[Tensor]] = [[] for _ in range(world_size)]
     targets: list[list[Tensor]] = [[] for _ in range(world_size)]
     for move in batch:
-        for key in _elementwise_keys(schema, move.parameter):
+        for key in _elementwise(schema, move.new.parameter):
             if move.sender == rank:
-                outgoing[move.receiver].append(_bytes_of(_values_of(old, move, move.old, key)))
+                outgoing[move.receiver].append(move.values_of(old, move.old, key))
             if move.receiver == rank:
-                targets[move.sender].append(_bytes_of(_values_of(new, move, move.new, key)))
+                targets[move.sender].append(move.values_of(new, move.new, key))
     empty = torch.empty(0, dtype=torch.uint8, device=device)
     sends = [torch.cat([p.to(device) for p in tensors]) if tensors else empty for tensors in outgoing]
     sizes = [sum(target.numel() for target in tensors) for tensors in targets]
@@ -176,14 +166,23 @@ def _exchange(
             target.copy_(values)
 
 
-def _elementwise_keys(schema: _Schema, parameter: int) -> list[str]:
-    return [key for key, entry in schema[parameter].items() if not isinstance(entry, NonElementwiseEntry)]
-
-
 def cut_entry(key: str, value: Any, parameter: Tensor, elements: ParameterRange) -> Any:
-    """Return the part of one entry of a parameter's whole state that belongs to the range ``elements``."""
+    """Return a copy of the part of one entry of a parameter's state that belongs to the range ``elements``."""
+    if isinstance(value, SpreadTensor):
+        return value.parts[elements].clone()
     # Adam's step count of a scalar parameter has the parameter's own shape, but counts steps.
     is_count = key == "step" and parameter.dim() == 0
     if isinstance(value, Tensor) and value.shape == parameter.shape and not is_count:
         return in_order_of(value, parameter)[elements.start : elements.end].clone()
     return copied(value)
+
+
+def cut_state(state: State, parameter: Tensor, elements: ParameterRange) -> State:
+    """Return copies of the parts of a parameter's state that belong to the range ``elements``."""
+    return {key: cut_entry(key, value, parameter, elements) for key, value in state.items()}
+
+
+def shaped_state(index: int, parameter: Tensor, state: State) -> State:
+    """Return the state of a whole parameter with every element-wise entry in its shape."""
+    whole = ParameterRange(index, 0, parameter.numel())
+    return {k: shaped_like(parameter, v) if is_elementwise(v, whole) else v for k, v in state.items()}

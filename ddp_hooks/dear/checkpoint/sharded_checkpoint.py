@@ -1,167 +1,107 @@
-"""Optimizer state as plain tensors, one per range, for ``torch.distributed.checkpoint``.
+"""Optimizer state for ``torch.distributed.checkpoint``: every rank saves and loads its part, under flat names.
 
-Every rank saves its ranges; an entry's name says which elements of which parameter it has. A rank that loads reads the
-entries that overlap its own ranges, so that any number of ranks, and any layout, can load the checkpoint of any other.
-Plain tensors under names of their own need no private protocol of the library, and survive ``async_save``.
+An element-wise entry is one :class:`SpreadTensor`, so that any number of ranks, and any layout, can load the checkpoint
+of any other. Every other entry, such as a count of steps, is saved whole.
 """
 
 from __future__ import annotations
 
 import io
-import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_hooks.dear.checkpoint.reshard import State
-from ddp_hooks.dear.layout.placement import ParameterRange, is_elementwise
+from ddp_hooks.dear.layout.memory import ManagedParameters
+from ddp_hooks.dear.layout.placement import ParameterRange, Placement, is_elementwise
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor
+from ddp_hooks.overlap import copied
 
 SETTINGS = "settings"
-_NAME = re.compile(r"(?P<parameter>.+)/(?P<key>[^/]+)/(?P<start>\d+)-(?P<end>\d+)")
 
 
-class CheckpointKey(NamedTuple):
-    """Name of an entry, with elements ``[start, end)``, or (0, 0) for an entry that is not element-wise."""
-
-    parameter: str
-    key: str
-    start: int
-    end: int
-
-    def __str__(self) -> str:
-        return f"{self.parameter}/{self.key}/{self.start}-{self.end}"
-
-    @staticmethod
-    def of(name: str) -> CheckpointKey | None:
-        """Return the key with that name, or None if the name is of something else."""
-        match = _NAME.fullmatch(name)
-        if match is None:
-            return None
-        return CheckpointKey(match["parameter"], match["key"], int(match["start"]), int(match["end"]))
+def _parsed(name: str) -> tuple[str, str, str]:
+    """Return "spread" or "whole", parameter and key; something else for the name of something else."""
+    kind, _, rest = name.partition("/")
+    parameter, _, key = rest.rpartition("/")
+    return kind, parameter, key
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings in a checkpoint beside the states, saved as one tensor of bytes.
-
-    Args:
-        param_groups: per group, its settings.
-        layouts: shape and strides of every parameter. Ranges are in storage order, so strides matter.
-    """
-
-    param_groups: list[dict[str, Any]]
-    layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-
-    def packed(self) -> Tensor:
-        """Return bytes."""
-        buffer = io.BytesIO()
-        torch.save(vars(self), buffer)
-        return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
-
-    @staticmethod
-    def unpacked(content: Tensor) -> Settings:
-        """Undo :meth:`packed`."""
-        saved = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
-        return Settings(saved["param_groups"], saved["layouts"])  # earlier versions have saved more
-
-    def difference(self, present: Settings) -> str | None:
-        """Return why these settings of a checkpoint do not fit the ``present`` ones; None if they do."""
-        if len(self.param_groups) != len(present.param_groups):
-            return (
-                f"the optimizer has {len(present.param_groups)} param_groups, the checkpoint {len(self.param_groups)}: "
-                f"make the optimizer as it was when it was saved"
-            )
-        for name, layout in self.layouts.items():
-            if present.layouts.get(name) != layout:
-                expected = present.layouts.get(name, "no such parameter")
-                return (
-                    f"{name} was saved with shape and strides {layout}, the model has {expected}: bring the model to "
-                    f"the same memory format before DearState, or load state.full_optimizer_state_dict()"
-                )
-        return None
+def packed(param_groups: list[dict[str, Any]]) -> Tensor:
+    """Return settings as bytes, one tensor."""
+    buffer = io.BytesIO()
+    torch.save(param_groups, buffer)
+    return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
-def find_misfit(saved: Iterable[str], numels: Mapping[str, int]) -> str | None:
-    """Return why saved entries do not fit parameters with these names and sizes; None if they do."""
-    bounds: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for name in saved:
-        key = CheckpointKey.of(name)
-        if key is None:
+def unpacked(content: Tensor) -> list[dict[str, Any]]:
+    """Undo :func:`packed`."""
+    param_groups: list[dict[str, Any]] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
+    return param_groups
+
+
+def find_misfit(saved: Mapping[str, Any], parameters: ManagedParameters) -> str | None:
+    """Return why saved entries, of which ``saved`` has the metadata, are not of these parameters; None if they are."""
+    shapes = {name: tensor.shape for name, tensor in zip(parameters.names, parameters.tensors, strict=True)}
+    for name, metadata in saved.items():
+        kind, parameter, key = _parsed(name)
+        if kind not in ("spread", "whole"):
             continue
-        if key.parameter not in numels:
-            return f"the checkpoint has state of {key.parameter}, which is no parameter of this model"
-        if key.end > 0:
-            bounds.setdefault((key.parameter, key.key), []).append((key.start, key.end))
-    for (parameter, entry), ranges in bounds.items():
-        end = 0
-        for start, stop in sorted(ranges):
-            if start != end:
-                break
-            end = stop
-        if end != numels[parameter]:
+        if parameter not in shapes:
+            return f"the checkpoint has state of {parameter}, which is no parameter of this model"
+        if kind == "spread" and metadata.size != shapes[parameter]:
             return (
-                f"{entry} of {parameter} is saved for {max(stop for _, stop in ranges)} elements, of which the first "
-                f"{end} are complete, and the parameter has {numels[parameter]}"
+                f"{key} of {parameter} is saved with shape {tuple(metadata.size)}, but the parameter has "
+                f"{tuple(shapes[parameter])}: load a state that was saved for this model"
             )
     return None
 
 
-def named_entries(states: Mapping[ParameterRange, State], names: Sequence[str]) -> dict[str, Any]:
+def named_entries(
+    states: Mapping[ParameterRange, State], placement: Placement, parameters: ManagedParameters
+) -> dict[str, Any]:
     """Return states as a flat dictionary from names to tensors (and other values that optimizers keep)."""
     entries: dict[str, Any] = {}
     for elements, state in states.items():
+        parameter = parameters.names[elements.parameter]
         for key, value in state.items():
-            bounds = (elements.start, elements.end) if is_elementwise(value, elements) else (0, 0)
-            entries[str(CheckpointKey(names[elements.parameter], key, *bounds))] = value
+            if not is_elementwise(value, elements) or not elements.numel:
+                entries[f"whole/{parameter}/{key}"] = value
+                continue
+            name = f"spread/{parameter}/{key}"
+            if name not in entries:
+                like, label = parameters.tensors[elements.parameter], f"{key} of {parameter}"
+                entries[name] = SpreadTensor(like, value.dtype, value.device, {}, placement, label)
+            entries[name].parts[elements] = value
     return entries
 
 
-def overlapping_entries(
-    saved: Mapping[str, Any], ranges: Iterable[ParameterRange], names: Sequence[str]
-) -> dict[str, Any]:
-    """Return empty tensors for every saved entry that overlaps ``ranges``; ``saved`` maps names to metadata."""
-    by_parameter: dict[str, list[CheckpointKey]] = {}
-    for name in saved:
-        key = CheckpointKey.of(name)
-        if key is not None:
-            by_parameter.setdefault(key.parameter, []).append(key)
-    wanted: dict[str, Any] = {}
-    for elements in ranges:
-        for key in by_parameter.get(names[elements.parameter], []):
-            whole = key.end == 0
-            if whole or max(key.start, elements.start) < min(key.end, elements.end):
-                wanted[str(key)] = _blank(saved[str(key)])
-    return wanted
-
-
-def assemble(
-    entries: Mapping[str, Any], ranges: Iterable[ParameterRange], names: Sequence[str]
+def blank_states(
+    saved: Mapping[str, Any], ranges: Iterable[ParameterRange], parameters: ManagedParameters
 ) -> dict[ParameterRange, State]:
-    """Return the states of ``ranges`` out of loaded entries."""
-    by_parameter: dict[str, list[tuple[CheckpointKey, Any]]] = {}
-    for name, value in entries.items():
-        key = CheckpointKey.of(name)
-        if key is not None:
-            by_parameter.setdefault(key.parameter, []).append((key, value))
+    """Return the states of ``ranges`` with empty tensors to load into, None for what is not a tensor."""
+    entries: dict[str, list[tuple[str, str, Any]]] = {}
+    for name, metadata in saved.items():
+        kind, parameter, key = _parsed(name)
+        entries.setdefault(parameter, []).append((kind, key, metadata))
     states: dict[ParameterRange, State] = {}
     for elements in ranges:
-        state: State = {}
-        for key, value in by_parameter.get(names[elements.parameter], []):
-            if key.end == 0:
-                state[key.key] = value.clone() if isinstance(value, Tensor) else value
-                continue
-            start, end = max(key.start, elements.start), min(key.end, elements.end)
-            if start < end:
-                target = state.setdefault(key.key, torch.empty(elements.numel, dtype=value.dtype))
-                target[start - elements.start : end - elements.start] = value[start - key.start : end - key.start]
-        if state:
-            states[elements] = state
+        states[elements] = {}
+        for kind, key, metadata in entries.get(parameters.names[elements.parameter], []):
+            size = (elements.numel,) if kind == "spread" else getattr(metadata, "size", None)
+            blank = torch.empty(size, dtype=metadata.properties.dtype) if size is not None else None
+            states[elements][key] = blank
     return states
 
 
-def _blank(metadata: Any) -> Any:
-    size = getattr(metadata, "size", None)
-    return torch.empty(size, dtype=metadata.properties.dtype) if size is not None else None
+def take_whole_entries(
+    states: Mapping[ParameterRange, State], loaded: Mapping[str, Any], parameters: ManagedParameters
+) -> None:
+    """Put the entries that are loaded whole into states; those that are spread were loaded into their memory."""
+    for elements, state in states.items():
+        for key in state:
+            name = f"whole/{parameters.names[elements.parameter]}/{key}"
+            if name in loaded:
+                state[key] = copied(loaded[name])

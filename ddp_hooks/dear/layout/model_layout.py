@@ -11,22 +11,13 @@ from collections.abc import Sequence
 from torch import Tensor, nn
 
 from ddp_hooks.comm import Partition
-from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.planning.atoms import Atom, FusionRule, ParameterShape, cut_bucket, fuse
 
 
 class ModelLayout:
-    """Layout in force and its fusion groups; moves nothing.
-
-    Args:
-        parameters: the parameters that DDP reduces.
-        root: the module inside DDP; its modules are the layers.
-        world_size: of the group.
-        rule: which atoms travel together; may be replaced before :meth:`plan`.
-        atom_bytes: size at which buckets and parameters are cut.
-        cuts_tail: cut the last bucket finer, because its atoms may travel before it is complete.
-    """
+    """Layout in force and its fusion groups; moves nothing."""
 
     def __init__(
         self,
@@ -34,10 +25,10 @@ class ModelLayout:
         root: nn.Module,
         world_size: int,
         rule: FusionRule,
-        atom_bytes: int,
-        cuts_tail: bool,
+        atom_bytes: int,  # at which buckets and parameters are cut
+        cuts_tail: bool,  # cut the last bucket finer, because its atoms may travel before it is complete
     ) -> None:
-        self.rule = rule
+        self.rule = rule  # may be replaced before plan()
         self.current: Layout | None = None  # None until the first step
         self.scatter_groups: list[tuple[int, ...]] = []  # of atoms, in the order of the backward
         self.gather_groups: list[tuple[int, ...]] = []  # of atoms, in the order of the forward
@@ -52,24 +43,22 @@ class ModelLayout:
     def plan(self, layout: Layout, needed: Sequence[int]) -> list[tuple[int, ...]]:
         """Put ``layout`` in force and form its groups; return the parameters of every group of gathers.
 
-        Args:
-            layout: the layout in whose memory the parameters are.
-            needed: position of every parameter in the order of need, the same on every rank.
+        ``needed``: position of every parameter in the order of need, the same on every rank.
         """
         atoms, self.current = layout.atoms, layout
-        self.scatter_groups = self._fuse_in_order(atoms, self.rule)
         first_need = [min(needed[member.parameter] for member in atom.members) for atom in atoms]
         # Ties, and parameters that no forward has read, in the reverse of the backward.
         self._atoms_by_need = sorted(range(len(atoms)), key=lambda i: (first_need[i], -i))
-        groups = self.gather_groups = fuse(self._atoms_by_need, atoms, self._shapes, self.rule)
-        self.gather_labels = [f"group {n} ({self.label([atoms[i] for i in g])})" for n, g in enumerate(groups)]
-        return [tuple(dict.fromkeys(m.parameter for i in group for m in atoms[i].members)) for group in groups]
+        self.scatter_groups, self.gather_groups = self.groups_with(self.rule)
+        members = [[atoms[i] for i in group] for group in self.gather_groups]
+        self.gather_labels = [f"group {n} ({self.label(group)})" for n, group in enumerate(members)]
+        return [tuple(dict.fromkeys(m.parameter for atom in group for m in atom.members)) for group in members]
 
     def groups_with(self, rule: FusionRule) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Return the groups of reduce-scatters and of gathers that another rule would make."""
+        """Return the groups of reduce-scatters and of gathers that a rule makes."""
         assert self.current is not None
         atoms = self.current.atoms
-        return self._fuse_in_order(atoms, rule), fuse(self._atoms_by_need, atoms, self._shapes, rule)
+        return self.fuse_in_order(atoms, rule), fuse(self._atoms_by_need, atoms, self._shapes, rule)
 
     def gathers(self, memory: Sequence[Tensor]) -> list[list[Partition]]:
         """Return the partitions of every group of gathers, given the atoms' ``memory``."""
@@ -85,13 +74,11 @@ class ModelLayout:
         tail = is_last and position > 0 and self._cuts_tail
         return cut_bucket(position, parameters, self._shapes, self._world_size, self._atom_bytes, tail)
 
-    def fuse_in_order(self, atoms: Sequence[Atom]) -> list[tuple[int, ...]]:
+    def fuse_in_order(self, atoms: Sequence[Atom], rule: FusionRule | None = None) -> list[tuple[int, ...]]:
         """Group atoms in the order in which they come; atoms of the tail travel alone."""
-        return self._fuse_in_order(atoms, self.rule)
-
-    def _fuse_in_order(self, atoms: Sequence[Atom], rule: FusionRule) -> list[tuple[int, ...]]:
         tail = next((index for index, atom in enumerate(atoms) if atom.tail), len(atoms))
-        return fuse(range(tail), atoms, self._shapes, rule) + [(index,) for index in range(tail, len(atoms))]
+        fused = fuse(range(tail), atoms, self._shapes, rule or self.rule)
+        return fused + [(index,) for index in range(tail, len(atoms))]
 
     def label(self, atoms: Sequence[Atom]) -> str:
         """Return a short name for a group of atoms, for messages."""

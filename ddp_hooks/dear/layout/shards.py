@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout, ParameterRange
 from ddp_hooks.intercept import GradientGuard, clipping_of_frameworks
 
@@ -46,36 +47,28 @@ class Shards:
         return iter(self._all)
 
     def clear(self) -> None:
-        """Forget all shards."""
         self.of_atom, self._all = [], []
 
     def make(
         self,
         layout: Layout,
         rank: int,
-        flats: Sequence[Tensor],
-        names: Sequence[str],
+        parameters: ManagedParameters,
         states: Mapping[ParameterRange, dict[str, Any]],
         tensor_for: Callable[[Tensor, dict[str, Any]], Tensor],
     ) -> None:
         """Make the shards of ``rank``, with the gradients that are in their states.
 
-        Args:
-            layout: ranges by rank.
-            rank: this one.
-            flats: per atom, (numel,): the memory of the parameters.
-            names: of the parameters.
-            states: optimizer state by range; a kept gradient is taken out of it.
-            tensor_for: returns the tensor for the optimizer, given the view of memory and the state.
+        ``tensor_for``: returns the optimizer's tensor for a view of the parameters' memory, with a state.
         """
         self.of_atom, self._all = [[] for _ in layout.atoms], []
         for atom, (parameter, start, end, offset) in layout.owned(rank):
             elements = ParameterRange(parameter, start, end)
-            view = flats[atom][offset : offset + end - start]
+            view = parameters.flats[atom][offset : offset + end - start]
             state = states.get(elements, {})
             tensor = torch.nn.Parameter(tensor_for(view, state))
             tensor.grad = state.pop(GRADIENT_KEY, None)
-            guard = GradientGuard.standing_for(tensor, names[parameter], held_in_shards)
+            guard = GradientGuard.standing_for(tensor, parameters.names[parameter], held_in_shards)
             shard = Shard(elements, atom, offset, view, tensor, guard)
             self._all.append(shard)
             self.of_atom[atom].append(shard)

@@ -22,14 +22,10 @@ from ddp_hooks.planning.atoms import Atom
 
 
 class GradReadyTracker:
-    """Collects the memory of atoms whose gradients are ready, in :attr:`ready`.
+    """Collects the memory of atoms whose gradients are ready, and calls ``advance`` for each.
 
     A parameter's own hook runs before DDP's, which puts the gradient into the bucket; so a gradient counts as ready
     when the next hook runs.
-
-    Args:
-        parameters: the parameters that are reduced, in a fixed order.
-        advance: called when an atom has become ready.
     """
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], advance: Callable[[], None]) -> None:
@@ -80,7 +76,6 @@ class GradReadyTracker:
         self._latest = None
 
     def close(self) -> None:
-        """Remove the hooks."""
         self.arm(False)
         for handle in self._handles:
             handle.remove()

@@ -17,18 +17,13 @@ from torch import Tensor
 from ddp_hooks.comm import see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.comm.torch_compat.overrides import without_overrides
-from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.shards import Shards, held_in_shards
 from ddp_hooks.intercept import GradientGuard
 
 
 class ModelGradients:
-    """Puts guards in the place of gradients, and applies to shards what users do to the guards.
-
-    Args:
-        parameters: the parameters that DDP reduces.
-        shards: the shards that hold the reduced gradients.
-    """
+    """Puts guards in the place of gradients, and applies to shards what users do to the guards."""
 
     def __init__(self, parameters: ManagedParameters, shards: Shards) -> None:
         self.marks = parameters.gradients  # returns what stands at every parameter's .grad
@@ -48,10 +43,8 @@ class ModelGradients:
     def guard_model(self) -> set[int]:
         """Guard every gradient of the model, after a backward; return the parameters that took part."""
         used = {index for index, gradient in enumerate(self.marks()) if gradient is not None}
-        guards, parameters = self._guards, self._parameters
-        for index in used.union(self._carried) if self._carried else used:  # also where this rank has no shard
-            guards[index].zeroed = False
-            parameters[index].grad = guards[index]
+        for index in used.union(self._carried):  # also where this rank has no shard
+            self._place(index)
         return used
 
     def keep_as_base(self) -> None:
@@ -66,13 +59,7 @@ class ModelGradients:
         return len(used) == len(marks) and all(isinstance(m, GradientGuard) and not m.zeroed for m in marks)
 
     def apply_zero_grad(self, index: int, gradient: Tensor | None, marks: Sequence[Tensor | None]) -> Tensor | None:
-        """Return ``gradient``, or zeros or None if ``zero_grad`` was called on model or optimizer since the backward.
-
-        Args:
-            index: of the parameter.
-            gradient: as it was reduced.
-            marks: the parameters' ``.grad``.
-        """
+        """Return a parameter's ``gradient``, or zeros or None if ``zero_grad`` was called since the backward."""
         mark = marks[index]
         if gradient is None or not isinstance(mark, GradientGuard):
             return None
@@ -80,10 +67,8 @@ class ModelGradients:
 
     def unreduced(self) -> str | None:
         """Return the name of a parameter whose gradient was not reduced; None if there is none."""
-        for name, gradient in zip(self._names, self.marks(), strict=True):
-            if gradient is not None and not isinstance(gradient, GradientGuard):
-                return name
-        return None
+        marks = zip(self._names, self.marks(), strict=True)
+        return next((name for name, mark in marks if mark is not None and not isinstance(mark, GradientGuard)), None)
 
     # -- reduced, but not stepped on yet ----------------------------------------------------------------------------
 
@@ -115,11 +100,7 @@ class ModelGradients:
     # -- from one backward to the next ------------------------------------------------------------------------------
 
     def save_and_clear(self, wait: Callable[[], None]) -> None:
-        """Copy shards' gradients and remove guards: the coming backward writes DDP's buckets and the model's ``.grad``.
-
-        Args:
-            wait: waits for gradients that may still travel; called before any is read.
-        """
+        """Copy shards' gradients, after ``wait()``, and remove guards: the coming backward writes where they are."""
         self._remove_hooks()
         self._carried = []
         marks = self.marks()
@@ -176,7 +157,6 @@ class ModelGradients:
                     parameter.grad = None
 
     def close(self) -> None:
-        """Remove guards and hooks."""
         self._remove_hooks()
         self.clear()
 

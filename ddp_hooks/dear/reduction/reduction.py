@@ -18,14 +18,7 @@ from ddp_hooks.planning.atoms import Atom
 
 
 class Reduction:
-    """Reduce-scatters of one backward.
-
-    Args:
-        lanes: streams that run them.
-        model_layout: cuts buckets into atoms; its groups are used while the buckets are those of its layout.
-        ready: memory of atoms that may travel before their bucket is handed over, by index in the layout in force.
-        reduce_dtype: type in which sums are formed; None: the type of the gradients.
-    """
+    """Reduce-scatters of one backward."""
 
     def __init__(
         self, lanes: Lanes, model_layout: ModelLayout, ready: Mapping[int, Tensor], reduce_dtype: torch.dtype | None
@@ -65,8 +58,10 @@ class Reduction:
     def advance(self) -> None:
         """Launch, in order, every group whose atoms are all ready."""
         groups = self._model_layout.scatter_groups if self._known is not None else []
-        while self._next_group < len(groups) and all(self._is_ready(atom) for atom in groups[self._next_group]):
-            self._launch(groups[self._next_group])
+        for group in groups[self._next_group :]:
+            if not all(atom < len(self.atoms) or atom in self._ready for atom in group):
+                return
+            self._launch(group)
             self._next_group += 1
 
     def flush(self) -> None:
@@ -83,9 +78,6 @@ class Reduction:
         """Return when every reduce-scatter is complete."""
         for work, _ in self.works:
             work.wait()
-
-    def _is_ready(self, atom: int) -> bool:
-        return atom < len(self.atoms) or atom in self._ready
 
     def _launch(self, group: tuple[int, ...]) -> None:
         atoms, partitions = [], []

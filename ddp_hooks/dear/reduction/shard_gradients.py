@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -23,13 +25,7 @@ from ddp_hooks.intercept.guards import METADATA
 
 
 class ShardGradients:
-    """Attaches the gradients of a :class:`~ddp_hooks.dear.reduction.reduction.Reduction` to shards.
-
-    Args:
-        shards: the shards that get the gradients.
-        model_gradients: knows what users have done to gradients since the backward.
-        recorder: for the timeline.
-    """
+    """Attaches the gradients of a :class:`~ddp_hooks.dear.reduction.reduction.Reduction` to shards."""
 
     def __init__(self, shards: Shards, model_gradients: ModelGradients, recorder: Recorder) -> None:
         self.stall = Stall()  # of waits for reduce-scatters
@@ -52,30 +48,19 @@ class ShardGradients:
 
     def defer(self) -> None:
         """Let every gradient that still travels wait for itself, when it is read."""
-        groups, self._groups = self._groups, []
-        for group in groups:
+        for group in self._groups:
             if group.work.done:
                 self._wait_for(group)
-                continue
-            self._groups.append(group)
-
-            def wait(group: _ReducedGroup = group) -> None:
-                self._wait_for(group)
-
-            for atom in group.atoms:
-                for shard in self._shards.of_atom[atom]:
-                    if shard.tensor.grad is not None:
-                        AsyncGradient.of(shard.tensor.grad, wait)
+        self._groups = [group for group in self._groups if not group.is_complete]
+        for group in self._groups:
+            for shard in [shard for atom in group.atoms for shard in self._shards.of_atom[atom]]:
+                if shard.tensor.grad is not None:
+                    AsyncGradient.of(shard.tensor.grad, partial(self._wait_for, group))
         if not self._groups:
             self._work_of.clear()
 
     def wait(self) -> None:
-        """Wait until every attached gradient holds its value; shards hold plain tensors then.
-
-        Raises:
-            LaneError: a reduce-scatter has failed.
-            LaneTimeout: it takes longer than ``timeout_s``.
-        """
+        """Wait until every attached gradient holds its value; shards hold plain tensors then."""
         if not self._groups:
             return
         while self._groups:
@@ -141,15 +126,15 @@ class ShardGradients:
             group.is_complete = True
 
 
+@dataclass
 class _ReducedGroup:
     """Gradients of one reduce-scatter, and the sums to form with them."""
 
-    def __init__(self, work: Work, atoms: tuple[int, ...], sums: list[_Sum]) -> None:
-        self.work = work
-        self.atoms = atoms
-        self.sums = sums
-        self.is_complete = False
-        self.lock = threading.Lock()
+    work: Work
+    atoms: tuple[int, ...]
+    sums: list[_Sum]
+    is_complete: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
 
 
 def _parts(flat: Tensor, shards: Sequence[Shard]) -> Sequence[Tensor]:
@@ -167,13 +152,7 @@ class _Sum(NamedTuple):
 
     @staticmethod
     def of(mean: Tensor, bucket_view: Tensor, shard: Shard) -> _Sum:
-        """Form it in the memory of the mean, or of the bucket, if one has the right type; else in memory of its own.
-
-        Args:
-            mean: of the shard, (its numel,), where it is reduced.
-            bucket_view: of its atom, (numel,): its part of the bucket.
-            shard: the shard.
-        """
+        """Form it in the memory of the mean, or of the bucket, if one has the right type; else in memory of its own."""
         if mean.dtype == shard.tensor.dtype:
             gradient = mean
         elif bucket_view.dtype == shard.tensor.dtype:
@@ -208,7 +187,6 @@ class AsyncGradient(Tensor):
         return made
 
     def resolve(self) -> None:
-        """Make it a plain tensor."""
         vars(self).pop("wait", None)
         self.__class__ = Tensor  # type: ignore[assignment]
 
@@ -217,8 +195,7 @@ class AsyncGradient(Tensor):
         if func in METADATA:
             return super().__torch_function__(func, types, args, kwargs or {})
         kwargs = kwargs or {}
-        _wait_in(args)
-        _wait_in(kwargs.values())
+        _wait_in([args, *kwargs.values()])
         return func(*args, **kwargs)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import ClassVar
 
 import torch
@@ -12,8 +12,7 @@ from torch import Tensor
 
 from ddp_hooks.comm import Lanes, see
 from ddp_hooks.dear.checkpoint.reshard import State
-from ddp_hooks.dear.layout.memory import ParameterMemory
-from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout, ParameterRange, Placement, is_elementwise
 from ddp_hooks.dear.layout.shards import MASTER_KEY, Shards
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
@@ -25,26 +24,17 @@ class Update(ABC):
     In a step the driver calls :meth:`take_gradients`, :meth:`begin_step`, :meth:`leave` and :meth:`end_step`. Memory
     that :meth:`begin_step` and :meth:`end_step` return is gathered by the driver: before the optimizer's code runs, and
     after it.
-
-    Args:
-        optimizer: the user's.
-        parameters: the parameters that DDP reduces.
-        memory: of the parameters.
-        lanes: for moving state between ranks.
     """
 
-    spreads_state: ClassVar[bool] = False  # over the ranks
-    gathers_gradients: ClassVar[bool] = False  # in DDP's buckets, so that gathers end before the next backward
+    gathers_gradients: ClassVar[bool]  # in DDP's buckets, so that gathers end before the next backward
     shows_gradients = False  # whole reduced gradients stand at the parameters when the optimizer steps
     is_updating = False  # this thread runs the optimizer's code for some parameters, outside of the user's step()
     has_masters = False  # the optimizer steps on more precise copies
-    on_gathered: Callable[[Iterable[int]], None] | None = None  # gets the parameters that a gather has completed
+    is_whole = True  # optimizer.state has every parameter's whole state
     waits_one_by_one: bool  # the optimizer may step while gradients travel
     gathers_under_forward: bool
 
-    def __init__(
-        self, optimizer: torch.optim.Optimizer, parameters: ManagedParameters, memory: ParameterMemory, lanes: Lanes
-    ) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, parameters: ManagedParameters, lanes: Lanes) -> None:
         self.shards = Shards()
         # Per group of the optimizer: our parameters by index, other ones as they are.
         self.slots: list[list[int | Tensor]] = [
@@ -53,7 +43,6 @@ class Update(ABC):
         ]
         self._optimizer = optimizer
         self._parameters = parameters
-        self._memory = memory
         self._lanes = lanes
         self._layout: Layout | None = None  # of the shards; None before there are some
 
@@ -68,8 +57,7 @@ class Update(ABC):
 
     def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
         """Make the shards of ``layout``, with what :meth:`take_states` has returned."""
-        rank, names = self._lanes.rank, self._parameters.names
-        self.shards.make(layout, rank, self._memory.flats, names, states, self._tensor_for)
+        self.shards.make(layout, self._lanes.rank, self._parameters, states, self._tensor_for)
         self._layout = layout
 
     def _tensor_for(self, view: Tensor, state: State) -> Tensor:
@@ -82,22 +70,15 @@ class Update(ABC):
     def take_gradients(self, gradients: ShardGradients, bucket_views: Sequence[Tensor], may_wait: bool) -> None:
         """Use gradients that were just attached to shards, and may still travel.
 
-        Args:
-            gradients: of the shards.
-            bucket_views: per atom, (numel,): the memory of the reduction in DDP's buckets.
-            may_wait: the optimizer steps next, and waits for gradients one by one.
+        ``bucket_views``: per atom, (numel,): the memory of the reduction in DDP's buckets. ``may_wait``: the optimizer
+        steps next, and waits for gradients one by one.
         """
 
     @abstractmethod
     def begin_step(self, gradients: ShardGradients, from_last_backward: bool) -> Sequence[Tensor] | None:
         """Prepare the optimizer for its step; return memory to gather before its code runs, or None.
 
-        Args:
-            gradients: of the shards.
-            from_last_backward: they were attached for this step, and not shown to the user in between.
-
-        Raises:
-            RuntimeError: the optimizer's groups have changed.
+        ``from_last_backward``: gradients were attached for this step, and not shown to the user in between.
         """
 
     def begin_skipped_step(self) -> None:
@@ -108,7 +89,7 @@ class Update(ABC):
         """Prepare the optimizer for a step that makes its state and changes nothing; existing state stays."""
 
     def gathered(self, indices: Iterable[int]) -> None:
-        """Use the memory of parameters that was gathered before the optimizer's code runs."""
+        """Use the memory of parameters that was gathered."""
 
     @abstractmethod
     def leave(self) -> None:
@@ -118,8 +99,8 @@ class Update(ABC):
     def end_step(self, gradients: ShardGradients) -> Sequence[Tensor] | None:
         """Finish a step after :meth:`leave`; return memory to gather under the next forward, or None."""
 
-    def step_failed(self) -> None:
-        """Repair memory after an exception in the optimizer's code, after :meth:`leave`."""
+    def take_back_memory(self) -> None:
+        """Copy into parameters the values that the optimizer has put into other memory (``.data = ...``)."""
 
     def before_forward(self) -> None:
         """Expect that the coming backward writes DDP's buckets."""
@@ -132,14 +113,11 @@ class Update(ABC):
 
     def drop_gradients(self) -> None:
         """Leave the optimizer without any gradient, also of parameters that are not ours: it updates nothing then."""
-        for shard in self.shards:
-            shard.tensor.grad = None
-        for group in self._optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.grad = None
+        others = [parameter for group in self._optimizer.param_groups for parameter in group["params"]]
+        for parameter in [*(shard.tensor for shard in self.shards), *others]:
+            parameter.grad = None
 
-    def refuse_new_groups(self) -> None:
-        """Raise RuntimeError if the optimizer was given further groups."""
+    def _refuse_new_groups(self) -> None:
         if len(self._optimizer.param_groups) != len(self.slots):
             raise RuntimeError(
                 f"the optimizer had {len(self.slots)} param_groups when DearState was created and has "
@@ -147,11 +125,6 @@ class Update(ABC):
             )
 
     # -- the optimizer's state, for checkpoints ---------------------------------------------------------------------
-
-    @property
-    def is_whole(self) -> bool:
-        """True while ``optimizer.state`` has every parameter's whole state."""
-        return True
 
     @property
     @abstractmethod

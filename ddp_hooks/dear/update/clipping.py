@@ -76,11 +76,7 @@ def clip_grad_norm_(
 
 
 def checked_norm(max_norm: float, norm_type: float) -> tuple[float, float]:
-    """Return a bound and an order of a norm as floats, from whatever torch takes for them, also ``"inf"``.
-
-    Raises:
-        ValueError: they are none.
-    """
+    """Return a bound and an order of a norm as floats, from whatever torch takes for them, also ``"inf"``."""
     try:
         bound, order = float(max_norm), float(norm_type)
     except (TypeError, ValueError) as error:

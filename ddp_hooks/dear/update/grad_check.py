@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ddp_hooks.comm import calling, gather_objects, see
 from ddp_hooks.dear.config import DearConfig
+from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.dear.update.clipping import gradients_of, norm_of, power_of, scale_down
 from ddp_hooks.intercept.co_optimizers import CoOptimizer
@@ -22,24 +23,13 @@ logger = logging.getLogger("ddp_hooks")
 
 @dataclass
 class GradCheck:
-    """Clips gradients and finds those that are not finite, as ``config`` asks, just before an update.
-
-    Args:
-        update: with the shards of the optimizer that is about to step, whose gradients have arrived.
-        sum_over_ranks: adds up a small tensor; collective.
-        group: the ranks, to tell each other which gradients are not finite.
-        names: of the parameters.
-        config: ``max_grad_norm`` and ``on_nonfinite``.
-        device: of the gradients.
-        co_optimizers: sharded tables, whose gradients count, too.
-    """
+    """Clips gradients and finds those that are not finite, as ``config`` asks, just before an update."""
 
     update: Update
     sum_over_ranks: Callable[[Tensor], Tensor]
     group: dist.ProcessGroup
-    names: Sequence[str]
+    parameters: ManagedParameters
     config: DearConfig
-    device: torch.device
     co_optimizers: list[CoOptimizer]
     grad_norm: Tensor | None = None  # before clipping, at the last update
     skipped_steps: int = 0
@@ -51,11 +41,7 @@ class GradCheck:
 
     @torch.no_grad()
     def approve(self) -> bool:
-        """Clip; return False if the update is to be skipped, after dropping the gradients. Collective: one all-reduce.
-
-        Raises:
-            RuntimeError: on every rank, with ``on_nonfinite="raise"``, if a gradient is not finite on any rank.
-        """
+        """Clip; return False if the update is to be skipped, after dropping the gradients. Collective."""
         with ExitStack() as stack:
             gradients = gradients_of(shard.tensor for shard in self.update.shards)
             for co_optimizer in self.co_optimizers if self.config.max_grad_norm is not None else []:
@@ -98,11 +84,11 @@ class GradCheck:
         return power_of(gradients, 2.0) if self.config.max_grad_norm is not None and gradients else self._zero()
 
     def _zero(self) -> Tensor:
-        return torch.zeros((), dtype=torch.float64, device=self.device)
+        return torch.zeros((), dtype=torch.float64, device=self.parameters.device)
 
     def _where(self) -> str:
         mine = [
-            self.names[shard.range.parameter]
+            self.parameters.names[shard.range.parameter]
             for shard in self.update.shards
             if shard.tensor.grad is not None and not torch.isfinite(shard.tensor.grad).all()
         ]

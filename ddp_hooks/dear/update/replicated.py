@@ -17,11 +17,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, see, shaped_like
-from ddp_hooks.dear.checkpoint.reshard import State, move_states
-from ddp_hooks.dear.layout.memory import ParameterMemory
-from ddp_hooks.dear.layout.parameters import ManagedParameters
-from ddp_hooks.dear.layout.placement import Layout, ParameterRange, Placement, Replicated, is_elementwise
+from ddp_hooks.comm import Lanes, see
+from ddp_hooks.dear.checkpoint.reshard import State, move_states, shaped_state
+from ddp_hooks.dear.layout.memory import ManagedParameters
+from ddp_hooks.dear.layout.placement import Layout, ParameterRange, Placement, Replicated
 from ddp_hooks.dear.layout.shards import GRADIENT_KEY, MASTER_KEY
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.update.base import Update
@@ -30,14 +29,7 @@ from ddp_hooks.overlap import DeferredUpdates
 
 
 class ReplicatedUpdate(Update):
-    """Reduces gradients in shards and gathers them for an optimizer that keeps its parameters and their state.
-
-    Args:
-        optimizer, parameters, memory, lanes: as for :class:`~ddp_hooks.dear.update.base.Update`.
-        parameterwise: no update looks at another parameter, so parameters are updated one by one as their gradients
-            arrive. False: gradients are gathered inside ``optimizer.step()``, which updates everything at once.
-        finish: waits for every gather that is in flight, and so runs the updates that are still to come.
-    """
+    """Reduces gradients in shards and gathers them for an optimizer that keeps its parameters and their state."""
 
     gathers_gradients = True
 
@@ -45,16 +37,14 @@ class ReplicatedUpdate(Update):
         self,
         optimizer: torch.optim.Optimizer,
         parameters: ManagedParameters,
-        memory: ParameterMemory,
         lanes: Lanes,
-        parameterwise: bool,
-        finish: Callable[[], None],
+        parameterwise: bool,  # update parameters one by one as their gradients arrive; no update looks at another's
+        finish: Callable[[], None],  # waits for gathers in flight, and so runs the updates that are still to come
     ) -> None:
-        super().__init__(optimizer, parameters, memory, lanes)
+        super().__init__(optimizer, parameters, lanes)
         self.shows_gradients = not parameterwise
         deferred = parameterwise and lanes.world_size > 1  # one rank has nothing to wait for
         self._deferred = self.waits_one_by_one = self.gathers_under_forward = deferred
-        self.on_gathered = self.gathered
         self._bucket_views: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
         self._places: dict[int, _Place] = {}  # by parameter
         self._views: dict[int, Tensor] = {}  # gradients by parameter, kept from step to step
@@ -70,8 +60,7 @@ class ReplicatedUpdate(Update):
     # -- layouts ----------------------------------------------------------------------------------------------------
 
     def take_states(self, new_layout: Layout) -> dict[ParameterRange, State]:
-        """Shards have gradients only."""
-        self.refuse_new_groups()
+        self._refuse_new_groups()
         kept = {s.range: {} if s.tensor.grad is None else {GRADIENT_KEY: s.tensor.grad} for s in self.shards}
         self.shards.clear()
         layout, self._layout, self._bucket_views = self._layout, None, []
@@ -84,36 +73,29 @@ class ReplicatedUpdate(Update):
     def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
         super().install(layout, states)
         self._places = {
-            member.parameter: self._place(member.parameter, index, member.offset)
+            member.parameter: _Place(index, member.offset, parameter.shape, parameter.stride())
             for index, atom in enumerate(layout.atoms)
             for member in atom.members
+            for parameter in [self._parameters.tensors[member.parameter]]
             if member.start == 0
         }
-
-    def _place(self, index: int, atom: int, offset: int) -> _Place:
-        parameter = self._parameters.tensors[index]
-        return _Place(atom, offset, parameter.shape, parameter.stride())
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
     def take_gradients(self, gradients: ShardGradients, bucket_views: Sequence[Tensor], may_wait: bool) -> None:
-        """Gathers follow the reduce-scatters by themselves."""
         self._bucket_views = list(bucket_views)
         addresses = [view.data_ptr() for view in bucket_views]
         self._keeps_views = addresses == self._addresses
         self._addresses = addresses
-        if not (may_wait and gradients.in_place):
+        if not (may_wait and gradients.in_place):  # else gathers follow the reduce-scatters by themselves
             gradients.wait()
 
     def begin_step(self, gradients: ShardGradients, from_last_backward: bool) -> Sequence[Tensor] | None:
-        """Bring the shards' gradients into the buckets.
-
-        Guards are removed: an optimizer whose updates are deferred sees no gradients now.
-        """
+        """Bring the shards' gradients into the buckets, and remove guards: deferred updates see no gradients now."""
         if self._layout is None:
             return None
         in_place = gradients.is_under_way or (from_last_backward and gradients.in_place)
-        self.refuse_new_groups()
+        self._refuse_new_groups()
         if not self._bucket_views:
             self._bucket_views, self._keeps_views = _blank_buckets(self._layout, self._parameters.tensors), False
         for shard in [] if in_place else self.shards:
@@ -149,34 +131,28 @@ class ReplicatedUpdate(Update):
         self._guards_aside.put_back(consumed=self._shown)
 
     def end_step(self, gradients: ShardGradients) -> Sequence[Tensor] | None:
-        if self._deferred:
-            return self._bucket_views
-        self._memory.take_back(self._optimizer.state)
-        return None
+        self.take_back_memory()
+        return self._bucket_views if self._deferred else None
 
-    def step_failed(self) -> None:
+    def take_back_memory(self) -> None:
         if not self._deferred:
-            self._memory.take_back(self._optimizer.state)
+            self._parameters.take_back(self._optimizer.state)
 
     @property
     def is_updating(self) -> bool:  # type: ignore[override]
-        """True while this thread runs the optimizer's code for some parameters."""
         return self._updates.running
 
     def refuse_reading(self) -> None:
-        """Inside of a step gradients are gathered already."""
-        if self._guards_aside:
+        if self._guards_aside:  # inside of a step
             raise RuntimeError(
                 "gradients were asked for inside of optimizer.step(), when they are already on their way: clip or "
                 f"change them before step(), or use DearConfig(max_grad_norm=...){see('gradients-are-guarded')}"
             )
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Another hook of the optimizer calls it."""
         self._guards_aside.zero(set_to_none)
 
     def before_forward(self) -> None:
-        """Gather elsewhere."""
         self._bucket_views = []
 
     def _gradient_of(self, index: int) -> Tensor:
@@ -211,16 +187,12 @@ class ReplicatedUpdate(Update):
         return Replicated(tuple(range(self._lanes.world_size)), self._parameters.numels)
 
     def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:
-        """See :class:`~ddp_hooks.dear.update.base.Update`; ``placement`` is :attr:`placement`."""
         for index, parameter in enumerate(self._parameters.tensors):
             elements = ParameterRange(index, 0, parameter.numel())
             self._optimizer.state.pop(parameter, None)
             state = self._on_device(elements, states.get(elements, {}))
             if state:
-                self._optimizer.state[parameter] = {
-                    key: shaped_like(parameter, value) if is_elementwise(value, elements) else value
-                    for key, value in state.items()
-                }
+                self._optimizer.state[parameter] = shaped_state(index, parameter, state)
         self.adopt_loaded_masters()
 
 

@@ -25,11 +25,7 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step, unless a gradient overflowed on any rank; collective.
-
-        Raises:
-            RuntimeError: a second step before ``update()``, or a closure, as the stock scaler does.
-        """
+        """Step, unless a gradient overflowed on any rank; collective."""
         if self._enabled and would_leave_gradients(optimizer):
             raise RuntimeError(
                 "sharded tables have scaled gradients, and follow no optimizer with which they would be unscaled: call "

@@ -12,16 +12,15 @@ ranks when DDP rebuilds its buckets.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, in_order_of, see
-from ddp_hooks.dear.checkpoint.reshard import State, agree_on_entries, cut_entry, move_states
-from ddp_hooks.dear.layout.memory import ParameterMemory
-from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.checkpoint.reshard import State, agree_on_entries, cut_state, move_states, shaped_state
+from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import EvenSplit, Layout, ParameterRange, Placement, Replicated, is_elementwise
 from ddp_hooks.dear.layout.shards import GRADIENT_KEY, MASTER_KEY, Shard
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
@@ -32,25 +31,18 @@ from ddp_hooks.overlap import take_back
 
 
 class ShardedUpdate(Update):
-    """Replaces an optimizer's parameters by shards and moves its state; changes the optimizer in place.
+    """Replaces an optimizer's parameters by shards and moves its state; changes the optimizer in place."""
 
-    Args:
-        optimizer, parameters, memory, lanes: as for :class:`~ddp_hooks.dear.update.base.Update`; the optimizer is
-            element-wise.
-        master_dtype: let the optimizer step on copies of the shards in this type, and round them to the parameters.
-    """
-
-    spreads_state = True
+    gathers_gradients = False
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         parameters: ManagedParameters,
-        memory: ParameterMemory,
         lanes: Lanes,
-        master_dtype: torch.dtype | None = None,
+        master_dtype: torch.dtype | None,  # let the optimizer step on copies of this type; None: on the parameters
     ) -> None:
-        super().__init__(optimizer, parameters, memory, lanes)
+        super().__init__(optimizer, parameters, lanes)
         self.waits_one_by_one = type(optimizer) in ELEMENTWISE  # they read one gradient after the other
         self.gathers_under_forward = lanes.world_size > 1  # one rank has everything
         self.has_masters = master_dtype is not None
@@ -74,31 +66,35 @@ class ShardedUpdate(Update):
         self.begin_skipped_step()
 
     def begin_skipped_step(self) -> None:
-        self.read_masters()
+        self._read_masters()
         self._enter()
 
+    @torch.no_grad()
     def end_step(self, gradients: ShardGradients) -> Sequence[Tensor] | None:
         gradients.wait()
-        self._take_back_memory()
-        self._write_masters()
-        return self._memory.flats if self.gathers_under_forward else None
+        self.take_back_memory()
+        for shard in self._masters:
+            shard.memory.copy_(shard.tensor)
+        return self._parameters.flats if self.gathers_under_forward else None
 
-    def step_failed(self) -> None:
-        self._take_back_memory()
+    def take_back_memory(self) -> None:
+        for shard in self.shards:
+            if not shard.is_master and shard.tensor.data_ptr() != shard.memory.data_ptr():
+                take_back(shard.tensor, shard.memory, self._state.own.get(shard.tensor))
+                shard.tensor.data = shard.memory
 
     def _enter(self) -> None:
         """Give the optimizer the shards and their state."""
         if self._is_inside or self._layout is None:
             return
-        self.refuse_new_groups()
+        self._refuse_new_groups()
         for group, params in zip(self._optimizer.param_groups, self._groups_outside, strict=True):
             if [id(parameter) for parameter in group["params"]] != [id(parameter) for parameter in params]:
                 raise RuntimeError(
                     "the optimizer's param_groups do not hold the parameters that they held when DearState was "
                     f"created: change them before, or wrap the model again{see('set-up-changed-later')}"
                 )
-        if self._optimizer.state is not self._state:
-            self._reset(self._optimizer.state)
+        self._begin_anew_if_assigned()
         self._state.take_written()
         self._state.forget_shown()
         self._put_into_groups(self._groups_inside, self._state.own)
@@ -119,9 +115,11 @@ class ShardedUpdate(Update):
     def _show_state(self) -> None:
         self._optimizer.state = self._state  # type: ignore[assignment]
 
-    def _reset(self, given: Any) -> None:
-        """Begin anew: the user has assigned an empty ``optimizer.state``; refuse any other."""
-        if given:
+    def _begin_anew_if_assigned(self) -> None:
+        """Take an empty ``optimizer.state`` that the user has assigned; refuse any other."""
+        if self._optimizer.state is self._state:
+            return
+        if self._optimizer.state:
             self._show_state()
             raise RuntimeError(
                 "optimizer.state was replaced, and every rank holds its own shards of it: load a whole state with "
@@ -143,19 +141,22 @@ class ShardedUpdate(Update):
 
     def take_states(self, new_layout: Layout) -> dict[ParameterRange, State]:
         self.leave()
-        self.refuse_new_groups()
+        self._refuse_new_groups()
         if self._layout is not None or self._state.pending is not None:
             placement, held = self.held_states()
             for shard in self.shards:
                 self._state.own.pop(shard.tensor, None)
                 if shard.tensor.grad is not None:
                     held[shard.range] = {**held[shard.range], GRADIENT_KEY: shard.tensor.grad}
-            device = self._parameters.device
-            states = move_states(held, placement, new_layout, self._lanes, device, to=device)
+            states = move_states(held, placement, new_layout, self._lanes, self._parameters.device)
             self._state.pending = None
         else:
-            self._state.own = self._optimizer.state
-            states = dict(self._cut_whole_states(new_layout.ranges(self._lanes.rank)))
+            self._state.own, states = self._optimizer.state, {}
+            ranges = new_layout.ranges(self._lanes.rank)
+            for index, parameter in enumerate(self._parameters.tensors):
+                whole = self._state.own.pop(parameter, None)
+                if whole:
+                    states.update({e: cut_state(whole, parameter, e) for e in ranges if e.parameter == index})
         self.shards.clear()
         self._layout = None
         return states
@@ -163,27 +164,24 @@ class ShardedUpdate(Update):
     def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
         super().install(layout, states)
         self._state.placement = layout
-        of_parameter: dict[int, list[Shard]] = {}
         for shard in self.shards:
-            of_parameter.setdefault(shard.range.parameter, []).append(shard)
             state = states.get(shard.range)
             if state and shard.is_master:  # it may come from a run without masters
-                state = {key: _as_precise_as(shard, value) for key, value in state.items()}
+                dtype = shard.tensor.dtype
+                rounded = {k: v for k, v in state.items() if is_elementwise(v, shard.range) and v.is_floating_point()}
+                state = {**state, **{key: value.to(dtype) for key, value in rounded.items()}}
             if state:
                 self._state.own[shard.tensor] = state
         # In the order in which gradients arrive, so that the optimizer can begin before the last has.
-        self._groups_inside = self._groups_of(
-            {i: [s.tensor for s in shards] for i, shards in of_parameter.items()},
-            {id(shard.tensor): shard.atom for shard in self.shards},
-        )
+        self._groups_inside = self._groups_of({shard.range: shard.tensor for shard in self.shards})
         self._show_state()
 
-    def _groups_of(self, of_parameter: dict[int, list[Tensor]], order: dict[int, int]) -> list[list[Tensor]]:
-        """Return the optimizer's groups with these tensors in the place of our parameters; other ones come first."""
+    def _groups_of(self, parts: Mapping[ParameterRange, Tensor]) -> list[list[Tensor]]:
+        """Return the optimizer's groups with these parts in the place of our parameters; other ones come first."""
         groups = []
         for slots in self.slots:
-            held = [of_parameter.get(slot, []) if isinstance(slot, int) else [slot] for slot in slots]
-            groups.append(sorted((t for tensors in held for t in tensors), key=lambda t: order.get(id(t), -1)))
+            others, ours = [s for s in slots if isinstance(s, Tensor)], {s for s in slots if isinstance(s, int)}
+            groups.append(others + [part for elements, part in parts.items() if elements.parameter in ours])
         return groups
 
     # -- a state without a step -------------------------------------------------------------------------------------
@@ -196,17 +194,15 @@ class ShardedUpdate(Update):
             self._enter()
             return
         ranges = [] if self._state.pending is not None else self._even_split.ranges(self._lanes.rank)
-        of_parameter: dict[int, list[Tensor]] = {}
         for elements in ranges:  # every rank makes its part, in copies that may be written
             parameter = self._parameters.tensors[elements.parameter]
             part = in_order_of(parameter.detach(), parameter)[elements.start : elements.end]
             tensor = torch.nn.Parameter(part.to(self._dtype_of(parameter), copy=True))
             tensor.grad = torch.zeros_like(tensor)
             self._blank[elements] = tensor
-            of_parameter.setdefault(elements.parameter, []).append(tensor)
         if self._state.pending is None:
             self._state.own = self._optimizer.state
-        self._put_into_groups(self._groups_of(of_parameter, {}), self._state.own)
+        self._put_into_groups(self._groups_of(self._blank), self._state.own)
         self._is_inside = True
 
     def _keep_blank(self) -> None:
@@ -236,28 +232,17 @@ class ShardedUpdate(Update):
             return parameter.dtype
         return torch.promote_types(parameter.dtype, self._master_dtype)
 
+    @property
+    def _masters(self) -> list[Shard]:
+        return [shard for shard in self.shards if shard.is_master] if self.has_masters else []
+
     @torch.no_grad()
-    def read_masters(self) -> None:
+    def _read_masters(self) -> None:
         """Let masters follow where code has written into the parameters, or loaded them."""
-        for shard in self.shards if self.has_masters else []:
-            if shard.is_master:
-                written = shard.memory.to(shard.tensor.dtype)
-                _keep_where_it_rounds_to(shard.memory, shard.tensor.data, written)
-                shard.tensor.copy_(written)
-
-    @torch.no_grad()
-    def _write_masters(self) -> None:
-        """Round the masters into the parameters."""
-        for shard in self.shards if self.has_masters else []:
-            if shard.is_master:
-                shard.memory.copy_(shard.tensor)
-
-    def _take_back_memory(self) -> None:
-        """Copy into the parameters the values that the optimizer has put into other memory (``.data = ...``)."""
-        for shard in self.shards:
-            if not shard.is_master and shard.tensor.data_ptr() != shard.memory.data_ptr():
-                take_back(shard.tensor, shard.memory, self._state.own.get(shard.tensor))
-                shard.tensor.data = shard.memory
+        for shard in self._masters:
+            written = shard.memory.to(shard.tensor.dtype)
+            _keep_where_it_rounds_to(shard.memory, shard.tensor.data, written)
+            shard.tensor.copy_(written)
 
     @torch.no_grad()
     def adopt_loaded_masters(self) -> None:
@@ -268,24 +253,13 @@ class ShardedUpdate(Update):
 
     # -- the optimizer's state --------------------------------------------------------------------------------------
 
-    def _cut_whole_states(self, wanted: Iterable[ParameterRange]) -> Iterator[tuple[ParameterRange, State]]:
-        by_parameter: dict[int, list[ParameterRange]] = {}
-        for elements in wanted:
-            by_parameter.setdefault(elements.parameter, []).append(elements)
-        for index, parameter in enumerate(self._parameters.tensors):
-            whole = self._state.own.pop(parameter, {})
-            for elements in by_parameter.get(index, []):
-                yield elements, {key: cut_entry(key, value, parameter, elements) for key, value in whole.items()}
-
     def gather_states(self, ranks: Sequence[int]) -> dict[int, State]:
-        """Return every parameter's whole state, on the CPU of the ranks in ``ranks``; collective.
-
-        Entries with one value per element are 1-D, in the parameter's storage order.
-        """
+        """Return every parameter's whole state, in its shape, on the CPU of the ranks in ``ranks``; collective."""
         placement, states = self.held_states()
         everything = Replicated(tuple(ranks), self._parameters.numels)
-        whole = move_states(states, placement, everything, self._lanes, self._parameters.device, to=torch.device("cpu"))
-        return {elements.parameter: state for elements, state in whole.items() if state}
+        whole = move_states(states, placement, everything, self._lanes, self._parameters.device, torch.device("cpu"))
+        tensors = self._parameters.tensors
+        return {i: shaped_state(i, tensors[i], state) for (i, _, _), state in whole.items() if state}
 
     def held_states(self) -> tuple[Placement, dict[ParameterRange, State]]:
         """Return how state is spread over the ranks, and the state that this rank holds."""
@@ -294,17 +268,15 @@ class ShardedUpdate(Update):
             placement, states = self._state.pending
             return placement, dict(states)
         assert self._layout is not None
-        if not self._is_inside and self._optimizer.state is not self._state:
-            self._reset(self._optimizer.state)
-        self.read_masters()
+        if not self._is_inside:
+            self._begin_anew_if_assigned()
+        self._read_masters()
         states = {shard.range: dict(self._state.own.get(shard.tensor, {})) for shard in self.shards}
-        for shard in self.shards:
-            if shard.is_master:
-                states[shard.range][MASTER_KEY] = shard.tensor.detach()
+        for shard in self._masters:
+            states[shard.range][MASTER_KEY] = shard.tensor.detach()
         return self._layout, states
 
     def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:
-        """States are pending until there are shards."""
         self._state.forget_shown()
         states = {elements: self._on_device(elements, state) for elements, state in states.items()}
         if self._optimizer.state is not self._state:  # torch has loaded what is not ours
@@ -312,12 +284,11 @@ class ShardedUpdate(Update):
         keys = [key for key in self._state.others() if self._parameters.index_of(key) is None]
         others = defaultdict(dict, {key: self._state.own[key] for key in keys})
         if self._layout is None:
-            self._state.pending, self._state.own = (placement, states), others
+            self._state.pending, self._state.own = (placement, states), others  # until there are shards
             self._show_state()
             return
         if placement != self._layout:
-            device = self._parameters.device
-            states = move_states(states, placement, self._layout, self._lanes, device, to=device)
+            states = move_states(states, placement, self._layout, self._lanes, self._parameters.device)
         for shard in self.shards:
             if states.get(shard.range):
                 others[shard.tensor] = states[shard.range]
@@ -336,18 +307,13 @@ class ShardedUpdate(Update):
             self._optimizer.state = self._state.own
 
     @property
-    def is_whole(self) -> bool:
+    def is_whole(self) -> bool:  # type: ignore[override]
         """True until the first step, unless a sharded state was loaded."""
         return self._layout is None and self._state.pending is None
 
     @property
     def placement(self) -> Placement:
         return self._state.placement
-
-
-def _as_precise_as(shard: Shard, value: Any) -> Any:
-    convert = is_elementwise(value, shard.range) and value.is_floating_point()
-    return value.to(shard.tensor.dtype) if convert else value
 
 
 def _keep_where_it_rounds_to(rounded: Tensor, master: Tensor, values: Tensor) -> None:

@@ -7,7 +7,7 @@ Keys are the model's parameters, as in plain DDP. An entry with one value per el
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import UserDict, defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch import Tensor
 from ddp_hooks.comm import see
 from ddp_hooks.comm.torch_compat.state_dict import unflattens_state
 from ddp_hooks.dear.checkpoint.reshard import State, cut_entry
-from ddp_hooks.dear.layout.parameters import ManagedParameters
+from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import ParameterRange, Placement, is_elementwise
 from ddp_hooks.dear.layout.shards import Shards
 from ddp_hooks.dear.update.spread_tensor import SpreadTensor
@@ -25,13 +25,7 @@ from ddp_hooks.overlap import copied
 
 
 class SpreadState(MutableMapping[Any, MutableMapping[str, Any]]):
-    """This rank's part of an optimizer's state; a mapping from parameters, whose entries all ranks change alike.
-
-    Args:
-        parameters: the parameters that DDP reduces.
-        shards: the shards of this rank.
-        placement: of the states without shards.
-    """
+    """This rank's part of an optimizer's state; a mapping from parameters, whose entries all ranks change alike."""
 
     def __init__(self, parameters: ManagedParameters, shards: Shards, placement: Placement) -> None:
         self.own: defaultdict[Any, State] = defaultdict(dict)  # the optimizer's, in a step: by shard, other ones too
@@ -53,13 +47,7 @@ class SpreadState(MutableMapping[Any, MutableMapping[str, Any]]):
         return [key for key in self.own if id(key) not in shards]
 
     def spread(self, index: int, own: Mapping[ParameterRange, State], entries: State) -> State:
-        """Return the state of a parameter, with a :class:`SpreadTensor` where ``entries`` has a type.
-
-        Args:
-            index: of the parameter.
-            own: its states that this rank holds.
-            entries: by name: the type of an element-wise entry, or the value.
-        """
+        """Return the state of a parameter, with a :class:`SpreadTensor` where ``entries`` has a type."""
         placement = self.pending[0] if self.pending is not None else self.placement
         spread: State = {}
         for key, kind in entries.items():
@@ -72,11 +60,7 @@ class SpreadState(MutableMapping[Any, MutableMapping[str, Any]]):
         return spread
 
     def show(self, index: int) -> State:
-        """Return the state of a parameter; entries of one value are copies that may be written.
-
-        Raises:
-            RuntimeError: this rank holds nothing of it.
-        """
+        """Return the state of a parameter; entries of one value are copies that may be written."""
         held = {elements: state for elements, state in self.by_range().items() if state}
         own = {elements: state for elements, state in held.items() if elements.parameter == index}
         if not own and held and unflattens_state():  # asks for the names of entries only: a neighbour's
@@ -113,11 +97,7 @@ class SpreadState(MutableMapping[Any, MutableMapping[str, Any]]):
                     state[key].copy_(value)
 
     def set(self, index: int, state: Mapping[str, Any]) -> None:
-        """Take this rank's part of a parameter's state, which is spread as :meth:`show` returns it, or whole.
-
-        Raises:
-            ValueError: it is spread otherwise than at present, or has another shape.
-        """
+        """Take this rank's part of a parameter's state, which is spread as :meth:`show` returns it, or whole."""
         self.forget_shown(index)
         held: dict[Any, State] = self.own if self.pending is None else self.pending[1]
         keys = {s.range: s.tensor for s in self._shards} if self.pending is None else {i: i for i in held}
@@ -194,32 +174,20 @@ class SpreadState(MutableMapping[Any, MutableMapping[str, Any]]):
         )
 
 
-class _Entries(MutableMapping[str, Any]):
+class _Entries(UserDict[str, Any]):
     """State of one parameter; assigning or deleting an entry changes this rank's part of it."""
 
     def __init__(self, spread: SpreadState, index: int) -> None:
         self._spread = spread
         self._index = index
-        self._entries = spread.show(index)
-
-    def __getitem__(self, key: str) -> Any:
-        return self._entries[key]
+        self.data = spread.show(index)
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._take({**self._entries, key: value})
+        self._take({**self.data, key: value})
 
     def __delitem__(self, key: str) -> None:
-        self._take({name: value for name, value in self._entries.items() if name != key})
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __repr__(self) -> str:
-        return repr(self._entries)
+        self._take({name: value for name, value in self.data.items() if name != key})
 
     def _take(self, entries: State) -> None:
         self._spread.set(self._index, entries)
-        self._entries = self._spread.show(self._index) if entries else {}
+        self.data = self._spread.show(self._index) if entries else {}

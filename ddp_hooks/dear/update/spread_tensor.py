@@ -29,11 +29,7 @@ class Block(NamedTuple):
 
 
 def blocks_of(shape: Sequence[int], start: int, end: int) -> Iterator[Block]:
-    """Yield the rectangles that elements ``[start, end)`` of a row-major tensor consist of, in their order.
-
-    These are the rest of the first row, whole rows, and the beginning of the last row; first and last row are cut in
-    the same way, so there are at most two rectangles per dimension, and one.
-    """
+    """Yield the rectangles that elements ``[start, end)`` of a row-major tensor consist of, in their order."""
     if start >= end:
         return
     if not shape:
@@ -57,11 +53,7 @@ def _in_row(row: int, inner: tuple[int, ...], start: int, end: int) -> Iterator[
 
 
 class SpreadTensor(Tensor):
-    """Tensor over all ranks, of which this one holds :attr:`parts`; every use of its values raises.
-
-    Shape, strides, dtype and device are those of the whole. It may be copied (``clone``, ``deepcopy``, ``cpu()``, or by
-    ``async_save``), and saved and loaded by ``torch.distributed.checkpoint``.
-    """
+    """Tensor over all ranks, of which this one holds :attr:`parts`; every use of its values raises."""
 
     parts: dict[ParameterRange, Tensor]  # (elements length,) each, in the storage order of the whole
     placement: Placement  # who holds which elements
