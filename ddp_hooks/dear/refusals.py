@@ -21,7 +21,6 @@ def register(optimizer: torch.optim.Optimizer, root: torch.nn.Module, state: Any
 
 
 def unregister(optimizer: torch.optim.Optimizer, root: torch.nn.Module) -> None:
-    """Forget a DearState that was closed."""
     _states.pop(optimizer, None)
     _claimed.discard(root)
 

@@ -31,7 +31,7 @@ def open_lanes(
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, config.lanes or 1, device, settings, recorder)
     try:
-        link = _suit(lanes, settings, config)
+        link = _choose_lanes_and_messages(lanes, settings, config)
         settings.node_size = choose_node_size(config, lanes)
     except ValueError:  # on every rank
         lanes.close()
@@ -49,18 +49,18 @@ def open_lanes(
     return lanes, atom_bytes, fusion_bytes, link
 
 
-def _suit(lanes: Lanes, settings: LaneSettings, config: DearConfig) -> LinkProfile | None:
-    """Measure the link, and choose lanes and messages that settings leave open; return None if nothing was measured."""
-    link = None
+def _choose_lanes_and_messages(lanes: Lanes, settings: LaneSettings, config: DearConfig) -> LinkProfile | None:
+    """Measure the link if settings leave something open; return None if nothing was measured."""
     if config.slice_mb is not None:
         settings.slice_bytes = mebibytes(config.slice_mb)
-    if config.lanes is None or config.slice_mb is None:
-        link = profile_link(lanes)
-        if config.lanes is None:
-            lanes.grow(link.num_lanes)
-        if config.slice_mb is None:
-            settings.slice_bytes = link.message_bytes
-        logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
+    if config.lanes is not None and config.slice_mb is not None:
+        return None
+    link = profile_link(lanes)
+    if config.lanes is None:
+        lanes.grow(link.num_lanes)
+    if config.slice_mb is None:
+        settings.slice_bytes = link.message_bytes
+    logger.info("%s: %d lanes, messages of up to %d bytes", link, len(lanes), settings.slice_bytes)
     return link
 
 

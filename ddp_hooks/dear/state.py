@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Span, agree, at_exit, calling, see, whole
 from ddp_hooks.dear import checks, refusals
+from ddp_hooks.dear.checkpoint.optimizer_checkpoint import OptimizerCheckpoint
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.phase import Phase
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
@@ -189,11 +190,7 @@ class DearState:
         Tensors are on the CPU. Load it with ``optimizer.load_state_dict()``, here with any number of ranks, or on
         plain DDP. To have it on one rank only, see :meth:`consolidate`.
         """
-        self._driver.refuse_closed()
-        self.synchronize()
-        full = self._driver.checkpoint.gather(range(self._driver.lanes.world_size))
-        assert full is not None
-        return full
+        return self._checkpoint().full_state_dict()
 
     @calling("consolidate()")
     def consolidate(self, to: int = 0) -> None:
@@ -205,9 +202,7 @@ class DearState:
         world_size = self._driver.lanes.world_size
         if not (whole(to, 0) and to < world_size):
             raise ValueError(f"consolidate(to=...) takes a rank from 0 to {world_size - 1}, got {to!r}")
-        self._driver.refuse_closed()
-        self.synchronize()
-        self._driver.checkpoint.consolidate(to)
+        self._checkpoint().consolidate(to)
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the optimizer's state, flat and made of plain tensors.
@@ -215,9 +210,7 @@ class DearState:
         For ``torch.distributed.checkpoint.save`` and ``async_save``, where every rank writes its own part; see
         :meth:`load_sharded_optimizer`. Tensors are the optimizer's own, not copies.
         """
-        self._driver.refuse_closed()
-        self.synchronize()
-        return self._driver.checkpoint.sharded_state_dict()
+        return self._checkpoint().sharded_state_dict()
 
     @calling("load_sharded_optimizer()")
     def load_sharded_optimizer(self, path: str | os.PathLike[str], prefix: str = "optimizer") -> None:
@@ -233,9 +226,12 @@ class DearState:
         Raises:
             ValueError: there is no such state.
         """
+        self._checkpoint().load_sharded(path, prefix)
+
+    def _checkpoint(self) -> OptimizerCheckpoint:
         self._driver.refuse_closed()
         self.synchronize()
-        self._driver.checkpoint.load_sharded(path, prefix)
+        return self._driver.checkpoint
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
         """Return the sum of a small tensor over the ranks, on :attr:`device`; collective."""
@@ -338,11 +334,8 @@ class DearState:
         ddp.join = ddp.join_hook = refusals.refuse_join  # type: ignore[method-assign]
         handles.append(extend_zero_grad(optimizer, driver.zero_grad))
         handles.append(when_step_fails(optimizer, driver.step_failed))
-        handles.append(at_exit(self.close, self._abandon, self._is_stuck))
+        handles.append(at_exit(self.close, driver.lanes.abandon, self._is_stuck))
         return handles
-
-    def _abandon(self, error: BaseException) -> None:
-        self._driver.lanes.abandon(error)
 
     def _is_stuck(self) -> bool:
         return self._driver.lanes.stuck

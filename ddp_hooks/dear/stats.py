@@ -78,7 +78,6 @@ class StatsLog:
         check_whole(self, every=1)
 
     def write(self, step: int, measure: Callable[[], DearStats]) -> None:
-        """Write the statistics of ``step``, which ``measure`` tells, if it is its turn."""
         if step % self.every:
             return
         stats = measure()

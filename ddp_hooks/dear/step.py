@@ -43,7 +43,7 @@ from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.sizing import open_lanes
 from ddp_hooks.dear.stats import DearStats, StatsLog, StepMeter
 from ddp_hooks.dear.update.base import Update
-from ddp_hooks.dear.update.grad_check import GradCheck
+from ddp_hooks.dear.update.clipping import GradCheck
 from ddp_hooks.dear.update.replicated import ReplicatedUpdate
 from ddp_hooks.dear.update.sharded import ShardedUpdate
 from ddp_hooks.intercept.causes import LatestForward, why_not_ended, why_not_reduced
@@ -74,20 +74,16 @@ class StepDriver:
         self.co_optimizers: list[CoOptimizer] = []  # sharded tables that step with the optimizer
         # Weakly: DDP's reducer holds the hook's state out of the garbage collector's sight, and DDP the reducer.
         self._ddp = cast(DistributedDataParallel, weakref.proxy(ddp))
-        device = self.parameters.device
+        device, on_cpu = self.parameters.device, self.parameters.device.type == "cpu"
         replicates = checks.updates_whole_parameters(optimizer, config)
         model_bytes = sum(parameter.nbytes for parameter in self.parameters.tensors)
         self.lanes, atom_bytes, fusion_bytes, link = open_lanes(
             config, group, device, self.recorder, model_bytes, replicates
         )
-        self._tracks = (
-            device.type == "cpu" and self.lanes.world_size > 1 and places_gradients_one_by_one(ddp)
-        )
+        self._tracks = on_cpu and self.lanes.world_size > 1 and places_gradients_one_by_one(ddp)
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
-        self.layout = ModelLayout(
-            self.parameters, ddp.module, self.lanes.world_size, rule, atom_bytes, self._tracks
-        )
+        self.layout = ModelLayout(self.parameters, ddp.module, self.lanes.world_size, rule, atom_bytes, self._tracks)
         self.update = self._choose_update(replicates)
         self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
         self.model_gradients = ModelGradients(self.parameters, self.update.shards)
@@ -103,7 +99,7 @@ class StepDriver:
         self.grad_check = GradCheck(
             self.update, self.sum_over_ranks, group, self.parameters, config, self.co_optimizers
         )
-        self._may_wait = self.update.waits_one_by_one and device.type == "cpu" and not self.grad_check.is_wanted
+        self._may_wait = self.update.waits_one_by_one and on_cpu and not self.grad_check.is_wanted
         self.tuning = self._begin_tuning(link, ddp.bucket_bytes_cap)
         self.phase = Phase.IDLE
         self.reduction: Reduction | None = None  # in BACKWARD and REDUCING
@@ -129,7 +125,6 @@ class StepDriver:
         return ReplicatedUpdate(optimizer, self.parameters, self.lanes, parameterwise, lambda: self.pipe.finish())
 
     def _begin_tuning(self, link: LinkProfile | None, bucket_bytes: int) -> Tuning | None:
-        """Begin the search that the settings ask for; collective."""
         tuner, parameters = self.config.tuner, self.parameters
         if tuner is None:
             return None
@@ -146,17 +141,15 @@ class StepDriver:
     def reduce_bucket(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         """Launch the reduce-scatters of a bucket; called by DDP, through the hook, during backward."""
         self.refuse_closed()
-        self._begin_backward()
-        assert self.reduction is not None
-        buffer = bucket.buffer()
+        reduction, buffer = self._begin_backward(), bucket.buffer()
         parameters = [self.parameters.index_of(p) for p in bucket.parameters()]
         if None in parameters:
             raise RuntimeError(
                 "DDP reduces a parameter that was frozen, or not there, when DearState was created: change the model "
                 f"before wrapping it{see('set-up-changed-later')}"
             )
-        self.reduction.add_bucket(tuple(cast(list[int], parameters)), buffer, bucket.is_last())
-        if self.reduction.num_parameters == len(self.parameters):
+        reduction.add_bucket(tuple(cast(list[int], parameters)), buffer, bucket.is_last())
+        if reduction.num_parameters == len(self.parameters):
             # Only now, as DDP does: earlier buckets may come inside of a recomputation's own backward. DDP queues its
             # end-of-backward callback after ours; a callback queued from a callback runs after both.
             queue_engine_callback(lambda: queue_engine_callback(self._end_backward))
@@ -167,14 +160,12 @@ class StepDriver:
 
     def _advance(self) -> None:
         """Launch reduce-scatters of atoms that are ready before their bucket."""
-        self._begin_backward()
-        assert self.reduction is not None
-        self.reduction.advance()
+        self._begin_backward().advance()
 
-    def _begin_backward(self) -> None:
-        """Begin a backward, unless it has begun."""
-        if self.phase is Phase.BACKWARD:
-            return
+    def _begin_backward(self) -> Reduction:
+        """Return the reduction of the backward under way; begin one, unless it has begun."""
+        if self.phase is Phase.BACKWARD and self.reduction is not None:
+            return self.reduction
         self._end_step_phase()
         if self._latest_forward == "none" or self.phase is Phase.REDUCING:
             refuse_unhooked_forward()
@@ -182,6 +173,7 @@ class StepDriver:
         reduction = Reduction(self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype)
         self._enter(Phase.BACKWARD)
         self.reduction = reduction
+        return reduction
 
     # -- 2. backward has ended --------------------------------------------------------------------------------------
 
@@ -221,11 +213,9 @@ class StepDriver:
         return replaced
 
     def _attaching(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        """Return the user's closure, after which gradients are attached."""
         return evaluated_once(closure, self._begin_step, "DeAR supports")
 
     def _begin_step(self) -> None:
-        """Attach gradients, check them, and let the update prepare the optimizer."""
         self.refuse_closed()
         self._leave_step()
         self._wait_for_gathers()  # two steps without a forward between them
@@ -264,7 +254,6 @@ class StepDriver:
         self.update.take_gradients(self.gradients, reduction.gradients, may_wait)
 
     def refuse_closed(self) -> None:
-        """Raise RuntimeError after :meth:`close`."""
         if self.phase is Phase.CLOSED:
             raise RuntimeError(
                 "DearState was closed: wrap the model in a new DistributedDataParallel to train on"
@@ -393,7 +382,6 @@ class StepDriver:
         self.gradients.wait()
 
     def stats(self) -> DearStats:
-        """Return the costs of the last complete step."""
         norm = self.grad_check.grad_norm
         return replace(
             self._meter.latest,

@@ -330,7 +330,7 @@ _DEAR = (
     ),
     Fault(
         "dear: max_grad_norm leaves tables out",
-        "ddp_hooks/dear/update/grad_check.py",
+        "ddp_hooks/dear/update/clipping.py",
         "for co_optimizer in self.co_optimizers if self.config.max_grad_norm is not None else []:",
         "for co_optimizer in self.co_optimizers[:0]:",
         ("tests/embedding/test_training_loop.py",),
@@ -339,7 +339,7 @@ _DEAR = (
     ),
     Fault(
         "dear: a skipped step keeps the gradients of tables",
-        "ddp_hooks/dear/update/grad_check.py",
+        "ddp_hooks/dear/update/clipping.py",
         "co_optimizer.zero_grad()",
         "co_optimizer.found_nonfinite()",
         ("tests/embedding/test_training_loop.py",),

@@ -59,13 +59,15 @@ class OptimizerCheckpoint:
 
     # -- in plain DDP's format ----------------------------------------------------------------------------------------
 
-    def gather(self, ranks: Sequence[int]) -> dict[str, Any] | None:
-        """Return the full ``state_dict`` on the ranks in ``ranks``, None elsewhere; collective."""
+    def full_state_dict(self) -> dict[str, Any]:
+        """Return the full ``state_dict`` on every rank, on the CPU; collective."""
         spread = self._spread
         if spread is None:
-            return _on_cpu(self._optimizer.state_dict()) if self._rank in ranks else None
-        states = spread.gather_states(ranks)
-        return _on_cpu(self._state_dict_of(states)) if self._rank in ranks else None
+            full = self._optimizer.state_dict()
+        else:
+            full = self._state_dict_of(spread.gather_states(range(dist.get_world_size(self._group))))
+        whole: dict[str, Any] = _on_cpu(full)
+        return whole
 
     def consolidate(self, to: int) -> None:
         """Keep the full state on one rank, for ``optimizer.state_dict()`` to return; collective."""
@@ -162,7 +164,6 @@ class OptimizerCheckpoint:
         return self._update.is_whole and not self._update.has_masters and not spread
 
     def _begin_anew(self) -> None:
-        """Drop what was consolidated or loaded before."""
         self.invalidate()
         self._update.drop_pending_states()
 

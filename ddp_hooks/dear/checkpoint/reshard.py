@@ -77,7 +77,6 @@ class _Move(NamedTuple):
     new: ParameterRange
 
     def values_of(self, states: dict[ParameterRange, State], elements: ParameterRange, key: str) -> Tensor:
-        """Return the part of an entry that moves, as bytes."""
         values: Tensor = states[elements][key][self.start - elements.start : self.end - elements.start]
         return values.contiguous().view(torch.uint8)
 
@@ -178,7 +177,6 @@ def cut_entry(key: str, value: Any, parameter: Tensor, elements: ParameterRange)
 
 
 def cut_state(state: State, parameter: Tensor, elements: ParameterRange) -> State:
-    """Return copies of the parts of a parameter's state that belong to the range ``elements``."""
     return {key: cut_entry(key, value, parameter, elements) for key, value in state.items()}
 
 

@@ -30,14 +30,12 @@ def _parsed(name: str) -> tuple[str, str, str]:
 
 
 def packed(param_groups: list[dict[str, Any]]) -> Tensor:
-    """Return settings as bytes, one tensor."""
     buffer = io.BytesIO()
     torch.save(param_groups, buffer)
     return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
 
 
 def unpacked(content: Tensor) -> list[dict[str, Any]]:
-    """Undo :func:`packed`."""
     param_groups: list[dict[str, Any]] = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
     return param_groups
 

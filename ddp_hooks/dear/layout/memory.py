@@ -52,7 +52,6 @@ class ManagedParameters:
         self._given = [parameter.detach() for parameter in self.tensors]
 
     def refuse_replaced_storage(self) -> None:
-        """Raise RuntimeError if a parameter has other memory than it was given."""
         for index in self._replaced():
             raise RuntimeError(
                 f"the memory of {self.names[index]} was replaced (by .to() or .data = ...), so the "
@@ -108,7 +107,6 @@ def unflatten(layout: Layout, parameters: Sequence[nn.Parameter], flats: list[Te
 
 
 def _apart(view: Tensor) -> Tensor:
-    """Return the same memory as a storage of its own."""
     # Libraries that save tensors take tensors of one storage for copies (safetensors, and Accelerate, which saves one
     # of them), or save the whole storage with each.
     return torch.from_dlpack(view).as_strided(view.shape, view.stride(), 0) if view.numel() else view

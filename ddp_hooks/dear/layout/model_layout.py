@@ -55,19 +55,16 @@ class ModelLayout:
         return [tuple(dict.fromkeys(m.parameter for atom in group for m in atom.members)) for group in members]
 
     def groups_with(self, rule: FusionRule) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Return the groups of reduce-scatters and of gathers that a rule makes."""
         assert self.current is not None
         atoms = self.current.atoms
         return self.fuse_in_order(atoms, rule), fuse(self._atoms_by_need, atoms, self._shapes, rule)
 
     def gathers(self, memory: Sequence[Tensor]) -> list[list[Partition]]:
-        """Return the partitions of every group of gathers, given the atoms' ``memory``."""
         assert self.current is not None
         atoms = self.current.atoms
         return [[Partition(memory[i], atoms[i].bounds) for i in group] for group in self.gather_groups]
 
     def cut(self, position: int, parameters: tuple[int, ...], is_last: bool) -> list[Atom]:
-        """Return the atoms of the bucket at ``position``."""
         known = self.current
         if known is not None and position < len(known.buckets) and known.buckets[position] == parameters:
             return [atom for atom in known.atoms if atom.bucket == position]

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ddp_hooks.dear.layout.memory import ManagedParameters
-from ddp_hooks.dear.layout.placement import Layout, ParameterRange
+from ddp_hooks.dear.layout.placement import ParameterRange
 from ddp_hooks.intercept import GradientGuard, clipping_of_frameworks
 
 GRADIENT_KEY = "ddp_hooks.gradient"  # a gradient kept from an earlier backward travels like optimizer state
@@ -32,7 +31,6 @@ class Shard:
 
     @property
     def is_master(self) -> bool:
-        """True if the optimizer steps on a more precise copy."""
         return self.tensor.dtype != self.memory.dtype
 
 
@@ -41,37 +39,12 @@ class Shards:
 
     def __init__(self) -> None:
         self.of_atom: list[list[Shard]] = []
-        self._all: list[Shard] = []
 
     def __iter__(self) -> Iterator[Shard]:
-        return iter(self._all)
+        return itertools.chain.from_iterable(self.of_atom)
 
     def clear(self) -> None:
-        self.of_atom, self._all = [], []
-
-    def make(
-        self,
-        layout: Layout,
-        rank: int,
-        parameters: ManagedParameters,
-        states: Mapping[ParameterRange, dict[str, Any]],
-        tensor_for: Callable[[Tensor, dict[str, Any]], Tensor],
-    ) -> None:
-        """Make the shards of ``rank``, with the gradients that are in their states.
-
-        ``tensor_for``: returns the optimizer's tensor for a view of the parameters' memory, with a state.
-        """
-        self.of_atom, self._all = [[] for _ in layout.atoms], []
-        for atom, (parameter, start, end, offset) in layout.owned(rank):
-            elements = ParameterRange(parameter, start, end)
-            view = parameters.flats[atom][offset : offset + end - start]
-            state = states.get(elements, {})
-            tensor = torch.nn.Parameter(tensor_for(view, state))
-            tensor.grad = state.pop(GRADIENT_KEY, None)
-            guard = GradientGuard.standing_for(tensor, parameters.names[parameter], held_in_shards)
-            shard = Shard(elements, atom, offset, view, tensor, guard)
-            self._all.append(shard)
-            self.of_atom[atom].append(shard)
+        self.of_atom = []
 
 
 def held_in_shards(function: str) -> str:

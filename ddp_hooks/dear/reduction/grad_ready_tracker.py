@@ -95,7 +95,6 @@ class GradReadyTracker:
                 self._complete(atom)
 
     def _complete(self, index: int) -> None:
-        """Let an atom travel whose gradients are all ready."""
         flat = self._memory_of(self._atoms[index])
         if flat is not None and flat.data_ptr() == self._addresses[index]:
             self.ready[index] = flat

@@ -54,10 +54,6 @@ class ModelGradients:
             if gradient is not None:
                 shard.base, shard.tensor.grad = gradient, None
 
-    def are_untouched(self, marks: Sequence[Tensor | None], used: set[int]) -> bool:
-        """Return True if every parameter took part in the backward, and no guard was removed or zeroed since."""
-        return len(used) == len(marks) and all(isinstance(m, GradientGuard) and not m.zeroed for m in marks)
-
     def apply_zero_grad(self, index: int, gradient: Tensor | None, marks: Sequence[Tensor | None]) -> Tensor | None:
         """Return a parameter's ``gradient``, or zeros or None if ``zero_grad`` was called since the backward."""
         mark = marks[index]
@@ -150,7 +146,6 @@ class ModelGradients:
                 self._guards[index].zeroed = True
 
     def clear(self) -> None:
-        """Remove the model's guards."""
         with without_overrides():
             for parameter in self._parameters:
                 if isinstance(parameter.grad, GradientGuard):
@@ -161,7 +156,6 @@ class ModelGradients:
         self.clear()
 
     def zero_grad(self, set_to_none: bool) -> None:
-        """Zero or remove the model's gradients, before ``optimizer.zero_grad()`` does."""
         if set_to_none:
             with without_overrides():
                 for parameter in self._parameters:

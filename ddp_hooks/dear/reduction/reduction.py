@@ -71,11 +71,9 @@ class Reduction:
             self._launch(tuple(first + index for index in group))
 
     def layout(self) -> Layout:
-        """Return the layout of the buckets of this backward."""
         return Layout(tuple(self.buckets), tuple(self.atoms))
 
     def wait(self) -> None:
-        """Return when every reduce-scatter is complete."""
         for work, _ in self.works:
             work.wait()
 

@@ -21,7 +21,7 @@ from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.dear.layout.shards import Shard, Shards
 from ddp_hooks.dear.reduction.model_gradients import ModelGradients
 from ddp_hooks.dear.reduction.reduction import Reduction
-from ddp_hooks.intercept.guards import METADATA
+from ddp_hooks.intercept.guards import METADATA, GradientGuard
 
 
 class ShardGradients:
@@ -34,17 +34,16 @@ class ShardGradients:
         self._model_gradients = model_gradients
         self._recorder = recorder
         self._groups: list[_ReducedGroup] = []  # attached, and perhaps still under way
-        self._work_of: dict[int, Work] = {}  # per atom that may still travel
 
     def attach(self, reduction: Reduction) -> None:
         """Give every shard its gradient, which may still travel: read none before :meth:`wait`."""
         self.in_place = True
         marks = self._model_gradients.marks()
-        untouched = self._model_gradients.are_untouched(marks, reduction.used)
+        used_everywhere = len(reduction.used) == len(marks)
+        untouched = used_everywhere and all(isinstance(mark, GradientGuard) and not mark.zeroed for mark in marks)
         for work, atoms in reduction.works:
             sums = [each for atom in atoms for each in self._attach_atom(atom, reduction, marks, untouched)]
-            self._groups.append(_ReducedGroup(work, atoms, sums))
-            self._work_of.update(dict.fromkeys(atoms, work))
+            self._groups.append(_ReducedGroup(work, frozenset(atoms), sums))
 
     def defer(self) -> None:
         """Let every gradient that still travels wait for itself, when it is read."""
@@ -56,8 +55,6 @@ class ShardGradients:
             for shard in [shard for atom in group.atoms for shard in self._shards.of_atom[atom]]:
                 if shard.tensor.grad is not None:
                     AsyncGradient.of(shard.tensor.grad, partial(self._wait_for, group))
-        if not self._groups:
-            self._work_of.clear()
 
     def wait(self) -> None:
         """Wait until every attached gradient holds its value; shards hold plain tensors then."""
@@ -66,7 +63,6 @@ class ShardGradients:
         while self._groups:
             self._wait_for(self._groups[0])
             self._groups.pop(0)
-        self._work_of.clear()
         for shard in self._shards:
             gradient = shard.tensor.grad
             if isinstance(gradient, AsyncGradient):
@@ -74,12 +70,11 @@ class ShardGradients:
 
     @property
     def is_under_way(self) -> bool:
-        """True if gradients were attached and have not been waited for."""
         return bool(self._groups)
 
     def works_of(self, atoms: Sequence[int]) -> set[Work]:
         """Return the reduce-scatters of these atoms that have not been waited for."""
-        return {self._work_of[atom] for atom in atoms if atom in self._work_of}
+        return {group.work for group in self._groups if not group.atoms.isdisjoint(atoms)}
 
     def _attach_atom(
         self, atom: int, reduction: Reduction, marks: Sequence[Tensor | None], untouched: bool
@@ -131,7 +126,7 @@ class _ReducedGroup:
     """Gradients of one reduce-scatter, and the sums to form with them."""
 
     work: Work
-    atoms: tuple[int, ...]
+    atoms: frozenset[int]
     sums: list[_Sum]
     is_complete: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
@@ -162,7 +157,6 @@ class _Sum(NamedTuple):
         return _Sum(gradient, mean, shard.base)
 
     def complete(self) -> None:
-        """Form the sum, when the mean has arrived."""
         if self.gradient is not self.mean:
             self.gradient.copy_(self.mean)
         if self.base is not None:

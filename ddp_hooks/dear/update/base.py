@@ -14,8 +14,9 @@ from ddp_hooks.comm import Lanes, see
 from ddp_hooks.dear.checkpoint.reshard import State
 from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout, ParameterRange, Placement, is_elementwise
-from ddp_hooks.dear.layout.shards import MASTER_KEY, Shards
+from ddp_hooks.dear.layout.shards import GRADIENT_KEY, MASTER_KEY, Shard, Shards, held_in_shards
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
+from ddp_hooks.intercept import GradientGuard
 
 
 class Update(ABC):
@@ -57,7 +58,15 @@ class Update(ABC):
 
     def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
         """Make the shards of ``layout``, with what :meth:`take_states` has returned."""
-        self.shards.make(layout, self._lanes.rank, self._parameters, states, self._tensor_for)
+        self.shards.of_atom = [[] for _ in layout.atoms]
+        for atom, (parameter, start, end, offset) in layout.owned(self._lanes.rank):
+            elements = ParameterRange(parameter, start, end)
+            view = self._parameters.flats[atom][offset : offset + end - start]
+            state = states.get(elements, {})
+            tensor = torch.nn.Parameter(self._tensor_for(view, state))
+            tensor.grad = state.pop(GRADIENT_KEY, None)
+            guard = GradientGuard.standing_for(tensor, self._parameters.names[parameter], held_in_shards)
+            self.shards.of_atom[atom].append(Shard(elements, atom, offset, view, tensor, guard))
         self._layout = layout
 
     def _tensor_for(self, view: Tensor, state: State) -> Tensor:

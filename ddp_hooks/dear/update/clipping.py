@@ -1,17 +1,25 @@
-"""Gradient clipping over shards, with one all-reduce of a scalar, before the update and before any gather.
-"""
+"""Gradient clipping over shards, with one all-reduce of a scalar, and the check of gradients before every update."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import calling, see
+from ddp_hooks.comm import calling, gather_objects, see
+from ddp_hooks.dear.config import DearConfig
+from ddp_hooks.dear.layout.memory import ManagedParameters
+from ddp_hooks.dear.update.base import Update
+from ddp_hooks.intercept.co_optimizers import CoOptimizer
+
+logger = logging.getLogger("ddp_hooks")
 
 
 @runtime_checkable
@@ -57,7 +65,7 @@ def clip_grad_norm_(
     """
     max_norm, norm_type = checked_norm(max_norm, norm_type)
     shards, tensors = _sort(sources)
-    shards += [beside for source in shards for beside in _co_optimizers(source) if beside not in shards]
+    shards += [beside for source in shards for beside in getattr(source, "co_optimizers", ()) if beside not in shards]
     replicated = gradients_of(tensors)
     with ExitStack() as stack:
         gradients = [gradients_of(stack.enter_context(source.reduced_gradients())) for source in shards]
@@ -131,11 +139,6 @@ def power_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
     return norm**norm_type if norm_type < math.inf else norm
 
 
-def _co_optimizers(source: GradientShards) -> list[GradientShards]:
-    """Return the sharded tables that step with a state."""
-    return list(getattr(source, "co_optimizers", ()))
-
-
 def _sort(
     sources: Iterable[GradientShards | Tensor | Iterable[Tensor]],
 ) -> tuple[list[GradientShards], list[Tensor]]:
@@ -149,3 +152,69 @@ def _sort(
         else:
             tensors += list(source)
     return shards, tensors
+
+
+@dataclass
+class GradCheck:
+    """Clips gradients and finds those that are not finite, as ``config`` asks, just before an update."""
+
+    update: Update
+    sum_over_ranks: Callable[[Tensor], Tensor]
+    group: dist.ProcessGroup
+    parameters: ManagedParameters
+    config: DearConfig
+    co_optimizers: list[CoOptimizer]
+    grad_norm: Tensor | None = None  # before clipping, at the last update
+    skipped_steps: int = 0
+
+    @property
+    def is_wanted(self) -> bool:
+        return self.config.max_grad_norm is not None or self.config.on_nonfinite is not None
+
+    @torch.no_grad()
+    def approve(self) -> bool:
+        """Clip; return False if the update is to be skipped, after dropping the gradients. Collective."""
+        with ExitStack() as stack:
+            gradients = gradients_of(shard.tensor for shard in self.update.shards)
+            for co_optimizer in self.co_optimizers if self.config.max_grad_norm is not None else []:
+                gradients += gradients_of(stack.enter_context(co_optimizer.reduced_gradients()))
+            return self._approve(gradients)
+
+    def _approve(self, gradients: Sequence[Tensor]) -> bool:
+        looks, clips = self.config.on_nonfinite is not None, self.config.max_grad_norm is not None
+        mine = torch.zeros(2, dtype=torch.float64, device=self.parameters.device)  # not finite?; power
+        if looks and any(co_optimizer.found_nonfinite() for co_optimizer in self.co_optimizers):
+            mine[0] = 1.0
+        elif looks and gradients:
+            mine[0] = ~torch.isfinite(torch.nn.utils.get_total_norm(gradients, torch.inf))
+        if clips and gradients:
+            mine[1] = power_of(gradients, 2.0)
+        with calling("optimizer.step(), which looks at all gradients"):
+            count, power = self.sum_over_ranks(mine)
+        if looks and count > 0:
+            found = self._where()
+            if self.config.on_nonfinite == "raise":
+                raise RuntimeError(
+                    f"gradients are not finite, so no rank updates anything: {found}{see('gradients-are-not-finite')}"
+                )
+            self.skipped_steps += 1
+            logger.warning("skipped an update on all ranks, gradients are not finite: %s", found)
+            self.update.drop_gradients()
+            for co_optimizer in self.co_optimizers:
+                co_optimizer.zero_grad()
+            return False
+        if self.config.max_grad_norm is not None:
+            self.grad_norm = norm_of([power], 2.0)
+            scale_down(gradients, self.config.max_grad_norm, self.grad_norm)
+        return True
+
+    def _where(self) -> str:
+        mine = [
+            self.parameters.names[shard.range.parameter]
+            for shard in self.update.shards
+            if shard.tensor.grad is not None and not torch.isfinite(shard.tensor.grad).all()
+        ]
+        mine += ["a sharded table"] if any(other.found_nonfinite() for other in self.co_optimizers) else []
+        everyone = gather_objects(mine, self.group, "optimizer.step(), with gradients that are not finite", self.config)
+        names = list(dict.fromkeys(name for found in everyone for name in found))
+        return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

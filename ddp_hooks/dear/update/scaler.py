@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -25,7 +25,11 @@ class GradScaler(torch.amp.GradScaler):
     """
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """Step, unless a gradient overflowed on any rank; collective."""
+        """Step, unless a gradient overflowed on any rank; collective.
+
+        Raises:
+            RuntimeError: a second step before ``update()``, or a closure, as the stock scaler does.
+        """
         if self._enabled and would_leave_gradients(optimizer):
             raise RuntimeError(
                 "sharded tables have scaled gradients, and follow no optimizer with which they would be unscaled: call "
@@ -55,7 +59,7 @@ class GradScaler(torch.amp.GradScaler):
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         else:
             with state.reduced_gradients() as shards:
-                holders = _Holders([{"params": [*shards, *state.other_parameters]}])
+                holders = SimpleNamespace(param_groups=[{"params": [*shards, *state.other_parameters]}])
                 found = super()._unscale_grads_(cast(torch.optim.Optimizer, holders), inv_scale, found_inf, allow_fp16)
         overflowed = [co_optimizer.unscale(inv_scale.item()) for co_optimizer in co_optimizers]
         # A rank may hold no shard at all, and has to hear of overflows nevertheless.
@@ -65,10 +69,3 @@ class GradScaler(torch.amp.GradScaler):
         with calling("GradScaler.unscale_() or step()"):
             largest = ranks.largest_over_ranks(torch.stack([flag.to(device) for flag in flags]).max())
         return {device: largest.to(device)}
-
-
-@dataclass
-class _Holders:
-    """Part of an optimizer that the stock scaler reads when it unscales."""
-
-    param_groups: list[dict[str, Any]]

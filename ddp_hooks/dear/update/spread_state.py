@@ -36,13 +36,11 @@ class SpreadState(MutableMapping[Any, MutableMapping[str, Any]]):
         self._shown: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}  # entries of one value, and what they were
 
     def by_range(self) -> dict[ParameterRange, State]:
-        """Return this rank's states."""
         if self.pending is not None:
             return self.pending[1]
         return {shard.range: self.own.get(shard.tensor, {}) for shard in self._shards}
 
     def others(self) -> list[Any]:
-        """Return the keys of states that are not of shards."""
         shards = {id(shard.tensor) for shard in self._shards}
         return [key for key in self.own if id(key) not in shards]
 

@@ -111,11 +111,9 @@ class SpreadTensor(Tensor):
     # These do not come by way of the dispatcher. data_ptr(), for which async_save asks, is 0.
 
     def numpy(self, *_: Any, **__: Any) -> Any:
-        """Raise: this rank holds a part."""
         raise _refusal("numpy", self)
 
     def tolist(self) -> Any:
-        """Raise: this rank holds a part."""
         raise _refusal("tolist", self)
 
     __array__ = numpy
