@@ -85,7 +85,7 @@ class StepDriver:
         rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
         self.layout = ModelLayout(self.parameters, ddp.module, self.lanes.world_size, rule, atom_bytes, self._tracks)
         self.update = self._choose_update(replicates)
-        self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
+        self.checkpoint = OptimizerCheckpoint(ddp.module, optimizer, self.update, self.parameters, group, config)
         self.model_gradients = ModelGradients(self.parameters, self.update.shards)
         self.gradients = ShardGradients(self.update.shards, self.model_gradients, self.recorder)
         self.tracker = GradReadyTracker(self.parameters.tensors, self._advance)

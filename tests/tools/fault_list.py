@@ -230,8 +230,8 @@ _DEAR = (
     Fault(
         "dear: settings of a sharded checkpoint are not taken",
         "ddp_hooks/dear/checkpoint/optimizer_checkpoint.py",
-        "group.update(values)",
-        "dict(group).update(values)",
+        "dcp.load({prefix: content},",
+        "dcp.load({prefix: {'state': content['state']}},",
         ("tests/dear/test_sharded_checkpoint.py",),
     ),
     Fault(

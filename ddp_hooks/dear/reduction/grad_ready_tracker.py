@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ class GradReadyTracker:
     def __init__(self, parameters: Sequence[torch.nn.Parameter], advance: Callable[[], None]) -> None:
         self.ready: dict[int, Tensor] = {}  # atom -> (numel,), its part of the bucket
         self._parameters = parameters
-        self._advance = weakref.WeakMethod(advance)  # the collector does not see through a parameter's hooks
+        self._advance = advance
         self._atoms: tuple[Atom, ...] = ()
         self._atoms_of: dict[int, list[int]] = {}  # tracked parameter -> atoms that it lies in
         self._num_members: dict[int, int] = {}  # per tracked atom
@@ -56,8 +57,9 @@ class GradReadyTracker:
         for index, atom in tracked.items():
             for member in atom.members:
                 self._atoms_of.setdefault(member.parameter, []).append(index)
+        this = weakref.ref(self)  # the collector does not see through a parameter's hooks
         self._handles = [
-            self._parameters[index].register_post_accumulate_grad_hook(_noting(weakref.ref(self), index))
+            self._parameters[index].register_post_accumulate_grad_hook(partial(_note, this, index))
             for index in self._atoms_of
             if self._parameters[index].requires_grad
         ]
@@ -98,9 +100,7 @@ class GradReadyTracker:
         flat = self._memory_of(self._atoms[index])
         if flat is not None and flat.data_ptr() == self._addresses[index]:
             self.ready[index] = flat
-            advance = self._advance()
-            if advance is not None:
-                advance()
+            self._advance()
 
     def _memory_of(self, atom: Atom) -> Tensor | None:
         """Return the atom's part of the bucket, or None if its gradients do not lie there as neighbours."""
@@ -119,10 +119,7 @@ class GradReadyTracker:
         return flat
 
 
-def _noting(tracker: weakref.ref[GradReadyTracker], index: int) -> Callable[[Tensor], None]:
-    def note(_: Tensor) -> None:
-        alive = tracker()
-        if alive is not None:
-            alive.accumulated(index)
-
-    return note
+def _note(tracker: weakref.ref[GradReadyTracker], index: int, _: Tensor) -> None:
+    alive = tracker()
+    if alive is not None:
+        alive.accumulated(index)

@@ -12,7 +12,6 @@ schedulers do meanwhile.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,13 +45,12 @@ class ReplicatedUpdate(Update):
         deferred = parameterwise and lanes.world_size > 1  # one rank has nothing to wait for
         self._deferred = self.waits_one_by_one = self.gathers_under_forward = deferred
         self._bucket_views: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
-        self._places: dict[int, _Place] = {}  # by parameter
+        # By parameter, the place of its gradient: atom in which it begins, offset there, shape, strides.
+        self._places: dict[int, tuple[int, int, torch.Size, tuple[int, ...]]] = {}
         self._guards_aside = SuspendedGuards(parameters.tensors)  # while the optimizer's own code runs
         self._wanted: set[int] = set()  # parameters that still await their update
         self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
-        self._updates = DeferredUpdates(
-            optimizer, parameters.tensors, self._gradient_of, finish if deferred else None
-        )
+        self._updates = DeferredUpdates(optimizer, parameters.tensors, self._gradient_of, finish if deferred else None)
 
     # -- layouts ----------------------------------------------------------------------------------------------------
 
@@ -64,12 +62,12 @@ class ReplicatedUpdate(Update):
         self._updates.forget_memory()
         if layout is None:
             return {}
-        return move_states(kept, layout, new_layout, self._lanes, self._parameters.device, to=self._parameters.device)
+        return move_states(kept, layout, new_layout, self._lanes, self._parameters.device)
 
     def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
         super().install(layout, states)
         self._places = {
-            member.parameter: _Place(index, member.offset, parameter.shape, parameter.stride())
+            member.parameter: (index, member.offset, parameter.shape, parameter.stride())
             for index, atom in enumerate(layout.atoms)
             for member in atom.members
             for parameter in [self._parameters.tensors[member.parameter]]
@@ -152,9 +150,9 @@ class ReplicatedUpdate(Update):
         parameter = self._parameters.tensors[index]
         if parameter.numel() == 0:
             return torch.zeros_like(parameter)
-        place = self._places[index]
-        flat = self._bucket_views[place.atom]
-        return flat.as_strided(place.shape, place.strides, flat.storage_offset() + place.offset)
+        atom, offset, shape, strides = self._places[index]
+        flat = self._bucket_views[atom]
+        return flat.as_strided(shape, strides, flat.storage_offset() + offset)
 
     def begin_blank_step(self) -> None:
         if self._optimizer.state:  # by an update that was under way
@@ -181,15 +179,6 @@ class ReplicatedUpdate(Update):
             if state:
                 self._optimizer.state[parameter] = shaped_state(index, parameter, state)
         self.adopt_loaded_masters()
-
-
-class _Place(NamedTuple):
-    """Place of a parameter's whole gradient, as a view."""
-
-    atom: int  # in which it begins
-    offset: int  # there
-    shape: torch.Size
-    strides: tuple[int, ...]
 
 
 def _blank_buckets(layout: Layout, parameters: Sequence[Tensor]) -> list[Tensor]:

@@ -208,7 +208,7 @@ class ShardedUpdate(Update):
     def _keep_blank(self) -> None:
         """Keep the state that a blank step has made, spread evenly, until there is a layout."""
         made = {elements: self._state.own.pop(tensor, {}) for elements, tensor in self._blank.items()}
-        if any(made.values()):
+        if any(made.values()) or (made and self.has_masters):
             for elements, state in made.items():
                 if self.has_masters:
                     state[MASTER_KEY] = self._blank[elements].detach()
