@@ -53,7 +53,11 @@ def _in_row(row: int, inner: tuple[int, ...], start: int, end: int) -> Iterator[
 
 
 class SpreadTensor(Tensor):
-    """Tensor over all ranks, of which this one holds :attr:`parts`; every use of its values raises."""
+    """Tensor over all ranks, of which this one holds :attr:`parts`; every use of its values raises.
+
+    It may be copied (``clone``, ``deepcopy``, ``cpu()``, or by ``async_save``), and saved and loaded by
+    ``torch.distributed.checkpoint``. Shape, strides, dtype and device are those of the whole.
+    """
 
     parts: dict[ParameterRange, Tensor]  # (elements length,) each, in the storage order of the whole
     placement: Placement  # who holds which elements
