@@ -2,7 +2,7 @@
 
 On slow links several lanes and messages of 1 MiB keep the link busy while sums are formed. A message costs the
 processor about 0.2 ms, which counts on faster links: there one lane with larger messages carries as much for less.
-Measured with four workers on two cores: docs/dear.md.
+Measured with four workers on two cores: docs/results/dear_defaults.md.
 """
 
 from __future__ import annotations
