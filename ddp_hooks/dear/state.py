@@ -204,9 +204,8 @@ class DearState:
             raise ValueError(f"consolidate(to=...) takes a rank from 0 to {world_size - 1}, got {to!r}")
         self._checkpoint().consolidate(to)
 
-    @calling("sharded_optimizer_state_dict()")
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the optimizer's state, as ``get_optimizer_state_dict`` does; collective.
+        """Return this rank's part of the optimizer's state, flat and made of plain tensors.
 
         For ``torch.distributed.checkpoint.save`` and ``async_save``, where every rank writes its own part; see
         :meth:`load_sharded_optimizer`. Tensors are the optimizer's own, not copies.

@@ -85,7 +85,7 @@ class StepDriver:
         rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
         self.layout = ModelLayout(self.parameters, ddp.module, self.lanes.world_size, rule, atom_bytes, self._tracks)
         self.update = self._choose_update(replicates)
-        self.checkpoint = OptimizerCheckpoint(ddp.module, optimizer, self.update, self.parameters, group, config)
+        self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
         self.model_gradients = ModelGradients(self.parameters, self.update.shards)
         self.gradients = ShardGradients(self.update.shards, self.model_gradients, self.recorder)
         self.tracker = GradReadyTracker(self.parameters.tensors, self._advance)
@@ -362,7 +362,8 @@ class StepDriver:
             self._enter(self._before_blank if self.phase is Phase.BLANK_STEP else Phase.IDLE)
 
     def _submit_gathers(self, memory: Sequence[Tensor]) -> list[Work]:
-        after = [self.gradients.works_of(group) for group in self.layout.gather_groups]
+        work_of = self.gradients.works_by_atom()
+        after = [{work_of[atom] for atom in group if atom in work_of} for group in self.layout.gather_groups]
         gathers = zip(self.layout.gathers(memory), self.layout.gather_labels, after, strict=True)
         return [self.lanes.all_gather(*gather) for gather in gathers]
 

@@ -221,17 +221,17 @@ _DEAR = (
         ("tests/dear/test_checkpoint.py",),
     ),
     Fault(
-        "dear: ranges are saved from their beginning",
-        "ddp_hooks/dear/update/spread_tensor.py",
-        "values = part[position : position + numel]",
-        "values = part[:numel]",
+        "dear: saved ranges are read from their beginning",
+        "ddp_hooks/dear/checkpoint/sharded_checkpoint.py",
+        "= value[start - key.start : end - key.start]",
+        "= value[: end - start]",
         ("tests/dear/test_sharded_checkpoint.py",),
     ),
     Fault(
         "dear: settings of a sharded checkpoint are not taken",
         "ddp_hooks/dear/checkpoint/optimizer_checkpoint.py",
-        "dcp.load({prefix: content},",
-        "dcp.load({prefix: {'state': content['state']}},",
+        "group.update(values)",
+        "dict(group).update(values)",
         ("tests/dear/test_sharded_checkpoint.py",),
     ),
     Fault(

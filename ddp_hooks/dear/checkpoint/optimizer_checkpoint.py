@@ -1,8 +1,7 @@
 """The optimizer's state in the format of plain DDP: gathered to be saved, cut to be loaded.
 
 A saved state does not show that it was sharded: plain DDP can load it, and so can any number of ranks. For
-``torch.distributed.checkpoint`` every rank saves its own ranges instead, as
-:class:`~ddp_hooks.dear.update.spread_tensor.SpreadTensor`.
+``torch.distributed.checkpoint`` every rank saves its own ranges instead (:mod:`.sharded_checkpoint`).
 """
 
 from __future__ import annotations
@@ -18,6 +17,14 @@ from torch import Tensor
 from ddp_hooks.comm import agree, calling, read_metadata, see
 from ddp_hooks.comm.torch_compat.state_dict import StateDictCall
 from ddp_hooks.dear.checkpoint.reshard import State, cut_state
+from ddp_hooks.dear.checkpoint.sharded_checkpoint import (
+    SETTINGS,
+    Settings,
+    assemble,
+    find_misfit,
+    named_entries,
+    overlapping_entries,
+)
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import ParameterRange, Placement
@@ -32,14 +39,12 @@ class OptimizerCheckpoint:
 
     def __init__(
         self,
-        root: torch.nn.Module,  # inside DDP
         optimizer: torch.optim.Optimizer,
         update: Update,
         parameters: ManagedParameters,
         group: dist.ProcessGroup,
         config: DearConfig,
     ) -> None:
-        self._root = root
         self._optimizer = optimizer
         self._update = update
         self._parameters = parameters
@@ -176,76 +181,71 @@ class OptimizerCheckpoint:
     # -- sharded ------------------------------------------------------------------------------------------------------
 
     def sharded_state_dict(self) -> dict[str, Any]:
-        """Return this rank's part, as ``torch.distributed.checkpoint`` saves it; collective."""
-        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict  # takes a while to import
-
-        of_model = {id(parameter) for parameter in self._root.parameters()}
-        for slot in (slot for slots in self._update.slots for slot in slots):
-            if isinstance(slot, Tensor) and id(slot) not in of_model:
-                raise RuntimeError(
-                    f"the optimizer also holds a parameter of shape {tuple(slot.shape)} that DDP does not reduce, "
-                    f"whose state has no place in a sharded checkpoint: use state.full_optimizer_state_dict()"
-                    f"{see('optimizer-state-is-sharded')}"
-                )
-        kept = self._consolidated, self._consolidated_on
-        self.invalidate()  # all ranks ask
-        try:
-            return get_optimizer_state_dict(self._root, self._optimizer)
-        finally:
-            self._consolidated, self._consolidated_on = kept
+        """Return this rank's part, as a flat dictionary of tensors for ``torch.distributed.checkpoint``."""
+        for slots in self._update.slots:
+            for slot in slots:
+                if isinstance(slot, Tensor) and self._optimizer.state.get(slot):
+                    raise RuntimeError(
+                        f"the optimizer also holds a parameter of shape {tuple(slot.shape)} that DDP does not reduce, "
+                        f"whose state has no place in a sharded checkpoint: use state.full_optimizer_state_dict()"
+                        f"{see('optimizer-state-is-sharded')}"
+                    )
+        spread = self._spread
+        if spread is None:
+            ranges = [ParameterRange(index, 0, numel) for index, numel in enumerate(self._parameters.numels)]
+            states = {elements: self._whole_state(elements) for elements in ranges}
+        else:
+            _, states = spread.held_states()
+        return {**named_entries(states, self._parameters.names), SETTINGS: self._settings().packed()}
 
     def load_sharded(self, path: str | os.PathLike[str], prefix: str) -> None:
         """Restore this rank's part from a checkpoint of :meth:`sharded_state_dict`, under ``prefix``; collective."""
-        import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_optimizer_state_dict
-
         metadata, problem = read_metadata(path)
         start = f"{prefix}."
         saved = {name.removeprefix(start): entry for name, entry in metadata.items() if name.startswith(start)}
-        if problem is None and not any(name.startswith("param_groups.") for name in saved):
+        if problem is None and SETTINGS not in saved:
             problem = (
                 f"{path} has no optimizer state under {prefix!r}, found {sorted({n.split('.')[0] for n in metadata})}: "
                 f"save it with torch.distributed.checkpoint.save({{{prefix!r}: state.sharded_optimizer_state_dict()}})"
             )
+        problem = problem or find_misfit(saved, dict(zip(self._parameters.names, self._parameters.numels, strict=True)))
         agree({"pieces": sorted(saved)}, problem, self._group, "the checkpoint", self._config)
 
-        content: dict[str, Any] = self.sharded_state_dict()
-        agree({}, self._find_misfit(saved, content["state"]), self._group, "the checkpoint", self._config)
-        for name, state in content["state"].items():  # what is not in the checkpoint stays as it would begin
-            content["state"][name] = {key: v for key, v in state.items() if f"state.{name}.{key}" in saved}
-        planner = dcp.DefaultLoadPlanner(allow_partial_load=True)  # an earlier torch has saved fewer settings
-        dcp.load({prefix: content}, checkpoint_id=path, planner=planner, process_group=self._group)
-        set_optimizer_state_dict(self._root, self._optimizer, content, options=StateDictOptions(strict=False))
+        size = getattr(saved[SETTINGS], "size", ())
+        content = self._load(path, prefix, {SETTINGS: torch.empty(size, dtype=torch.uint8)})
+        loaded = self._settings()
+        try:
+            loaded = Settings.unpacked(content[SETTINGS])
+            problem = loaded.difference(self._settings())
+        except Exception as error:
+            problem = f"{path} has damaged settings of the optimizer: {type(error).__name__}: {error}"
+        agree({}, problem, self._group, "the checkpoint", self._config)
+        placement = self._update.placement
+        ranges = placement.ranges(self._rank)
+        entries = self._load(path, prefix, overlapping_entries(saved, ranges, self._parameters.names))
+        self.invalidate()
+        self._update.set_states(placement, assemble(entries, ranges, self._parameters.names))
+        for group, values in zip(self._optimizer.param_groups, loaded.param_groups, strict=True):
+            group.update(values)
 
-    def _find_misfit(self, saved: Mapping[str, Any], states: Mapping[str, State]) -> str | None:
-        """Return why the saved entries, given their metadata, are not those of ``states``; None if they are."""
-        expected = len(self._optimizer.param_groups)
-        found = len({name.split(".")[1] for name in saved if name.startswith("param_groups.")})
-        if expected != found:
-            return (
-                f"the optimizer has {expected} param_groups, the checkpoint {found}: make the optimizer as it was when "
-                f"it was saved"
-            )
-        parameters = [name for name, _ in self._root.named_parameters()]
-        ours = {f"state.{name}.{key}": value for name, state in states.items() for key, value in state.items()}
-        for entry, metadata in saved.items():
-            is_unwanted = entry.endswith(f".{MASTER_KEY}") and not self._update.has_masters
-            if not entry.startswith("state.") or is_unwanted:
-                continue
-            if entry not in ours:
-                name = entry.removeprefix("state.")
-                if any(entry.startswith(f"state.{parameter}.") for parameter in parameters):
-                    return f"the checkpoint has {name}, which the optimizer does not have: load before the first step"
-                return f"the checkpoint has state of {name}, which is no parameter of this model"
-            size = getattr(metadata, "size", None)
-            if isinstance(ours[entry], Tensor) and size != ours[entry].shape:
-                return (
-                    f"{entry.removeprefix('state.')} is saved with shape {tuple(size or ())}, but it has "
-                    f"{tuple(ours[entry].shape)} here: load a state that was saved for this model"
-                )
-        return None
+    def _load(self, path: str | os.PathLike[str], prefix: str, entries: dict[str, Any]) -> dict[str, Any]:
+        import torch.distributed.checkpoint as dcp  # takes a while to import, and only this needs it
+
+        template = {prefix: entries}
+        dcp.load(template, checkpoint_id=path, process_group=self._group)
+        return template[prefix]
+
+    def _settings(self) -> Settings:
+        parameters = zip(self._parameters.names, self._parameters.tensors, strict=True)
+        layouts = {name: (tuple(p.shape), tuple(p.stride())) for name, p in parameters}
+        return Settings([_settings_of(group) for group in self._optimizer.param_groups], layouts)
 
     # -- between the formats ------------------------------------------------------------------------------------------
+
+    def _whole_state(self, elements: ParameterRange) -> State:
+        parameter = self._parameters.tensors[elements.parameter]
+        state = self._optimizer.state.get(parameter, {})
+        return cut_state(state, parameter, elements)
 
     def _state_dict_of(self, states: Mapping[int, State]) -> dict[str, Any]:
         """Return the ``state_dict`` that plain DDP would have, with the present settings."""
@@ -307,3 +307,8 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _on_cpu(item) for key, item in value.items()}
     return [_on_cpu(item) for item in value] if isinstance(value, list) else value
+
+
+def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a parameter group."""
+    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -43,7 +43,7 @@ class ShardGradients:
         untouched = used_everywhere and all(isinstance(mark, GradientGuard) and not mark.zeroed for mark in marks)
         for work, atoms in reduction.works:
             sums = [each for atom in atoms for each in self._attach_atom(atom, reduction, marks, untouched)]
-            self._groups.append(_ReducedGroup(work, frozenset(atoms), sums))
+            self._groups.append(_ReducedGroup(work, atoms, sums))
 
     def defer(self) -> None:
         """Let every gradient that still travels wait for itself, when it is read."""
@@ -72,9 +72,9 @@ class ShardGradients:
     def is_under_way(self) -> bool:
         return bool(self._groups)
 
-    def works_of(self, atoms: Sequence[int]) -> set[Work]:
-        """Return the reduce-scatters of these atoms that have not been waited for."""
-        return {group.work for group in self._groups if not group.atoms.isdisjoint(atoms)}
+    def works_by_atom(self) -> dict[int, Work]:
+        """Return the reduce-scatters that have not been waited for."""
+        return {atom: group.work for group in self._groups for atom in group.atoms}
 
     def _attach_atom(
         self, atom: int, reduction: Reduction, marks: Sequence[Tensor | None], untouched: bool
@@ -126,7 +126,7 @@ class _ReducedGroup:
     """Gradients of one reduce-scatter, and the sums to form with them."""
 
     work: Work
-    atoms: frozenset[int]
+    atoms: tuple[int, ...]
     sums: list[_Sum]
     is_complete: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)

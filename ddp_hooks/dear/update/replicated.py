@@ -47,6 +47,9 @@ class ReplicatedUpdate(Update):
         self._bucket_views: list[Tensor] = []  # per atom, (numel,): gradients, in DDP's buckets
         # By parameter, the place of its gradient: atom in which it begins, offset there, shape, strides.
         self._places: dict[int, tuple[int, int, torch.Size, tuple[int, ...]]] = {}
+        self._views: dict[int, Tensor] = {}  # gradients by parameter, kept from step to step
+        self._addresses: list[int] = []  # of the atoms in the latest backward's buckets
+        self._keeps_views = False  # buckets are where they were: views of others would keep these alive
         self._guards_aside = SuspendedGuards(parameters.tensors)  # while the optimizer's own code runs
         self._wanted: set[int] = set()  # parameters that still await their update
         self._shown: set[int] = set()  # those whose gradients the optimizer's code finds in their place
@@ -59,6 +62,7 @@ class ReplicatedUpdate(Update):
         kept = {s.range: {} if s.tensor.grad is None else {GRADIENT_KEY: s.tensor.grad} for s in self.shards}
         self.shards.clear()
         layout, self._layout, self._bucket_views = self._layout, None, []
+        self._views.clear()
         self._updates.forget_memory()
         if layout is None:
             return {}
@@ -78,6 +82,8 @@ class ReplicatedUpdate(Update):
 
     def take_gradients(self, gradients: ShardGradients, bucket_views: Sequence[Tensor], may_wait: bool) -> None:
         self._bucket_views = list(bucket_views)
+        addresses = [view.data_ptr() for view in bucket_views]
+        self._keeps_views, self._addresses = addresses == self._addresses, addresses
         if not (may_wait and gradients.in_place):  # else gathers follow the reduce-scatters by themselves
             gradients.wait()
 
@@ -88,7 +94,7 @@ class ReplicatedUpdate(Update):
         in_place = gradients.is_under_way or (from_last_backward and gradients.in_place)
         self._refuse_new_groups()
         if not self._bucket_views:
-            self._bucket_views = _blank_buckets(self._layout, self._parameters.tensors)
+            self._bucket_views, self._keeps_views = _blank_buckets(self._layout, self._parameters.tensors), False
         for shard in [] if in_place else self.shards:
             gradient, flat = shard.tensor.grad, self._bucket_views[shard.atom]
             if gradient is not None and gradient.data_ptr() == flat.data_ptr() + shard.offset * flat.element_size():
@@ -151,8 +157,13 @@ class ReplicatedUpdate(Update):
         if parameter.numel() == 0:
             return torch.zeros_like(parameter)
         atom, offset, shape, strides = self._places[index]
-        flat = self._bucket_views[atom]
-        return flat.as_strided(shape, strides, flat.storage_offset() + offset)
+        flat, view = self._bucket_views[atom], self._views.get(index)
+        # The optimizer may have given it other memory.
+        if view is None or view.data_ptr() != flat.data_ptr() + offset * flat.element_size():
+            view = flat.as_strided(shape, strides, flat.storage_offset() + offset)
+            if self._keeps_views:
+                self._views[index] = view
+        return view
 
     def begin_blank_step(self) -> None:
         if self._optimizer.state:  # by an update that was under way

@@ -7,7 +7,7 @@ Keys are the model's parameters, as in plain DDP. An entry with one value per el
 from __future__ import annotations
 
 import copy
-from collections import UserDict, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, MutableMapping
 from typing import Any
 
@@ -172,20 +172,32 @@ class SpreadState(MutableMapping[Any, MutableMapping[str, Any]]):
         )
 
 
-class _Entries(UserDict[str, Any]):
+class _Entries(MutableMapping[str, Any]):
     """State of one parameter; assigning or deleting an entry changes this rank's part of it."""
 
     def __init__(self, spread: SpreadState, index: int) -> None:
         self._spread = spread
         self._index = index
-        self.data = spread.show(index)
+        self._entries = spread.show(index)
+
+    def __getitem__(self, key: str) -> Any:
+        return self._entries[key]
 
     def __setitem__(self, key: str, value: Any) -> None:
-        self._take({**self.data, key: value})
+        self._take({**self._entries, key: value})
 
     def __delitem__(self, key: str) -> None:
-        self._take({name: value for name, value in self.data.items() if name != key})
+        self._take({name: value for name, value in self._entries.items() if name != key})
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
 
     def _take(self, entries: State) -> None:
         self._spread.set(self._index, entries)
-        self.data = self._spread.show(self._index) if entries else {}
+        self._entries = self._spread.show(self._index) if entries else {}
