@@ -8,14 +8,6 @@ from ddp_hooks.sparse.sparse_vector import SparseVector
 from ddp_hooks.sparse.threshold import ChunkedGradient
 
 __all__ = [
-    "BlockSelector",
-    "ChunkedGradient",
-    "Collection",
-    "EntryCodec",
-    "ErrorFeedback",
-    "Format",
-    "Name",
-    "SparseSum",
-    "SparseVector",
-    "Sparsity",
+    "BlockSelector", "ChunkedGradient", "Collection", "EntryCodec", "ErrorFeedback", "Format", "Name", "SparseSum",
+    "SparseVector", "Sparsity",
 ]

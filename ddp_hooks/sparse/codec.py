@@ -50,12 +50,9 @@ class EntryCodec:
         return arriving, values - arriving
 
     def encode(self, vector: SparseVector, numel: int, capacity: int) -> Tensor:
-        """Return a message, (:meth:`nbytes`,) uint8, with the entries of a block.
+        """Return a message, (:meth:`nbytes`,) uint8, with at most ``capacity`` entries of a block.
 
-        Args:
-            vector: at most ``capacity`` entries: indices in the block, values that :meth:`round` has returned.
-            numel: elements of the block.
-            capacity: entries that the message has room for.
+        Indices of ``vector`` count in the block; its values are those that :meth:`round` has returned.
         """
         if not capacity:
             return vector.values.new_empty(0, dtype=torch.uint8)

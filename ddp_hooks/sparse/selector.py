@@ -53,19 +53,13 @@ class BlockSelector:
         received, self._received[block] = self._received[block], None
         assert received is not None, f"block {block} has been selected from already"
         start, end = self._bounds[block], self._bounds[block + 1]
+        values, k = self._work[start:end], self._counts[block]
         gradient = self._gradient.cut(start, end) if self._gradient is not None and end > start else None
-        return _largest_sums(self._work[start:end], self._counts[block], gradient, received)
-
-
-def _largest_sums(
-    values: Tensor, k: int, gradient: ChunkedGradient | None, received: Sequence[SparseVector]
-) -> SparseVector:
-    """Return the ``k`` largest; adds ``gradient`` to ``values`` in place."""
-    threshold = _sampled_threshold(values, gradient, received, k)
-    chosen = add_and_threshold(values, threshold, k, gradient, received)
-    if len(chosen) < min(k, values.numel()):
-        chosen = add_and_threshold(values, 0.0, k, None, received)
-    return chosen
+        threshold = _sampled_threshold(values, gradient, received, k)
+        chosen = add_and_threshold(values, threshold, k, gradient, received)
+        if len(chosen) < min(k, values.numel()):
+            chosen = add_and_threshold(values, 0.0, k, None, received)
+        return chosen
 
 
 @functools.lru_cache(maxsize=32)  # blocks have the same lengths in every step

@@ -10,11 +10,10 @@ from torch import Tensor
 from ddp_hooks.sparse.baselines import gtopk, topka, topkdsa
 from ddp_hooks.sparse.codec import EntryCodec
 from ddp_hooks.sparse.common import Exchange, Plan
-from ddp_hooks.sparse.controller import TopHController
 from ddp_hooks.sparse.error_feedback import Collection, ErrorFeedback
 from ddp_hooks.sparse.oktopk import OkTopkEstimates, oktopk
 from ddp_hooks.sparse.selector import BlockSelector
-from ddp_hooks.sparse.spardl import SpAllGather, spardl
+from ddp_hooks.sparse.spardl import SpAllGather, TopHController, spardl
 from ddp_hooks.sparse.threshold import ChunkedGradient
 
 Name: TypeAlias = Literal["spardl", "topka", "topkdsa", "gtopk", "oktopk"]
@@ -46,11 +45,9 @@ class SparseSum:
             self.memory = TopHController(self._plan.counts[self._plan.position], sparsity.num_teams)
 
     def run(self, residual: Tensor, gradient: Tensor | ChunkedGradient | None) -> Exchange:
-        """Add ``gradient`` to ``residual``, and return the sparse sum over all workers.
+        """Add ``gradient``, (n,), to ``residual``, (n,), in place, and return the sparse sum over all workers.
 
-        Args:
-            residual: (n,), of the last step; becomes the residual of this step.
-            gradient: (n,); None if the residual includes it.
+        The residual of the last step becomes that of this step; without a gradient it includes that already.
         """
         feedback = ErrorFeedback(residual, self.sparsity.collection)
         gradient = ChunkedGradient((gradient,)) if isinstance(gradient, Tensor) else gradient

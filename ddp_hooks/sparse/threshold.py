@@ -60,14 +60,10 @@ def add_and_threshold(
     gradient: ChunkedGradient | None = None,
     received: Sequence[SparseVector] = (),
 ) -> SparseVector:
-    """Return the largest entries that reach a threshold by magnitude, or are NaN; of equals, the first ones.
+    """Return the ``most`` largest entries that reach a threshold by magnitude, or are NaN; of equals, the first ones.
 
-    Args:
-        values: (n,); becomes the sum with ``gradient``, in place.
-        threshold: a magnitude, 0 for everything.
-        most: number of entries to return, at most.
-        gradient: (n,), or None.
-        received: of (n,), added to the entries that are compared and returned, in this order, but not to ``values``.
+    Adds ``gradient``, (n,), to ``values``, (n,), in place. ``received`` is added, in this order, only to what is
+    compared and returned.
     """
     if not numpy_knows(values):
         if gradient is not None:

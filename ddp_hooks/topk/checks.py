@@ -89,7 +89,6 @@ def _problem_of_optimizer(optimizer: torch.optim.Optimizer, config: TopKConfig) 
 def _problem_of_pipeline(
     ddp: DistributedDataParallel, scaler: torch.amp.GradScaler | None, optimizer: torch.optim.Optimizer | None
 ) -> str | None:
-    """Return the first reason why gradients cannot arrive in the next forward."""
     if scaler is not None:
         return (
             'a gradient scaler reads gradients before the step, when pipeline="forward" has none yet: use '

@@ -51,8 +51,6 @@ def candidates(config: TopKConfig, world_size: int) -> list[Variant]:
 
 
 class VariantChooser:
-    """Variant of each group in each step."""
-
     def __init__(self, config: TopKConfig, lanes: Lanes) -> None:
         self.chosen: list[Variant] | None = None  # per group, after trials
         self.is_trying = False  # steps are timed, or will be
@@ -74,7 +72,6 @@ class VariantChooser:
         self._first_trial = max(_FIRST_TRIAL, self._warmup_steps, step)
 
     def variant_of(self, group: int, step: int) -> Variant:
-        """Return the variant of a group in a step, counted from 0."""
         return self.chosen[group] if self.chosen is not None else self._on_trial(step)
 
     def stepped(self, step: int, times_s: Sequence[float], names: Sequence[str]) -> None:

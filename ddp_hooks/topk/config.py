@@ -17,7 +17,6 @@ OnNonfinite: TypeAlias = Literal["skip", "raise"]
 Pipeline: TypeAlias = Literal["backward", "forward"]
 
 _DENSITY, _WARMUP_DENSITY = 0.01, 0.25
-_ALGORITHMS = (*get_args(AlgorithmName), "auto")
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ class TopKConfig:
             if value is not None and not (above(value, 0) and value <= 1):
                 raise ValueError(f"{name} must be None, or in (0, 1], got {value!r}")
         allowed = {
-            "algorithm": _ALGORITHMS,
+            "algorithm": (*get_args(AlgorithmName), "auto"),
             "sag": get_args(Sag),
             "collection": get_args(Collection),
             "wire": get_args(Format),
@@ -108,10 +107,6 @@ class TopKConfig:
         check_waits(self.timeout_s, self.stall_warning_s)
         check_whole(self, lanes=1, warmup_steps=0, dense_below_numel=0)
         check_booleans(self)
-        self._refuse_unused()
-
-    def _refuse_unused(self) -> None:
-        """Raise a ValueError if a setting has no effect beside the others."""
         if self.algorithm == "dense":
             names = ("collection", "warmup_steps") + (("density",) if self.density != 1 else ())
             refuse_unused(self, names, 'with algorithm="dense", which sends everything')
@@ -126,10 +121,10 @@ class TopKConfig:
 
     def density_at(self, step: int) -> float:
         """Return the density of a step, counted from 0."""
-        density, first = self.density, self.warmup_density
+        density = self.density
         if density is None:
             density = 1.0 if self.algorithm == "dense" else _DENSITY
         if step >= self.warmup_steps:
             return density
-        first = first if first is not None else _WARMUP_DENSITY
+        first = self.warmup_density or _WARMUP_DENSITY
         return float(first * (density / first) ** (step / self.warmup_steps))

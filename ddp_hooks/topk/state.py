@@ -234,7 +234,7 @@ class TopKState:
         if self._pipeline is not None:
             future.set_result(buffer)  # its values come later
             if is_last:  # after DDP's own end of the backward
-                queue_engine_callback(lambda: queue_engine_callback(self._leave_to_forward))
+                queue_engine_callback(lambda: queue_engine_callback(self._end_backward))
         elif is_last:
             if self._context.ddp.static_graph and self._steps.stats.step == 0:
                 self._end_exchange()  # this is DDP's end-of-backward callback, which is about to wait for the futures
@@ -288,22 +288,15 @@ class TopKState:
     # -- 3. DDP has made the buckets the model's gradients ----------------------------------------------------------
 
     def _end_backward(self) -> None:
-        self._steps.finish(self._take_backward())
-
-    def _leave_to_forward(self) -> None:
-        assert self._pipeline is not None
-        backward = self._take_backward()
-        if self._grouping.is_fixed and not self._chooser.is_trying:
-            self._pipeline.hold(backward)
-        else:
-            backward.wait_all()
-            self._steps.finish(backward)
-
-    def _take_backward(self) -> Backward:
         backward, self._backward = self._backward, None
         assert backward is not None
         self._grouping.used.clear()
-        return backward
+        if self._pipeline is not None:
+            if self._grouping.is_fixed and not self._chooser.is_trying:
+                self._pipeline.hold(backward)
+                return
+            backward.wait_all()
+        self._steps.finish(backward)
 
     # -- around it --------------------------------------------------------------------------------------------------
 

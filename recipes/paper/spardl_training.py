@@ -24,9 +24,8 @@ from ddp_hooks.comm import Algorithm, AlphaBeta, Round, run_on_fabric
 from ddp_hooks.sparse import Name, SparseSum, SparseVector, Sparsity
 from ddp_hooks.sparse.codec import EntryCodec
 from ddp_hooks.sparse.common import Exchange
-from ddp_hooks.sparse.controller import TopHController
 from ddp_hooks.sparse.error_feedback import Collection
-from ddp_hooks.sparse.spardl import SpAllGather
+from ddp_hooks.sparse.spardl import SpAllGather, TopHController
 from recipes.images import load_images
 from recipes.texts import python_documentation
 

@@ -484,7 +484,7 @@ _TOPK = (
     ),
     Fault(
         "topk: the controller goes the wrong way",
-        "ddp_hooks/sparse/controller.py",
+        "ddp_hooks/sparse/spardl.py",
         "if too_many != (self.step > 0):",
         "if too_many == (self.step > 0):",
         ("tests/topk/test_spardl.py", "tests/topk/test_costs.py"),

@@ -19,7 +19,7 @@ from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
 from ddp_hooks.sparse import SparseSum, SparseVector, Sparsity
 from ddp_hooks.sparse.codec import EntryCodec
 from ddp_hooks.sparse.common import block_counts
-from ddp_hooks.sparse.controller import TopHController
+from ddp_hooks.sparse.spardl import TopHController
 from tests.support.topk.algorithms import returning, teams_of
 from tests.support.topk.twins import DenseTwin
 

@@ -16,8 +16,6 @@ from ddp_hooks.topk.reduction.groups import GradientGroup, Place, runs_of
 
 
 class Phase(Enum):
-    """Lifecycle of a backward."""
-
     SUBMITTING = auto()  # its buckets arrive
     SUBMITTED = auto()  # all groups are on the lanes
     APPROVED = auto()  # every rank's gradients are finite, and the step is counted

@@ -17,8 +17,6 @@ from ddp_hooks.topk.config import TopKConfig
 
 @dataclass
 class Context:
-    """Settings, model and lanes of one state, and the time that training has waited for the lanes."""
-
     config: TopKConfig
     ddp: DistributedDataParallel  # a weak proxy: the collector does not see that DDP's reducer holds the hook's state
     parameters: list[torch.nn.Parameter]  # reduced by DDP, in a fixed order
@@ -27,7 +25,7 @@ class Context:
     lanes: Lanes  # groups are reduced here
     early: Lanes | None  # ranks exchange their flags here before any group is reduced; None: on ``lanes``, afterwards
     recorder: Recorder
-    stall: Stall = field(default_factory=Stall)
+    stall: Stall = field(default_factory=Stall)  # time that training has waited for the lanes
 
     @staticmethod
     def open(ddp: DistributedDataParallel, config: TopKConfig, group: dist.ProcessGroup) -> Context:
@@ -44,18 +42,15 @@ class Context:
         return Context(config, proxy, parameters, list(managed), numels, lanes, early, recorder)
 
     def wait(self, work: Work) -> None:
-        """Wait for work, and count the time."""
         if not work.done:
             with self.stall.measure(self.recorder, work.label):
                 work.wait()
 
     def abandon(self, error: BaseException) -> None:
-        """Give up communication because of an error."""
         for lanes in self._all_lanes:
             lanes.abandon(error)
 
     def is_stuck(self) -> bool:
-        """True if a lane cannot end."""
         return any(lanes.stuck for lanes in self._all_lanes)
 
     def close(self) -> None:

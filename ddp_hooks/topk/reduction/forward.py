@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import see
 from ddp_hooks.comm.torch_compat.autograd import increment_versions
@@ -58,7 +57,18 @@ class ForwardPipeline:
         self._updates = DeferredUpdates(optimizer, parameters, self._gradient_of, lambda: self._pipe.finish())
         self._pipe = FeedPipe(context.ddp.module, parameters, context.recorder, self._arrived)
         steps.stalls.append(self._pipe.stall)
-        self._handles = self._install(context.ddp)
+        ddp, wait = context.ddp, lambda *_: self.wait_for_updates()
+        hooks = NonCopyableHook(self._before_step), NonCopyableHook(self._after_step)
+        self._handles: list[Any] = [
+            *around_step(optimizer, *hooks, shows=not deferred),
+            optimizer.register_state_dict_pre_hook(wait),
+            optimizer.register_load_state_dict_pre_hook(wait),
+            ddp.register_forward_pre_hook(NonCopyableHook(self._before_forward)),
+            ddp.register_forward_hook(NonCopyableHook(self._after_forward), always_call=True),
+            *refuse_assigned_parameters(ddp, parameters),
+            extend_zero_grad(optimizer, self._aside.zero),
+            when_step_fails(optimizer, self._aside.put_back),
+        ]
 
     @property
     def held(self) -> Backward | None:
@@ -94,7 +104,6 @@ class ForwardPipeline:
             self._steps.finish(held)
 
     def wait_for_updates(self) -> None:
-        """Wait for the updates that are on their way."""
         self._pipe.finish(on_host=True)
         pending = self._pending
         if pending is not None and pending.phase is Phase.UPDATING and not self._pipe.in_flight:
@@ -202,20 +211,6 @@ class ForwardPipeline:
     def _after_forward(self, *_: Any) -> None:
         self._pipe.end_forward()
         self.wait_for_updates()
-
-    def _install(self, ddp: DistributedDataParallel) -> list[Any]:
-        optimizer, wait = self._optimizer, lambda *_: self.wait_for_updates()
-        hooks = NonCopyableHook(self._before_step), NonCopyableHook(self._after_step)
-        return [
-            *around_step(optimizer, *hooks, shows=not self._deferred),
-            optimizer.register_state_dict_pre_hook(wait),
-            optimizer.register_load_state_dict_pre_hook(wait),
-            ddp.register_forward_pre_hook(NonCopyableHook(self._before_forward)),
-            ddp.register_forward_hook(NonCopyableHook(self._after_forward), always_call=True),
-            *refuse_assigned_parameters(ddp, self._parameters),
-            extend_zero_grad(optimizer, self._aside.zero),
-            when_step_fails(optimizer, self._aside.put_back),
-        ]
 
 
 def _on_its_way(what: str) -> str:

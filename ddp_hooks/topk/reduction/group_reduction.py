@@ -25,7 +25,6 @@ class Gradients:
     momentum: float | None  # of momentum correction; None without
 
     def part(self, run: Run) -> Tensor:
-        """Return (numel,), a view."""
         return self.buffers[run.bucket][run.start : run.start + run.numel]
 
     def are_finite(self) -> bool:
@@ -124,7 +123,6 @@ class SparseReduction(GroupReduction):
         return None
 
     def _write(self, result: SparseVector) -> None:
-        """Write the mean into the buckets."""
         runs = self.gradients.runs
         edges = [run.offset for run in runs] + [self.group.numel]
         cuts = torch.searchsorted(result.indices, torch.tensor(edges, device=result.indices.device)).tolist()

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from torch import Tensor
 
-from ddp_hooks.comm import agree, mebibytes, profile_link
+from ddp_hooks.comm import mebibytes, profile_link
 from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.groups import GradientGroup, Members, form_groups
 from ddp_hooks.tuning import Groups, Tuning, begin, job_of
@@ -32,7 +32,7 @@ class Grouping:
             parameter.register_post_accumulate_grad_hook(_noting(self, index))
             for index, parameter in enumerate(context.parameters)
         ]
-        self.form(self.mb)
+        self.apply(self.mb)
 
     @property
     def is_fixed(self) -> bool:
@@ -47,13 +47,11 @@ class Grouping:
         """Take over the order of the first rank's backward, if none is fixed; collective then."""
         if self._seen is None:
             return
-        config, lanes = self._context.config, self._context.lanes
         order = [*self._seen, *(index for index in self._order if index not in self._seen)]
-        self._order = lanes.broadcast_object(order, "the groups of gradients, after the first backward")
+        what = "the groups of gradients, after the first backward"
+        self._order = self._context.lanes.broadcast_object(order, what)
         self._end_watch()
-        entries = {f"group {number}": members for number, members in enumerate(self._members_of(self.mb))}
-        agree(entries, None, lanes.group, "the groups of gradients", config)
-        self.form(self.mb)
+        self.apply(self.mb)
 
     def restore(self, order: Sequence[str] | None, mb: float) -> None:
         """Take over the order of another run, if it was fixed, and its size in MiB."""
@@ -61,9 +59,9 @@ class Grouping:
             self._end_watch()
             index_of = {name: index for index, name in enumerate(self._context.names)}
             self._order = [index_of[name] for name in order]
-        self.form(mb)
+        self.apply(mb)
 
-    def form(self, mb: float) -> None:
+    def apply(self, mb: float) -> None:
         """Form groups of this size, in MiB; residuals and velocities move into them."""
         self.mb = mb
         former = self.groups
@@ -80,17 +78,12 @@ class Grouping:
         members = tuple(self._members_of(mb))
         return Groups(len(members), members)
 
-    def apply(self, mb: float) -> None:
-        self.form(mb)
-
     def note(self, index: int) -> None:
-        """Note that a backward has reached a parameter."""
         self.used.add(index)
         if self._seen is not None:
             self._seen.setdefault(index)
 
     def close(self) -> None:
-        """Note nothing more."""
         for watch in self._watches:
             watch.remove()
 

@@ -109,11 +109,9 @@ class GradientGroup:
         return group
 
     def zeros(self) -> Tensor:
-        """Return (numel,) zeros in the type and on the device of the memory."""
         return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
 
     def ensure_residual(self) -> Tensor:
-        """Return the residual; create it if there is none."""
         if self.residual is None:
             self.residual = self.zeros()
         return self.residual
@@ -135,7 +133,6 @@ class GradientGroup:
         return {"residual": self._split(self.residual), "velocity": self._split(self.velocity)}
 
     def clear(self) -> None:
-        """Forget the residual, and set velocities to zero."""
         self.residual = None
         if self.velocity is not None:
             self.velocity.zero_()

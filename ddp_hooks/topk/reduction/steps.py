@@ -38,8 +38,6 @@ class TopKStats:
 
 
 class Steps:
-    """Count and cost of the steps of a run; decides together with the other ranks which steps are skipped."""
-
     def __init__(self, context: Context, grouping: Grouping, chooser: VariantChooser) -> None:
         self.step = 0  # number of steps that were not skipped
         self.num_skipped = 0
