@@ -30,30 +30,14 @@ def dependency_bound_s(
     `gather end + forward time from that layer on`. This is scheduling on one machine with release times and precedence,
     minimising the maximum lateness; pre-emptive earliest-due-date-first solves it exactly.
     """
+    release_s = [tensor.ready_s for tensor in step.tensors]
     transfers_s = [collective_s(tensor.num_bytes, workers, bytes_per_s) for tensor in step.tensors]
-    remaining_s = [step.forward_s - tensor.needed_s for tensor in step.tensors]
-    gathered_s = _earliest_due_first(
-        release_s=[tensor.ready_s for tensor in step.tensors],
-        transfers_s=transfers_s,
-        due_s=[-remaining for remaining in remaining_s],
-        gathers_wait_for_step=gathers_wait_for_step,
-    )
-    ends_s = [end + remaining for end, remaining in zip(gathered_s, remaining_s, strict=True)]
-    return max([step.compute_s, *ends_s])
-
-
-def _earliest_due_first(
-    release_s: list[float], transfers_s: list[float], due_s: list[float], gathers_wait_for_step: bool
-) -> list[float]:
-    """Return the end of each tensor's gather, if the link always serves the most urgent transfer.
-
-    A reduce-scatter is due one gather before its gather.
-    """
-    arrivals = sorted(range(len(release_s)), key=lambda tensor: release_s[tensor])
+    due_s = [tensor.needed_s - step.forward_s for tensor in step.tensors]  # of gathers, from the end of the forward
+    arrivals = step.backward_order
     ready: list[tuple[float, int, bool, float]] = []  # (due, tensor, is_gather, seconds left)
     held: list[tuple[float, int, bool, float]] = []  # gathers that wait for step()
-    gathered_s = [0.0] * len(release_s)
-    scatters_left = len(release_s)
+    end_s = step.compute_s
+    scatters_left = len(arrivals)
     now_s = 0.0
     position = 0
     while position < len(arrivals) or ready:
@@ -61,6 +45,7 @@ def _earliest_due_first(
             now_s = max(now_s, release_s[arrivals[position]])
         while position < len(arrivals) and release_s[arrivals[position]] <= now_s:
             tensor = arrivals[position]
+            # A reduce-scatter is due one gather before its gather.
             heapq.heappush(ready, (due_s[tensor] - transfers_s[tensor], tensor, False, transfers_s[tensor]))
             position += 1
         due, tensor, is_gather, left_s = heapq.heappop(ready)
@@ -71,7 +56,7 @@ def _earliest_due_first(
             continue
         now_s += left_s
         if is_gather:
-            gathered_s[tensor] = now_s
+            end_s = max(end_s, now_s - due_s[tensor])
             continue
         scatters_left -= 1
         held.append((due_s[tensor], tensor, True, transfers_s[tensor]))
@@ -79,4 +64,4 @@ def _earliest_due_first(
             for gather in held:
                 heapq.heappush(ready, gather)
             held.clear()
-    return gathered_s
+    return end_s

@@ -27,7 +27,6 @@ _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the command line."""
     parser = _parser()
     options = parser.parse_args(arguments)
     try:
@@ -147,7 +146,6 @@ def _bar(parts: Iterable[Any]) -> Iterable[Any]:
 
 
 def show(plan: Plan) -> None:
-    """Print the table, the measurements and the recommendation."""
     from rich.console import Console
     from rich.table import Table
 

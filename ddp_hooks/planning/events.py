@@ -68,7 +68,6 @@ class Engine:
 
     @contextmanager
     def span(self, track: str, name: str) -> Iterator[None]:
-        """Record the time inside of the context on a track."""
         start_s = self.now_s
         yield
         if self.now_s > start_s:

@@ -5,19 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import LaneSettings, agree, broadcast_object
 from ddp_hooks.planning import timeline
 from ddp_hooks.planning.measurement.measure import LinkFit, measure, measure_alone
 from ddp_hooks.planning.measurement.profiling import profile_step, slowest_of
-from ddp_hooks.planning.measurement.selection_cost import selection_cost
 from ddp_hooks.planning.network import Costs, Network
 from ddp_hooks.planning.simulation import Prediction, Strategy, simulate
 from ddp_hooks.planning.step import StepProfile
@@ -27,13 +25,11 @@ from ddp_hooks.tuning import BucketTuner
 
 Progress: TypeAlias = Callable[[Iterable[Any]], Iterable[Any]]
 
-DENSITY = 0.01
 _MIN_SPEEDUP = 1.03  # less is within the error of the simulator
 _MIN_LOSSY_SPEEDUP = 1.2  # of a strategy that leaves gradients out
 _HIDDEN = 0.05  # part of a step; less communication counts as hidden
 _MAX_FIT_ERROR = 0.3  # a worse fit says too little about which strategy is faster
 _SMALL_BUCKET_MB = 5.0  # of DDP; costs nothing to try beside 25 MB
-_MAX_REHEARSED = 16  # workers whose selections are rehearsed
 
 
 @dataclass(frozen=True)
@@ -156,7 +152,7 @@ def strategies(bucket_mb: float = 25.0, node_size: int = 1) -> tuple[Strategy, .
     """Return the strategies of a plan, plain DDP with this bucket size first; SparDL only on one level."""
     small = () if bucket_mb == _SMALL_BUCKET_MB else (Ddp(_SMALL_BUCKET_MB),)
     exact: tuple[Strategy, ...] = (Ddp(bucket_mb), *small, Dear(), Dear("replicated"))
-    return (*exact, SparDL(DENSITY)) if node_size == 1 else exact
+    return (*exact, SparDL()) if node_size == 1 else exact
 
 
 def predict(
@@ -216,19 +212,14 @@ def plan_profiled(
     if group is not None:
         profile = slowest_of(profile, group)
     if network is not None:
-        costs = measure_alone(device, _rehearsal(network.workers))
+        costs = measure_alone(device, network.workers)
         if group is not None:
             costs = broadcast_object(costs, group, "plan()", LaneSettings())
         return predict(profile, replace(network, native=native), costs, None, strategies(bucket_mb, network.node_size))
     assert group is not None
-    workers = dist.get_world_size(group)
-    found = measure(group, device, _rehearsal(workers), progress)
-    return predict(profile, found.fit.network(workers, native), found.costs, found.fit, strategies(bucket_mb))
-
-
-def _rehearsal(workers: int) -> Callable[[Tensor], float]:
-    """Return a function that runs the computation of one of SparDL's workers, and returns its seconds."""
-    return partial(selection_cost, density=DENSITY, workers=min(workers, _MAX_REHEARSED))
+    found = measure(group, device, progress)
+    described = found.fit.network(dist.get_world_size(group), native)
+    return predict(profile, described, found.costs, found.fit, strategies(bucket_mb))
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

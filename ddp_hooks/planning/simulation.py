@@ -122,7 +122,6 @@ class Run:
         yield from self.compute("backward", self.step.backward_s - done_s)
 
     def optimizer(self, part: float = 1.0) -> Process:
-        """Update a part of all parameters on the training thread."""
         yield from self.compute_on_core("optimizer", self.optimizer_s * part)
 
     def end_step(self) -> None:

@@ -65,7 +65,6 @@ class Plan:
 
     @cached_property
     def bounds(self) -> tuple[int, ...]:
-        """Offsets at which blocks begin and end."""
         return even_bounds(self.numel, self.team_size)
 
     @cached_property

@@ -43,7 +43,6 @@ class BlockSelector:
         self._received: list[list[SparseVector] | None] = [[] for _ in counts]  # None: selected from
 
     def receive(self, block: int, vector: SparseVector) -> None:
-        """Add entries to a block, without changing the working vector."""
         received = self._received[block]
         assert received is not None, f"block {block} has been selected from already"
         received.append(vector)

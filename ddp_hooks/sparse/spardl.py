@@ -64,7 +64,6 @@ class TopHController:
 
     @property
     def count(self) -> int:
-        """Entries to send now."""
         return max(1, round(self.h)) if self.target else 0
 
     def observe(self, num_entries: int) -> None:

@@ -43,12 +43,10 @@ class ChunkedGradient:
         return torch.cat([p.index_select(0, f - o) for o, p, f in zip(offsets, parts, found, strict=True)])
 
     def add_to(self, vector: Tensor) -> None:
-        """Add all elements to (n,), in place."""
         for offset, part in self.placed():
             vector[offset : offset + part.numel()] += part
 
     def placed(self) -> Iterator[tuple[int, Tensor]]:
-        """Yield the offset of each part, and the part."""
         offsets = itertools.accumulate((part.numel() for part in self.parts), initial=0)
         return zip(offsets, self.parts, strict=False)
 

@@ -11,9 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ddp_hooks.planning import StepProfile, measure, profile_step, slowest_of
-from ddp_hooks.planning.measurement.selection_cost import selection_cost
 from recipes.benchmarks.harness.worker import report
-from recipes.benchmarks.planner import DENSITY
 from recipes.benchmarks.steps import StepsJob
 from recipes.benchmarks.steps_worker import StepTimes, run_variant, train_step
 from recipes.benchmarks.variants import OptimizerFactory, build, parse_variant
@@ -27,8 +25,7 @@ def measure_and_compare(job: StepsJob) -> dict[str, Any]:
     windows: dict[str, list[dict[str, float]]] = {name: [] for name in job.variants}
     measured = []
     for number in range(job.rounds):
-        select_s = partial(selection_cost, density=DENSITY, workers=dist.get_world_size())
-        found = measure(group, torch.device("cpu"), select_s)
+        found = measure(group, torch.device("cpu"))
         profile = _profile(job, factory)
         measured.append(asdict(found) | {"profile": asdict(profile)})
         report(f"{job.workload.name}: {found.fit}; {found.costs}")

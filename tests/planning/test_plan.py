@@ -96,7 +96,7 @@ def prediction(strategy: str, step_s: float, exposed_s: float) -> Prediction:
 def plan_of(steps_s: dict[str, float], error: float | None = None) -> Plan:
     """A plan in which each strategy takes so long; a step computes for 0.3 s."""
     predictions = tuple(prediction(name, step_s, step_s - 0.3) for name, step_s in steps_s.items())
-    fit = None if error is None else LinkFit(AlphaBeta(1e-4, 1e-8), 0.0, 0.0, 0.0, error, {})
+    fit = None if error is None else LinkFit(AlphaBeta(1e-4, 1e-8), 0.0, 0.0, error, {})
     return Plan(STEP, Network(4, link_of(1.0)), Costs(), fit, predictions)
 
 

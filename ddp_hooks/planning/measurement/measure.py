@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Work
+from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Work, run_on_fabric
 from ddp_hooks.comm.executors.slices import scatter_message_bytes
 from ddp_hooks.comm.probe import shift
 from ddp_hooks.planning.events import Slice, clock_of
 from ddp_hooks.planning.measurement.processor import cpu_seconds, gather, oversubscription, seconds_of
 from ddp_hooks.planning.network import Costs, Network, ring
+from ddp_hooks.planning.strategies.in_backward import SparDL
+from ddp_hooks.sparse import EntryCodec, SparseSum, Sparsity
 
 SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
 """Bytes of the messages that are timed."""
@@ -29,6 +31,7 @@ _TOGETHER = 4  # collectives
 _REDUCED_BYTES = 16 << 20
 _COPY_BYTES = 32 << 20
 _SELECT_NUMEL = 6 << 20  # as many as a group has
+_MAX_SELECTING = 16  # workers whose selections are measured
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,6 @@ class LinkFit:
     link: AlphaBeta  #: seconds per message, and per byte
     burst_credit_s: float  #: part of a latency that the link makes up for, see :class:`~ddp_hooks.planning.Network`
     alpha_error_s: float  #: standard error
-    beta_error_s_per_byte: float  #: standard error
     error: float  #: largest relative deviation of a measured size from the model
     seconds: dict[int, float]  #: per message, by size in bytes
 
@@ -80,11 +82,9 @@ def fit_link(seconds: dict[int, float]) -> LinkFit:
     alpha = max(0.0, float(np.median(latencies)))
     credit_s = max(0.0, alpha - beyond_s)
     residuals = times - np.maximum(alpha, alpha + beta * sizes - credit_s)
-    spread = ((sizes[half:] - sizes[half:].mean()) ** 2).sum()
-    beta_error = float(np.sqrt((residuals[half:] ** 2).sum() / max(1, len(sizes) - half - 2) / spread))
     alpha_error = float(np.abs(latencies - alpha).mean() / np.sqrt(half))
     error = float((np.abs(residuals) / times).max())
-    return LinkFit(AlphaBeta(alpha, beta), credit_s, alpha_error, beta_error, error, dict(seconds))
+    return LinkFit(AlphaBeta(alpha, beta), credit_s, alpha_error, error, dict(seconds))
 
 
 def _line_above_zero(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
@@ -97,19 +97,11 @@ def _line_above_zero(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
 
 
 def measure(
-    group: dist.ProcessGroup,
-    device: torch.device,
-    select_s: Callable[[Tensor], float] | None = None,
-    progress: Callable[[Sequence[str]], Iterable[str]] = iter,
+    group: dist.ProcessGroup, device: torch.device, progress: Callable[[Sequence[str]], Iterable[str]] = iter
 ) -> Measured:
     """Measure the link between all ranks, and the processor; collective, takes seconds.
 
-    Args:
-        group: the ranks, at least two.
-        device: where gradients are.
-        select_s: runs the computation of one worker in a sparse all-reduce of a gradient, (n,) float32, and returns
-            its seconds; see :mod:`~ddp_hooks.planning.measurement.selection_cost`. None: not measured.
-        progress: wraps the parts of the work, as ``tqdm`` does.
+    Gradients are on ``device``; ``progress`` wraps the parts of the work, as ``tqdm`` does.
 
     Raises:
         ValueError: there is only one rank.
@@ -130,16 +122,16 @@ def measure(
                 costs |= {name: seconds * per_core for name, seconds in _message_costs(lanes, device).items()}
             elif part == "copies" and on_cpu:
                 costs["copy_s_per_byte"] = _copy_s_per_byte(group)
-            elif part == "selection" and select_s is not None:
-                costs["select_s_per_byte"] = _select_s_per_byte(group, device, select_s)
+            elif part == "selection":
+                costs["select_s_per_byte"] = _select_s_per_byte(group, device, lanes.world_size)
     finally:
         lanes.close()
     return Measured(fit, Costs(**costs, cores=cores, oversubscription=per_core))
 
 
-def measure_alone(device: torch.device, select_s: Callable[[Tensor], float]) -> Costs:
-    """Measure copies and selection in one process that shares its processor with no other; not the cost of messages."""
-    costs = Costs(select_s_per_byte=_select_s_per_byte(None, device, select_s))
+def measure_alone(device: torch.device, workers: int) -> Costs:
+    """Measure one of so many workers, in one process alone; not the cost of messages."""
+    costs = Costs(select_s_per_byte=_select_s_per_byte(None, device, workers))
     return replace(costs, copy_s_per_byte=_copy_s_per_byte(None), python=1.0) if device.type == "cpu" else costs
 
 
@@ -204,7 +196,6 @@ def _message_costs(lanes: Lanes, device: torch.device) -> dict[str, float]:
 
 
 def _collectives_cpu_s(lanes: Lanes, collective: Callable[[list[Partition], str], Work], num_bytes: int) -> float:
-    """Return the processor seconds of a collective, among others."""
     flat = torch.zeros(num_bytes // 4)
     part = flat.numel() // lanes.world_size
     partition = Partition(flat, (*(rank * part for rank in range(lanes.world_size)), flat.numel()))
@@ -221,12 +212,25 @@ def _copy_s_per_byte(group: dist.ProcessGroup | None) -> float:
     return _median_s(group, partial(seconds_of, lambda: target.copy_(source), source.device)) / _COPY_BYTES
 
 
-def _select_s_per_byte(
-    group: dist.ProcessGroup | None, device: torch.device, select_s: Callable[[Tensor], float]
-) -> float:
+def _select_s_per_byte(group: dist.ProcessGroup | None, device: torch.device, workers: int) -> float:
+    """Return what a worker computes in SparDL's all-reduce, measured with all workers in this process."""
+    workers = min(workers, _MAX_SELECTING)
     gradient = torch.randn(_SELECT_NUMEL, generator=torch.Generator().manual_seed(0)).to(device)
-    select_s(gradient)  # the first one allocates
-    return _median_s(group, partial(select_s, gradient)) / (4 * _SELECT_NUMEL)
+    gradients = [gradient.roll(rank * _SELECT_NUMEL // workers) for rank in range(workers)]
+    sparsity = Sparsity("spardl", round(SparDL.density * _SELECT_NUMEL), EntryCodec("compact", gradient.dtype))
+    dense = torch.empty_like(gradient)
+
+    def exchange(rank: int, residual: Tensor) -> Algorithm:
+        total = yield from SparseSum(sparsity, _SELECT_NUMEL, rank, workers).run(residual, gradients[rank])
+        dense.zero_()
+        dense[total.indices] = total.values
+
+    def select_s() -> float:
+        exchanges = [exchange(rank, torch.zeros_like(gradient)) for rank in range(workers)]
+        return seconds_of(partial(run_on_fabric, exchanges), device) / workers
+
+    select_s()  # the first one allocates
+    return _median_s(group, select_s) / (4 * _SELECT_NUMEL)
 
 
 def _median_s(group: dist.ProcessGroup | None, timed: Callable[[], float]) -> float:

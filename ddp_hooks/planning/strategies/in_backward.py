@@ -41,7 +41,6 @@ class Ddp(Strategy):
         yield from reduce_in_backward(run, buckets, lanes, partial(self.all_reduce, run), "all-reduce", DDP_HOOK_S)
 
     def all_reduce(self, run: Run, num_bytes: float) -> list[Slice]:
-        """Return the slices of a bucket."""
         return run.all_reduce(num_bytes)
 
 

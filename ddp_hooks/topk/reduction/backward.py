@@ -67,7 +67,6 @@ class Backward:
 
     @property
     def missing(self) -> list[str]:
-        """Names of parameters whose gradients are not ready."""
         return [name for index, name in enumerate(self.context.names) if index not in self._places]
 
     def _submit(self, number: int, group: GradientGroup) -> None:

@@ -112,7 +112,6 @@ class ForwardPipeline:
             self._steps.note_cost(pending)
 
     def close(self) -> None:
-        """Wait for everything on its way, and remove hooks and guards."""
         self._aside.put_back()
         try:
             self.wait_for_gradients()

@@ -74,7 +74,6 @@ class Steps:
         self.step += backward.phase is not Phase.APPROVED
 
     def note_cost(self, backward: Backward) -> None:
-        """Note the cost of a backward whose groups are complete."""
         lanes, (traffic_before, stall_before_s) = self._context.lanes, self._before
         self._before = lanes.traffic, sum(stall.seconds for stall in self.stalls)
         traffic = self._before[0] - traffic_before
