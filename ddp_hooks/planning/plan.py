@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import LaneSettings, agree, broadcast_object
 from ddp_hooks.planning import timeline
 from ddp_hooks.planning.measurement.measure import LinkFit, measure, measure_alone
+from ddp_hooks.planning.measurement.processor import Progress
 from ddp_hooks.planning.measurement.profiling import profile_step, slowest_of
 from ddp_hooks.planning.network import Costs, Network
 from ddp_hooks.planning.simulation import Prediction, Strategy, simulate
@@ -22,8 +23,6 @@ from ddp_hooks.planning.step import StepProfile
 from ddp_hooks.planning.strategies.dear import Dear, Update, predicted_start
 from ddp_hooks.planning.strategies.in_backward import Ddp, SparDL
 from ddp_hooks.tuning import BucketTuner
-
-Progress: TypeAlias = Callable[[Iterable[Any]], Iterable[Any]]
 
 _MIN_SPEEDUP = 1.03  # less is within the error of the simulator
 _MIN_LOSSY_SPEEDUP = 1.2  # of a strategy that leaves gradients out
@@ -118,9 +117,8 @@ class Plan:
         """
         if "start_mb" in settings:
             raise TypeError("tuner() finds start_mb itself; for one of your own write BucketTuner(start_mb=...)")
-        low_mb, high_mb = (float(settings.get(name, getattr(BucketTuner, name))) for name in ("low_mb", "high_mb"))
-        default = BucketTuner(**settings, start_mb=min(max(BucketTuner.start_mb, low_mb), high_mb))
-        return predicted_start(default, self.profile, self.network, self.costs, Dear(update or self.recommended_update))
+        lowest = BucketTuner(**settings, start_mb=settings.get("low_mb", BucketTuner.low_mb))
+        return predicted_start(lowest, self.profile, self.network, self.costs, Dear(update or self.recommended_update))
 
     def save(self, path: str | Path) -> None:
         """Write everything but the spans as JSON."""

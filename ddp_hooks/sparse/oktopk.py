@@ -56,7 +56,9 @@ def oktopk(
     region = yield from direct_reduce_scatter(feedback.take(mine, codec), estimates.bounds, plan.rank, codec)
     region = region.shifted(estimates.bounds[plan.rank])
     if anew:
-        magnitudes = yield from _gather_magnitudes(region.values, plan)
+        (counts,) = yield from gather_numbers([len(region)], plan, region.values.device)
+        gathered = yield from bruck_all_gather(region.values.abs(), counts, range(plan.world_size), plan.rank)
+        magnitudes = torch.cat(gathered)
         keep = min(plan.k, magnitudes.numel())
         estimates.global_threshold = kth_largest(magnitudes, keep) if keep else 0.0
     reaches = ~(region.values.abs() < estimates.global_threshold)  # also NaN, which close() refuses
@@ -85,11 +87,6 @@ def _balanced_regions(indices: Tensor, plan: Plan) -> Generator[Round, None, lis
     mine = [int(indices[position]) if len(indices) else numel for position in positions]
     everyone = yield from gather_numbers(mine, plan, indices.device)
     return [0, *(sum(cuts) // world_size for cuts in everyone), numel]
-
-
-def _gather_magnitudes(values: Tensor, plan: Plan) -> Generator[Round, None, Tensor]:
-    (counts,) = yield from gather_numbers([values.numel()], plan, values.device)
-    return torch.cat((yield from bruck_all_gather(values.abs(), counts, range(plan.world_size), plan.rank)))
 
 
 def _balanced_all_gather(vector: SparseVector, plan: Plan, codec: EntryCodec) -> Exchange:

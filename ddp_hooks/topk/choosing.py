@@ -101,4 +101,3 @@ class VariantChooser:
                 pairs = zip(self._candidates, slowest_s, strict=True)
                 tried = ", ".join(f"{variant.name} {seconds:.3f} s" for variant, seconds in pairs)
                 logger.info("group %d (%s) uses %s: %s", group, name, best.name, tried)
-        self._times_s.clear()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -16,7 +16,7 @@ from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Partition,
 from ddp_hooks.comm.executors.slices import scatter_message_bytes
 from ddp_hooks.comm.probe import shift
 from ddp_hooks.planning.events import Slice, clock_of
-from ddp_hooks.planning.measurement.processor import cpu_seconds, gather, oversubscription, seconds_of
+from ddp_hooks.planning.measurement.processor import Progress, cpu_seconds, gather, oversubscription, seconds_of
 from ddp_hooks.planning.network import Costs, Network, ring
 from ddp_hooks.planning.strategies.in_backward import SparDL
 from ddp_hooks.sparse import EntryCodec, SparseSum, Sparsity
@@ -96,9 +96,7 @@ def _line_above_zero(x: np.ndarray, y: np.ndarray) -> tuple[float, float]:
     return (intercept, slope) if slope > 0 else (float(y.mean()), 0.0)
 
 
-def measure(
-    group: dist.ProcessGroup, device: torch.device, progress: Callable[[Sequence[str]], Iterable[str]] = iter
-) -> Measured:
+def measure(group: dist.ProcessGroup, device: torch.device, progress: Progress = iter) -> Measured:
     """Measure the link between all ranks, and the processor; collective, takes seconds.
 
     Gradients are on ``device``; ``progress`` wraps the parts of the work, as ``tqdm`` does.

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
+from ddp_hooks.planning.measurement.processor import Progress
 from ddp_hooks.planning.measurement.profiling import profile_step
 from ddp_hooks.planning.step import StepProfile
 
@@ -15,12 +16,7 @@ _ModelAndLoss: TypeAlias = tuple[nn.Module, Callable[[], Tensor]]
 
 
 def profile_model(
-    name: str,
-    batch: int,
-    length: int,
-    device: torch.device,
-    steps: int,
-    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    name: str, batch: int, length: int, device: torch.device, steps: int, progress: Progress
 ) -> tuple[StepProfile, nn.Module]:
     """Profile a model's step with SGD and momentum on ``batch`` samples, for transformers of ``length`` tokens.
 

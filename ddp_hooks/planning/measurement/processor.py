@@ -5,15 +5,16 @@ from __future__ import annotations
 import os
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.distributed as dist
 
 from ddp_hooks.comm import LaneSettings, gather_objects
 
+Progress: TypeAlias = Callable[[Iterable[Any]], Iterable[Any]]
 T = TypeVar("T")
 
 

@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from ddp_hooks.comm.torch_compat.ddp import comm_hook_registered
-from ddp_hooks.planning.measurement.processor import gather
+from ddp_hooks.planning.measurement.processor import Progress, gather
 from ddp_hooks.planning.step import StepProfile, TensorUse
 
 _WARMUP = 2  # steps before those that count
@@ -26,10 +26,7 @@ _TOO_LONG = 1.2  # parts of a step whose sum exceeds the step by this factor ove
 
 
 def profile_step(
-    model: nn.Module,
-    step: Callable[[], object],
-    steps: int = 3,
-    progress: Callable[[Iterable[int]], Iterable[int]] = iter,
+    model: nn.Module, step: Callable[[], object], steps: int = 3, progress: Progress = iter
 ) -> StepProfile:
     """Time the layers of real training steps without communication.
 
