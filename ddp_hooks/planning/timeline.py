@@ -48,13 +48,9 @@ class Timeline:
     def start_s(self) -> float:
         return self.step_ends_s[0]
 
-    @property
-    def end_s(self) -> float:
-        return self.step_ends_s[-1]
-
     def rows(self) -> dict[str, list[Span]]:
         """Return the spans of each row: computation, waits, communication; overlapping spans are in several rows."""
-        shown = [part for span in self.spans if (part := cut(span, self.start_s, self.end_s)) is not None]
+        shown = [part for span in self.spans if (part := cut(span, self.start_s, self.step_ends_s[-1])) is not None]
         first = (*COMPUTE_TRACKS, WAIT_TRACK)
         rows: dict[str, list[Span]] = {}
         for track in (*first, *sorted({span.track for span in shown} - {*first})):
@@ -120,7 +116,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
     panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=heights)[:, 0]
     for panel, timeline, panel_rows in zip(panels, timelines, rows, strict=True):
         _draw_panel(panel, timeline, panel_rows)
-    panels[-1].set_xlim(0, 1e3 * max(timeline.end_s - timeline.start_s for timeline in timelines))
+    panels[-1].set_xlim(0, 1e3 * max(timeline.step_ends_s[-1] - timeline.start_s for timeline in timelines))
     panels[-1].set_xlabel("time (ms)")
     shown = {kind_of(span) for panel_rows in rows for row in panel_rows.values() for span in row}
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items() if kind in shown]

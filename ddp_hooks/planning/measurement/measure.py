@@ -21,9 +21,7 @@ from ddp_hooks.planning.network import Costs, Network, ring
 from ddp_hooks.planning.strategies.in_backward import SparDL
 from ddp_hooks.sparse import EntryCodec, SparseSum, Sparsity
 
-SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)
-"""Bytes of the messages that are timed."""
-
+_SIZES = (1 << 10, 16 << 10, 128 << 10, 512 << 10, 1 << 20, 4 << 20)  # bytes of the messages that are timed
 _TRAIN_BYTES = 8 << 20  # sent in a row: links with burst credit let the first messages through unshaped
 _MIN_MESSAGES, _MAX_MESSAGES = 4, 64  # in a row
 _REPEATS = 3
@@ -113,7 +111,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, progress: Progress =
         costs: dict[str, float] = {"python": per_core} if on_cpu else {}
         for part in progress(("link", "all-reduce", "messages", "copies", "selection")):
             if part == "link":
-                fit = fit_link({size: _message_s(lanes, size, device) for size in SIZES})
+                fit = fit_link({size: _message_s(lanes, size, device) for size in _SIZES})
             elif part == "all-reduce":
                 costs["all_reduce"] = _all_reduce_factor(lanes, fit, device)
             elif part == "messages" and on_cpu:
@@ -141,7 +139,7 @@ def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
     def run() -> None:
         lanes.run(shift(outgoing, incoming, lanes.rank, lanes.world_size, rounds), "a measurement of the link").wait()
 
-    if num_bytes == SIZES[0]:
+    if num_bytes == _SIZES[0]:
         seconds_of(run, device)  # connects
     return _median_s(lanes.group, partial(seconds_of, run, device)) / rounds
 
