@@ -105,7 +105,7 @@ class _GatherWork(dist.Work):
         return True
 
 
-class NativeAllGather(compat.DefaultAllGather):
+class NativeAllGather(compat.AllGather):
     """The backend's all-gather of encoded shards, decoded on every rank.
 
     For accelerators. Everything is issued on the current stream, which FSDP2 has chosen and waits for.
@@ -114,6 +114,12 @@ class NativeAllGather(compat.DefaultAllGather):
     def __init__(self, config: ExtConfig, module: FSDPModule) -> None:
         self._config = config
         self._module = module
+        # Not its subclass: FSDP2 would let ``set_symm_mem_for_comm()`` put another object in the place of this one.
+        self._exact = compat.DefaultAllGather()
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return memory for the collective."""
+        return self._exact.allocate(*args, **kwargs)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
@@ -122,7 +128,7 @@ class NativeAllGather(compat.DefaultAllGather):
         world_size = dist.get_world_size(group)
         codec = gather_codec(self._config, self._module, output_tensor.dtype, world_size)
         if codec is None:
-            return super().__call__(output_tensor, input_tensor, group, async_op)
+            return self._exact(output_tensor, input_tensor, group, async_op)
         nbytes = codec.nbytes(input_tensor.numel())
         own, payloads = (input_tensor.new_empty(n * nbytes, dtype=torch.uint8) for n in (1, world_size))
         codec.encode(input_tensor, own)

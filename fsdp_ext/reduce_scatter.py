@@ -256,7 +256,7 @@ def _reason_before_views(facts: compat.GroupFacts, dtype: torch.dtype, defer: bo
     return None
 
 
-class NativeReduceScatter(compat.DefaultReduceScatter):
+class NativeReduceScatter(compat.ReduceScatter):
     """The backend's all-to-all of encoded gradients: each travels straight to the rank that needs it.
 
     For accelerators. Everything is issued on the current stream, which FSDP2 has chosen and waits for.
@@ -265,6 +265,12 @@ class NativeReduceScatter(compat.DefaultReduceScatter):
     def __init__(self, config: ExtConfig, residuals: Residuals | None) -> None:
         self._config = config
         self._residuals = residuals
+        # Not its subclass: FSDP2 would let ``set_symm_mem_for_comm()`` put another object in the place of this one.
+        self._exact = compat.DefaultReduceScatter()
+
+    def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Return memory for the collective."""
+        return self._exact.allocate(*args, **kwargs)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
@@ -272,7 +278,7 @@ class NativeReduceScatter(compat.DefaultReduceScatter):
         """Reduce ``input_tensor``, (P * numel,), over all ranks into ``output_tensor``, (numel,), this rank's part."""
         codec = codec_of(self._config.scatter_codec, self._config.block_numel, input_tensor.dtype)
         if codec is None:
-            return super().__call__(output_tensor, input_tensor, group, op, async_op)
+            return self._exact(output_tensor, input_tensor, group, op, async_op)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
         divisor = compat.divisor_of(op, input_tensor, world_size)
         chunks = input_tensor.chunk(world_size)

@@ -180,6 +180,8 @@ class HookedModel:
                 self.topk.load_state_dict(saved)
             elif files := sorted(Path(folder).glob(RESIDUAL_FILE.format("*"))):
                 self.topk.load_state_dict([_read(path) for path in files])
+            elif self.rank == 0:
+                logger.info("%s has no residual of sparse all-reduce: it begins with zero", folder)
         elif self.rank == 0 and next(Path(folder).glob(RESIDUAL_FILE.format("*")), None) is not None:
             logger.warning(
                 "%s has a residual of sparse all-reduce, and this run has no sparse all-reduce: it is dropped", folder

@@ -300,7 +300,7 @@ class _Lookahead:
         if source is not self._source:
             self._tables.announcements.withdraw(self)
             self._rows.clear()
-            self._source = source
+            self._source, self._drawn = source, _END
             self._draw(source)
         while self._drawn is not _END:
             batch = self._drawn

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_LARGEST_MAP = 1 << 24  # elements, from which on a search is faster than a map that leaves the cache
 _SAMPLE = 1 << 10  # values by which the k-th largest is guessed
 
 
@@ -40,9 +41,17 @@ def are_in(queries: Sequence[Tensor], others: Tensor) -> list[Tensor]:
     if others.device.type != "cpu":
         return [torch.isin(indices, others, assume_unique=True) for indices in queries]
     end = 1 + max((int(indices[-1]) for indices in (*queries, others) if indices.numel()), default=0)
+    if end > _LARGEST_MAP:
+        return [_found_by_search(indices, others) for indices in queries]
     is_there = np.zeros(end, bool)  # pages that nobody writes or reads take no memory
     is_there[others.numpy()] = True
     return [torch.from_numpy(is_there[indices.numpy()]) for indices in queries]
+
+
+def _found_by_search(indices: Tensor, others: Tensor) -> Tensor:
+    if not others.numel():
+        return torch.zeros_like(indices, dtype=torch.bool)
+    return others[torch.searchsorted(others, indices).clamp_(max=others.numel() - 1)] == indices
 
 
 def kth_largest(values: Tensor, k: int) -> float:

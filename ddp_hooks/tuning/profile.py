@@ -22,7 +22,7 @@ logger = logging.getLogger("ddp_hooks")
 
 Role: TypeAlias = Literal["search", "check"]
 
-_VERSION = 1
+_VERSION = 2
 _LOCK_S = 10.0  # other jobs need milliseconds
 _SAME_LINK = 2.0  # two measurements of one link may differ by this factor
 

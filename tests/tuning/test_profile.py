@@ -85,7 +85,7 @@ def test_a_stale_profile_is_named(
 
 
 def packed(**changes: object) -> str:
-    return json.dumps({"version": 1, "entries": [ENTRY.packed() | changes]})
+    return json.dumps({"version": 2, "entries": [ENTRY.packed() | changes]})
 
 
 @pytest.mark.parametrize(
@@ -95,9 +95,9 @@ def packed(**changes: object) -> str:
         "{",
         "[]",
         "null",
-        '{"version": 2, "entries": []}',
-        '{"version": 1, "entries": [{}]}',
-        '{"version": 1, "entries": 7}',
+        '{"version": 1, "entries": []}',
+        '{"version": 2, "entries": [{}]}',
+        '{"version": 2, "entries": 7}',
         packed(chosen=[-1, 1]),
         packed(chosen=["much", 1]),
         packed(chosen=[]),
