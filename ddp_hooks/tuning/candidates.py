@@ -41,7 +41,6 @@ class Range(NamedTuple):
     high_mb: float
 
     def size_at(self, position: float) -> float:
-        """Return the size at a position from 0 to 1."""
         return self.low_mb * (self.high_mb / self.low_mb) ** position
 
     def position_of(self, mb: float) -> float:
@@ -75,5 +74,4 @@ def _representative(run: Sequence[float], firsts: Sequence[float], lowest: bool,
 
 
 def candidate_of(candidates: Sequence[Candidate], mb: float) -> int | None:
-    """Return the index of the candidate with the groups of a size; None if there is none."""
     return next((i for i, candidate in enumerate(candidates) if candidate.low_mb <= mb <= candidate.high_mb), None)

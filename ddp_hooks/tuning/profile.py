@@ -71,16 +71,11 @@ class Entry:
     chosen: float | None  # size; None: the search has not ended
 
     def packed(self) -> dict[str, Any]:
-        """Return plain data for JSON."""
         return {"job": asdict(self.job), "trials": [asdict(trial) for trial in self.trials], "chosen": self.chosen}
 
     @staticmethod
     def unpacked(packed: dict[str, Any]) -> Entry:
-        """Invert :meth:`packed`.
-
-        Raises:
-            ValueError, KeyError, TypeError: ``packed`` is not the data of an entry.
-        """
+        """Invert :meth:`packed`; raise ValueError, KeyError or TypeError if this is not the data of an entry."""
         trials = tuple(Trial(**trial) for trial in packed["trials"])
         for trial in trials:
             if not (trial.mb > 0 and trial.step_s > 0 and trial.role in ("search", "check")):
@@ -102,7 +97,6 @@ class Profile:
         self.path = Path(os.path.expanduser(path))  # Path.expanduser() raises where there is no home
 
     def find(self, job: Job) -> Entry | None:
-        """Return the entry that is valid for ``job``; None if there is none."""
         entries = self._read()
         for entry in entries:
             if entry.job.difference(job) is None:
@@ -113,10 +107,7 @@ class Profile:
         return None
 
     def store(self, entry: Entry) -> None:
-        """Replace the entry of its job.
-
-        Other runs see the old file or the new one, and wait for a lock to write their own entry.
-        """
+        """Replace the entry of its job; other runs see the old file or the new one."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._locked():
@@ -163,7 +154,6 @@ def job_of(
     settings: str,
     goodput_bytes_s: float | None,
 ) -> Job:
-    """Return the job of these parameters on these lanes."""
     lines = [f"{name} {tuple(p.shape)} {p.dtype}" for name, p in zip(names, parameters, strict=True)]
     model = hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
     link_mb_s = goodput_bytes_s / 1e6 if goodput_bytes_s is not None else None

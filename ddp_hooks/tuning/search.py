@@ -6,8 +6,7 @@ import importlib
 import itertools
 import logging
 import statistics
-import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Literal, NamedTuple, TypeAlias
@@ -26,15 +25,8 @@ _NUM_CHECKS = 2  # trials of each of the two sizes that are compared in the end
 def propose(candidates: Sequence[Candidate], tuner: BucketTuner, observed: Sequence[Observation]) -> int | None:
     """Return the untried candidate with the largest expected improvement (zhang2023dear, section IV-B).
 
-    Unlike the paper's, the third trial is in the middle of the widest gap between the first two.
-
-    Args:
-        candidates: all of the search.
-        tuner: the settings.
-        observed: at least one observation.
-
-    Returns:
-        Index of the candidate; None if none is worth a trial.
+    Unlike the paper's, the third trial is in the middle of the widest gap between the first two. Returns the index of
+    the candidate; None if none is worth a trial.
     """
     from ddp_hooks.tuning.surrogate import fit_posterior  # its import takes seconds
 
@@ -58,24 +50,9 @@ def propose(candidates: Sequence[Candidate], tuner: BucketTuner, observed: Seque
 
 
 def _middle_of_widest_gap(positions: Sequence[float], tried: set[int], untried: Sequence[int]) -> int:
-    """Return the candidate nearest to the middle of the widest gap."""
     edges = sorted({0.0, 1.0, *(positions[index] for index in tried)})
     low, high = max(itertools.pairwise(edges), key=lambda gap: gap[1] - gap[0])
     return min(untried, key=lambda index: abs(positions[index] - (low + high) / 2))
-
-
-def times_by_candidate(candidates: Sequence[Candidate], trials: Iterable[Trial]) -> dict[int, list[float]]:
-    """Return the seconds per step of each candidate's trials, in order; trials of other sizes are left out."""
-    times_s: dict[int, list[float]] = {}
-    for trial in trials:
-        index = candidate_of(candidates, trial.mb)
-        if index is not None:
-            times_s.setdefault(index, []).append(trial.step_s)
-    return times_s
-
-
-def observations(times_s: Mapping[int, Sequence[float]]) -> list[Observation]:
-    return [Observation(index, 1 / statistics.median(values)) for index, values in times_s.items()]
 
 
 Verdict: TypeAlias = Literal["wait", "search", "check", "stop"]
@@ -97,7 +74,6 @@ class Searcher:
         self._default_mb = default_mb
         self._job = job
         self._profile = Profile(tuner.profile) if tuner.profile is not None else None
-        self.seconds: list[float] = []  # durations of the decisions
         self._former: tuple[Trial, ...] = ()  # trials of an interrupted run
         self._candidates: list[Candidate] = []
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ddp_hooks tuner")
@@ -121,7 +97,6 @@ class Searcher:
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     def _decide(self, trials: Sequence[Trial]) -> Decision:
-        start_s = time.perf_counter()
         decision = self._begin() if not self._candidates else None
         if decision is None:
             known = (*self._former, *trials)
@@ -129,7 +104,6 @@ class Searcher:
             if self._profile is not None and known:
                 chosen = decision.mb if decision.verdict == "stop" else None
                 self._profile.store(Entry(self._job, known, chosen))
-        self.seconds.append(time.perf_counter() - start_s)
         return decision
 
     def _begin(self) -> Decision | None:
@@ -160,7 +134,11 @@ class Searcher:
         return tuple(replace(trial, role="search") if ended else trial for trial in known)
 
     def _next(self, trials: Sequence[Trial]) -> Decision:
-        times_s = times_by_candidate(self._candidates, trials)
+        times_s: dict[int, list[float]] = {}  # of each candidate's trials, in their order
+        for trial in trials:
+            index = candidate_of(self._candidates, trial.mb)
+            if index is not None:
+                times_s.setdefault(index, []).append(trial.step_s)
         default = candidate_of(self._candidates, self._default_mb)
         start = candidate_of(self._candidates, self._tuner.start_mb)
         assert default is not None and start is not None
@@ -176,7 +154,8 @@ class Searcher:
                 return first
         if len(times_s) >= self._tuner.max_trials:
             return None
-        return propose(self._candidates, self._tuner, observations(times_s))
+        observed = [Observation(index, 1 / statistics.median(values)) for index, values in times_s.items()]
+        return propose(self._candidates, self._tuner, observed)
 
     def _next_check(self, times_s: dict[int, list[float]], default: int, num_checks: int) -> Decision:
         """Measure the best size of the search and the default in turns; choose the better one in the end."""

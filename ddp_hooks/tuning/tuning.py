@@ -12,26 +12,23 @@ The first rank decides alone, and all ranks receive a decision in the same step,
 
 from __future__ import annotations
 
+import itertools
 import logging
 import statistics
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from enum import Enum, auto
-from typing import Protocol, get_args
+from typing import Any, Protocol
 
 import torch
 
-from ddp_hooks.comm import Lanes, Partition
+from ddp_hooks.comm import Lanes
 from ddp_hooks.tuning.candidates import Groups
-from ddp_hooks.tuning.clock import StepClock
 from ddp_hooks.tuning.config import BucketTuner
 from ddp_hooks.tuning.profile import Job, Role, Trial
-from ddp_hooks.tuning.search import Decision, Searcher, Verdict
+from ddp_hooks.tuning.search import Searcher
 
 logger = logging.getLogger("ddp_hooks")
-
-_VERDICTS: tuple[Verdict, ...] = get_args(Verdict)  # ranks exchange an index
 
 
 class Tunable(Protocol):
@@ -42,6 +39,37 @@ class Tunable(Protocol):
 
     def apply(self, mb: float) -> None:
         """Form the groups of a size; called on all ranks between steps, with no communication under way."""
+
+
+class StepClock:
+    """Records the end of every step; on CUDA by events in stream order, so that the host need not wait."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._marks: list[Any] = []  # seconds of the host, or torch.cuda.Event
+
+    def restart(self) -> None:
+        """Forget all steps; the next one begins now."""
+        self._marks.clear()
+        self.tick()
+
+    def tick(self) -> None:
+        if self._device.type != "cuda":
+            self._marks.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        self._marks.append(event)
+
+    def __len__(self) -> int:
+        return max(0, len(self._marks) - 1)
+
+    def seconds(self) -> list[float]:
+        pairs = itertools.pairwise(self._marks)
+        if self._device.type != "cuda":
+            return [end - start for start, end in pairs]
+        self._marks[-1].synchronize()
+        return [start.elapsed_time(end) / 1e3 for start, end in pairs]
 
 
 class Phase(Enum):
@@ -67,7 +95,6 @@ class Tuning:
         self.phase = Phase.SETTLING
         self.tunable = tunable
         self._lanes = lanes
-        self._device = device
         self._clock = StepClock(device)
         self._steps = 0  # in this phase
         self._next_poll = 0  # step of this phase in which the first rank is asked next
@@ -79,11 +106,6 @@ class Tuning:
     def finished(self) -> bool:
         """True if the size will not change any more."""
         return self.phase is Phase.FINISHED
-
-    @property
-    def advice_s(self) -> list[float]:
-        """Durations of the first rank's decisions; the first one includes imports. Empty on other ranks."""
-        return self._searcher.seconds if self._searcher is not None else []
 
     def stepped(self) -> None:
         """Record the end of a step; called on all ranks, with no communication under way. Sometimes collective.
@@ -123,9 +145,8 @@ class Tuning:
         self._asked_s = time.perf_counter()
 
     def _hear(self) -> None:
-        answer = self._searcher.answer() if self._searcher is not None else Decision("wait")
-        first, *_ = self._exchange([_VERDICTS.index(answer.verdict), answer.mb], "a decision of the tuner")
-        verdict, mb = _VERDICTS[round(first[0])], first[1]
+        answer = self._searcher.answer() if self._searcher is not None else None
+        verdict, mb = self._lanes.broadcast_object(answer, "a decision of the tuner")
         if verdict == "wait":
             self._next_poll = 2 * self._steps  # a slow decision is asked for seldom
             return
@@ -142,7 +163,7 @@ class Tuning:
 
     def _end_trial(self) -> None:
         median_s = statistics.median(self._clock.seconds()[self.tuner.dropped_steps :])
-        step_s = max(row[0] for row in self._exchange([median_s], "the times of a trial"))  # of the slowest rank
+        step_s = max(self._lanes.gather_objects(median_s, "the times of a trial"))  # of the slowest rank
         num_groups = self.tunable.groups_of(self.mb).num_groups
         trial = Trial(self.mb, num_groups, step_s, self._role, time.perf_counter() - self._asked_s)
         self.trials.append(trial)
@@ -154,14 +175,6 @@ class Tuning:
                 f"{1 / step_s:.4g} steps/s ({trial.trial_s:.1f} s for the trial); fastest so far: {fastest.mb:.3g} MB"
             )
 
-    def _exchange(self, numbers: Sequence[float], label: str) -> list[list[float]]:
-        world_size, length = self._lanes.world_size, len(numbers)
-        rows = torch.zeros(world_size, length, dtype=torch.float64, device=self._device)
-        rows[self._lanes.rank] = torch.tensor(numbers, dtype=torch.float64)
-        bounds = tuple(rank * length for rank in range(world_size + 1))
-        self._lanes.all_gather([Partition(rows.view(-1), bounds)], label).wait()
-        return [list(map(float, row)) for row in rows.tolist()]
-
     def _finish(self) -> None:
         self.phase = Phase.FINISHED
         self.close()
@@ -170,16 +183,7 @@ class Tuning:
 def begin(
     tuner: BucketTuner, tunable: Tunable, lanes: Lanes, mb: float, job: Job, device: torch.device
 ) -> Tuning | None:
-    """Start a search at the size in force; return None with a single rank. Collective.
-
-    Args:
-        tuner: the settings.
-        tunable: forms the groups of a size.
-        lanes: of the ranks that decide together.
-        mb: size in force, the default, which would stay without a tuner.
-        job: key of the profile.
-        device: of the model.
-    """
+    """Start a search at ``mb``, the size in force and the default; return None with a single rank. Collective."""
     if lanes.world_size == 1:
         logger.info("one rank sends nothing, so the tuner has nothing to do")
         return None

@@ -27,8 +27,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import Patience, broadcast_object, gather_objects, report_error
-from ddp_hooks.tuning.clock import StepClock
 from ddp_hooks.tuning.profile import Job, Profile
+from ddp_hooks.tuning.tuning import StepClock
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.extension import Extension, extend, extension_of, restore

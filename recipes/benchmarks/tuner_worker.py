@@ -5,8 +5,11 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -22,6 +25,7 @@ from ddp_hooks.planning import (
     profile_step,
     slowest_of,
 )
+from ddp_hooks.tuning.search import Searcher
 from recipes.benchmarks.emulation import emulate
 from recipes.benchmarks.harness.worker import report, slowest
 from recipes.benchmarks.steps_worker import StepTimes, goodput_bytes_per_s, train_step
@@ -29,8 +33,29 @@ from recipes.benchmarks.tuner import TunerJob
 from recipes.benchmarks.variants import Trainee
 
 
+@contextmanager
+def timed_decisions() -> Iterator[list[float]]:
+    """Yield the durations of the first rank's decisions; the first one includes imports. Empty on other ranks."""
+    decide = Searcher._decide
+    durations_s: list[float] = []
+
+    def timed(*args: Any) -> Any:
+        start_s = time.perf_counter()
+        decision = decide(*args)
+        durations_s.append(time.perf_counter() - start_s)
+        return decision
+
+    with mock.patch.object(Searcher, "_decide", timed):
+        yield durations_s
+
+
 def search_and_compare(job: TunerJob) -> dict[str, Any]:
-    """A live search, and then its choice beside every size of the grid."""
+    """Search live, then measure the choice beside every size of the grid."""
+    with timed_decisions() as advice_s:
+        return {**_search_and_compare(job), "advice_s": advice_s}
+
+
+def _search_and_compare(job: TunerJob) -> dict[str, Any]:
     goodput = goodput_bytes_per_s()
     tuner = BucketTuner(steps_per_trial=job.steps_per_trial, max_trials=job.max_trials, profile=None)
     ddp = DistributedDataParallel(
@@ -60,7 +85,6 @@ def search_and_compare(job: TunerJob) -> dict[str, Any]:
     result = {
         "goodput_bytes_per_s": goodput,
         "trials": [asdict(trial) for trial in tuning.trials],
-        "advice_s": list(tuning.advice_s),
         "default_mb": default_mb,
         "chosen_mb": chosen_mb,
         "predicted_mb": predicted_mb,
