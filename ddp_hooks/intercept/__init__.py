@@ -4,13 +4,7 @@ from ddp_hooks.intercept import co_optimizers, ddp_checks
 from ddp_hooks.intercept.co_optimizers import CoOptimizer
 from ddp_hooks.intercept.guards import GradientGuard, SuspendedGuards, clipping_of_frameworks, is_suspended
 from ddp_hooks.intercept.module_hooks import NonCopyableHook, refuse_assigned_parameters
-from ddp_hooks.intercept.optimizers import (
-    ELEMENTWISE,
-    PARAMETERWISE,
-    around_step,
-    extend_zero_grad,
-    when_step_fails,
-)
+from ddp_hooks.intercept.optimizers import ELEMENTWISE, PARAMETERWISE, around_step, extend_zero_grad, when_step_fails
 
 __all__ = [
     "ELEMENTWISE",

@@ -52,7 +52,6 @@ def join(co_optimizer: CoOptimizer, module: nn.Module, optimizer: torch.optim.Op
 
 
 def leave(co_optimizer: CoOptimizer) -> None:
-    """Forget ``co_optimizer``."""
     _joined.pop(co_optimizer, None)
 
 
@@ -62,13 +61,11 @@ def would_leave_gradients(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def co_optimizers_in(root: nn.Module) -> list[CoOptimizer]:
-    """Return the co-optimizers of ``root`` and the modules below it."""
     modules = set(root.modules())
     return [co_optimizer for co_optimizer, (module, _) in _joined.items() if module() in modules]
 
 
 def co_optimizers_of(optimizer: torch.optim.Optimizer) -> list[CoOptimizer]:
-    """Return the co-optimizers that step with ``optimizer``."""
     return [
         co_optimizer
         for co_optimizer, (_, followed) in _joined.items()

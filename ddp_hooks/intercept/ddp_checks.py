@@ -17,7 +17,6 @@ from ddp_hooks.comm.torch_compat.distributed import backend_of
 
 
 def find_problem_of_types(ddp: object, config: object, config_type: type, state: str) -> str | None:
-    """Look at the types of model and settings that the user has passed to the class ``state``."""
     if not isinstance(ddp, DistributedDataParallel):
         return f"{state} needs a DistributedDataParallel module, got {type(ddp).__name__}: wrap the model first"
     if not isinstance(config, config_type):
@@ -26,7 +25,6 @@ def find_problem_of_types(ddp: object, config: object, config_type: type, state:
 
 
 def find_problem_of_optimizer_type(optimizer: object, state: str) -> str | None:
-    """Look at the type of the optimizer that the user has passed to the class ``state``."""
     if isinstance(optimizer, torch.optim.Optimizer):
         return None
     return (
@@ -58,7 +56,6 @@ def find_problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
 
 
 def find_problem_of_parameters(ddp: DistributedDataParallel, state: str) -> str | None:
-    """Look at the parameters that DDP reduces: their number, whether they are those to train, and their device."""
     parameters = managed_parameters(ddp).values()
     if not parameters:
         return "the model has no parameters to train"

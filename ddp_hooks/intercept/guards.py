@@ -10,8 +10,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
-from typing import Any, NoReturn, cast
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor
@@ -38,22 +37,19 @@ _CONVERSIONS: frozenset[Any] = frozenset(
     ]
 )
 
-ONE_BACKWARD = (
+ONE_BACKWARD = (  # where a backward goes around DDP's hooks
     "run one backward for each forward through ddp(...), with the sum of the losses: the last one came for the second "
     "time through one forward (retain_graph=True), or as the second after two forwards, or its forward was called by "
     "ddp.module(...) or ddp.forward(...), or it came from parameters alone, as a penalty does"
 )
-"""Remedy and causes where a backward goes around DDP's hooks."""
 
-clipping_of_frameworks: dict[str, str] = {}
-"""Clipping calls of the frameworks in use, by framework; guards advise them."""
+clipping_of_frameworks: dict[str, str] = {}  # clipping calls of the frameworks in use, which guards advise
 
 
 class GradientGuard(Tensor):
     """Tensor of the right shape, dtype and device, but without memory; any use but of its metadata raises.
 
-    ``zero_()`` sets ``zeroed``: the owner of the gradient then treats it as zeros. A conversion, as ``module.to()``
-    makes of every gradient, gives a guard of the other device or dtype.
+    ``zero_()`` sets ``zeroed``: the owner of the gradient then treats it as zeros.
     """
 
     owner: str  # the parameter's name
@@ -70,9 +66,7 @@ class GradientGuard(Tensor):
         return guard
 
     @classmethod
-    def __torch_function__(
-        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in METADATA or compiler_looks():
             return super().__torch_function__(func, types, args, kwargs or {})
         tensors = list(_tensors_in((*args, *(kwargs or {}).values())))
@@ -127,7 +121,6 @@ class GradientGuard(Tensor):
 
 
 def refuse_unhooked_forward() -> NoReturn:
-    """Raise RuntimeError, because a forward goes around DDP's hooks."""
     raise RuntimeError(
         "call ddp(...), not ddp.forward(...), which goes around the hooks of the DDP module: without them the "
         "gradients of one backward are not kept apart from those of the next, and parameters are read before they "
@@ -143,31 +136,16 @@ def _tensors_in(values: Iterable[Any]) -> Iterable[Tensor]:
             yield from _tensors_in(value)
 
 
-# id of a parameter -> its owner, because tensors do not compare as keys have to
-_of: dict[int, weakref.ref[SuspendedGuards]] = {}
-
-
-def is_suspended(parameter: Tensor) -> bool:
-    """Return True if the parameter has no gradient because a hook has suspended its guard during a step."""
-    reference = _of.get(id(parameter))
-    guards = reference() if reference is not None else None
-    return guards is not None and guards.holds(parameter)
-
-
-def _forget(ids: Iterable[int], gone: weakref.ref[SuspendedGuards]) -> None:
-    for key in ids:
-        if _of.get(key) is gone:
-            del _of[key]
-
-
 class SuspendedGuards:
     """Guards that are removed during ``optimizer.step()``; readers of ``.grad`` find None meanwhile."""
+
+    known: ClassVar[weakref.WeakSet[SuspendedGuards]] = weakref.WeakSet()
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter]) -> None:
         self._parameters = parameters
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         self._guards: dict[int, GradientGuard] = {}
-        _of.update(dict.fromkeys(self._index_of, weakref.ref(self, partial(_forget, tuple(self._index_of)))))
+        self.known.add(self)
 
     def __bool__(self) -> bool:
         return bool(self._guards)
@@ -176,7 +154,6 @@ class SuspendedGuards:
         return bool(self._guards) and self._index_of.get(id(parameter)) in self._guards
 
     def take(self, indices: Iterable[int]) -> None:
-        """Suspend the guards of these parameters."""
         for index in indices:
             parameter = self._parameters[index]
             self._guards[index] = cast(GradientGuard, parameter.grad)
@@ -200,3 +177,8 @@ class SuspendedGuards:
     def _forget(self) -> dict[int, GradientGuard]:
         guards, self._guards = self._guards, {}
         return guards
+
+
+def is_suspended(parameter: Tensor) -> bool:
+    """Return True if the parameter has no gradient because a hook has suspended its guard during a step."""
+    return any(guards.holds(parameter) for guards in list(SuspendedGuards.known))

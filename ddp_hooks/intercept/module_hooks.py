@@ -23,16 +23,9 @@ def _inert() -> Callable[..., None]:
 
 
 class InertInCopies:
-    """Hook that copies and pickles as a function that does nothing.
-
-    torch copies module hooks with their module. A copied hook would act for the original: an averaged model would wait
-    for gathers of the trained one.
-    """
+    """Hook that copies and pickles as a function that does nothing: an averaged model does not wait for gathers."""
 
     __slots__ = ()
-
-    def __deepcopy__(self, memo: Any) -> Callable[..., None]:
-        return _do_nothing
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         return _inert, ()
@@ -52,11 +45,7 @@ class NonCopyableHook(InertInCopies):
 
 
 def refuse_assigned_parameters(root: nn.Module, parameters: Collection[nn.Parameter]) -> list[Any]:
-    """Raise ValueError when ``load_state_dict(assign=True)`` is about to replace some of ``parameters``.
-
-    Returns:
-        Handles of the hooks, which are on every module below ``root`` that owns one of the parameters.
-    """
+    """Raise ValueError when ``load_state_dict(assign=True)`` is about to replace some of ``parameters``."""
     reduced = {id(parameter) for parameter in parameters}
     refuse = NonCopyableHook(_refuse)
     return [

@@ -34,7 +34,6 @@ PARAMETERWISE = (*ELEMENTWISE, optim.Adafactor, optim.Muon)
 
 
 def find_problem_of_hooks(optimizer: torch.optim.Optimizer) -> str | None:
-    """Return why an optimizer would never call hooks, with a remedy; None if it calls them."""
     if calls_hooks(optimizer):
         return None
     kind = type(optimizer).__name__
@@ -66,14 +65,7 @@ def around_step(
 ) -> list[HookHandle]:
     """Register hooks next to the step; several pairs run in the order of registration.
 
-    Args:
-        optimizer: its step.
-        before: step pre-hook; it runs after all others.
-        after: step post-hook; it runs before all others.
-        shows: ``before`` makes whole, reduced gradients, as plain DDP has them; it runs first, so that others see them.
-
-    Returns:
-        Handles that remove the hooks.
+    ``shows``: ``before`` makes whole, reduced gradients, as plain DDP has them; it runs first, so that others see them.
     """
     if not _watching:
         _watching.append(register_optimizer_step_pre_hook(_arrange))  # runs before each step's own hooks are listed
@@ -117,9 +109,7 @@ def when_step_fails(optimizer: torch.optim.Optimizer, restore: Callable[[], None
     return _wrap_method(optimizer, "step", step)
 
 
-def extend_zero_grad(
-    owner: torch.optim.Optimizer | torch.nn.Module, also: Callable[[bool], None]
-) -> RemovableHandle:
+def extend_zero_grad(owner: torch.optim.Optimizer | torch.nn.Module, also: Callable[[bool], None]) -> RemovableHandle:
     """Call ``also(set_to_none)`` before every ``owner.zero_grad(set_to_none)``, for which torch has no hook."""
     original = owner.zero_grad
 

@@ -24,8 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import agree, at_exit, see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.intercept import PARAMETERWISE, co_optimizers
-from ddp_hooks.intercept.causes import why_not_ended
-from ddp_hooks.intercept.local_gradients import LocalGradients
+from ddp_hooks.intercept.causes import LocalGradients, why_not_ended
 from ddp_hooks.sparse import EntryCodec, Sparsity
 from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.choosing import VariantChooser

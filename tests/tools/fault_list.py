@@ -387,14 +387,14 @@ _FEED = (
     ),
     Fault(
         "feed: what was reduced still counts as local",
-        "ddp_hooks/intercept/local_gradients.py",
+        "ddp_hooks/intercept/causes.py",
         "        self._written.clear()",
         "        self._written.copy()",
         ("tests/dear/test_causes.py", "tests/embedding/test_replicated.py"),
     ),
     Fault(
         "feed: a forward under no_sync is taken for another",
-        "ddp_hooks/intercept/local_gradients.py",
+        "ddp_hooks/intercept/causes.py",
         '"synchronised" if self._ddp.require_backward_grad_sync else "no_sync"',
         '"no_sync" if self._ddp.require_backward_grad_sync else "synchronised"',
         ("tests/dear/test_causes.py",),
