@@ -49,11 +49,7 @@ class DeferredUpdates:
         }
 
     def note_settings(self) -> None:
-        """Note learning rates and other settings of the step that begins, for its updates.
-
-        Raises:
-            RuntimeError: parameters have been moved or removed.
-        """
+        """Note learning rates and other settings of the step that begins, for its updates."""
         groups = self._optimizer.param_groups
         for index, (group, position) in self._slot_of.items():
             params = groups[group]["params"] if group < len(groups) else []
@@ -78,7 +74,6 @@ class DeferredUpdates:
 
     @property
     def running(self) -> bool:
-        """True if this thread runs the optimizer's code for some parameters."""
         return self._runner == threading.get_ident()
 
     def run(self, indices: Sequence[int]) -> None:
@@ -145,7 +140,6 @@ class DeferredUpdates:
 
 
 def copied(value: Any) -> Any:
-    """Return the value; a tensor gets memory of its own."""
     return value.clone() if isinstance(value, Tensor) else value
 
 
@@ -153,11 +147,7 @@ def copied(value: Any) -> Any:
 def take_back(assigned: Tensor, memory: Tensor, state: MutableMapping[str, Any] | None) -> None:
     """Copy a tensor's values into the memory that it had before, if the optimizer has assigned ``.data``.
 
-    Args:
-        assigned: tensor as the optimizer has it.
-        memory: memory before, of the same shape, where others read the values.
-        state: the optimizer's state of the tensor. An entry in ``memory`` moves to memory of its own; an entry that
-            shares the new memory shares ``memory`` afterwards.
+    An entry of its ``state`` in ``memory`` moves to memory of its own; one in the new memory shares ``memory`` then.
     """
     if assigned.data_ptr() == memory.data_ptr():
         return

@@ -33,16 +33,12 @@ class WaitBefore(InertInCopies):
 
 
 class Entrances:
-    """Forward pre-hooks on the modules that own parameters, and on those that are compiled or scripted.
-
-    ``index_of`` has the number of a parameter by ``id``; with ``on_host=True`` ``wait`` returns when parameters have
-    their own classes.
-    """
+    """Forward pre-hooks on the modules that own parameters, and on those that are compiled or scripted."""
 
     def __init__(self, root: nn.Module, index_of: dict[int, int], wait: Callable[..., None]) -> None:
         self._root = root
-        self._index_of = index_of
-        self._wait = wait
+        self._index_of = index_of  # id of a parameter -> its number
+        self._wait = wait  # with on_host=True until parameters have their own classes
         self._handles: dict[nn.Module, Any] = {}  # modules that wait for their own parameters
         self._entrances: dict[nn.Module, Any] = {}  # modules that wait for all parameters below them
         for module in root.modules():

@@ -28,12 +28,7 @@ logger = logging.getLogger("ddp_hooks")
 class FeedPipe:
     """Makes readers of parameters wait for their gathers.
 
-    Args:
-        root: the module inside DDP; pre-hooks are installed on it and below it.
-        parameters: the parameters that are gathered, in a fixed order.
-        recorder: for the timeline.
-        arrived: called with the numbers of parameters that are gathered completely, before anybody reads them.
-        under_forward: gathers may be in flight in a forward. False: modules need no pre-hooks.
+    ``arrived`` is called with the numbers of parameters that are gathered completely, before anybody reads them.
     """
 
     def __init__(
@@ -42,7 +37,7 @@ class FeedPipe:
         parameters: Sequence[nn.Parameter],
         recorder: Recorder,
         arrived: Callable[[Sequence[int]], None] | None = None,
-        under_forward: bool = True,
+        under_forward: bool = True,  # gathers may be in flight in a forward; False: modules need no pre-hooks
     ) -> None:
         self.stall = Stall()
         self.in_flight = False  # True while some gather has not been awaited
@@ -111,7 +106,6 @@ class FeedPipe:
     # -- gathers ----------------------------------------------------------------------------------------------------
 
     def plan(self, parameters_of_group: Sequence[tuple[int, ...]]) -> None:
-        """Set the groups that travel together; nothing may be in flight."""
         assert not self.in_flight
         self._groups = list(parameters_of_group)
         self._groups_of_parameter = [[] for _ in self._parameters]
@@ -121,11 +115,10 @@ class FeedPipe:
 
     @property
     def under_way(self) -> list[Work]:
-        """Gathers that have not been awaited yet."""
         return [work for work in self._works if work is not None]
 
     def launched(self, works: Sequence[Work]) -> None:
-        """Let readers of parameters wait for these gathers, one per group, which were submitted."""
+        """Let readers of parameters wait for these gathers, one per group."""
         with self._lock:
             if self._met_compiled_code:
                 self._met_compiled_code = False
@@ -152,11 +145,7 @@ class FeedPipe:
                     self._show(index, on_host=True)
 
     def _wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
-        """Return when the current stream may use the parameter; with ``on_host``, when every stream may.
-
-        Returns:
-            True if the parameter has its own class again; False if other streams still have to wait.
-        """
+        """Wait for the current stream, or with ``on_host`` for all; return True if the own class is back."""
         index = self._index_of.get(id(parameter))
         if index is None:  # made of a waiting class, or its class and memory swapped: it may share what is in flight
             self.finish()
@@ -170,10 +159,7 @@ class FeedPipe:
         return index not in self._visible
 
     def wait_for(self, indices: Sequence[int], on_host: bool = False) -> None:
-        """Wait for some parameters, given by number, and note that they were needed.
-
-        With ``on_host`` they have their own classes afterwards, on accelerators as well, which graphs need.
-        """
+        """Wait for parameters, given by number; with ``on_host`` they have their own classes afterwards."""
         if not self._num_hidden:
             return
         with self._lock:
