@@ -1,14 +1,14 @@
 """Hugging Face Accelerate: one line before ``prepare``.
 
-    accelerator = Accelerator()
-    attach(accelerator, DearConfig())
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+accelerator = Accelerator()
+attach(accelerator, DearConfig())
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import update_wrapper
@@ -16,21 +16,27 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed.checkpoint as dcp
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer, patch_optimizer_step
 from accelerate.utils import DDPCommunicationHookType, DistributedDataParallelKwargs, DistributedType
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import see
-from ddp_hooks.integrations.fsdp import TOO_LATE, ExtendedModels, find_problem
 from ddp_hooks.integrations.hooked_models import HookedModels, replaced, scaler_like
 from ddp_hooks.integrations.settings import BUCKET_MB, Config, Dense, combination_of
 from ddp_hooks.intercept import NonCopyableHook, clipping_of_frameworks
-from fsdp_ext import ExtConfig
+from fsdp_ext import ExtConfig, Extension, extend, restore
 
 logger = logging.getLogger("ddp_hooks")
 
+FSDP_FOLDER = "fsdp_ext"  # of a checkpoint: residuals of extended models
+HAS_HOOK = (
+    "has a communication hook already: pass attach() one configuration, or a list of configurations that go together"
+)
+_TOO_LATE = "this accelerator has prepared a model already: call attach() before accelerator.prepare()"
 _INCOMPLETE = "ddp_hooks_incomplete"  # in a checkpoint's folder while it is written
 _OTHER_ENGINES = {
     DistributedType.FSDP: "FSDP",
@@ -60,13 +66,13 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment:
         TypeError: ``config`` is no configuration.
         ValueError: parts of ``config`` exclude each other, or this accelerator.
     """
-    combination = combination_of(config)
+    dense, _, extension = combination_of(config)
     has_peers = accelerator.num_processes > 1
     problem = None
-    if combination.extension is None:
-        problem = _find_problem(accelerator)
+    if extension is None:
+        problem = _problem_with_ddp(accelerator)
     elif has_peers:
-        problem = find_problem(accelerator)
+        problem = _problem_with_fsdp(accelerator)
     if problem is not None:
         raise ValueError(f"{problem}{see('in-a-trainer')}")
     if not has_peers:
@@ -75,13 +81,12 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment:
             "torchrun or accelerate launch"
         )
         return Attachment(accelerator, HookedModels(None))
-    if combination.extension is not None:
-        return _ExtensionAttachment(accelerator, combination.extension)
-    return _HookAttachment(accelerator, combination.dense)
+    if extension is not None:
+        return _ExtensionAttachment(accelerator, extension)
+    return _HookAttachment(accelerator, dense)
 
 
-def _find_problem(accelerator: Accelerator) -> str | None:
-    """Return why DDP models of this accelerator cannot have hooks, or None."""
+def _problem_with_ddp(accelerator: Accelerator) -> str | None:
     engine = _OTHER_ENGINES.get(accelerator.distributed_type)
     if engine is not None:
         instead = ", or give an ExtConfig, which extends FSDP2" if engine == "FSDP" else ""
@@ -91,10 +96,7 @@ def _find_problem(accelerator: Accelerator) -> str | None:
         )
     handler = accelerator.ddp_handler
     if isinstance(handler, HookedDdpKwargs):
-        return (
-            "this accelerator has a communication hook already: pass attach() one configuration, or a list of "
-            "configurations that go together"
-        )
+        return f"this accelerator {HAS_HOOK}"
     if handler is not None and handler.comm_hook != DDPCommunicationHookType.NO:
         return (
             f"DistributedDataParallelKwargs(comm_hook={handler.comm_hook}) is a hook of its own, and DDP has one: "
@@ -102,16 +104,32 @@ def _find_problem(accelerator: Accelerator) -> str | None:
         )
     # Accelerate marks DDP around a model, but not that model itself, unless it only evaluates.
     if any(not getattr(model, "_is_accelerate_prepared", False) for model in accelerator._models):
-        return TOO_LATE
+        return _TOO_LATE
+    return None
+
+
+def _problem_with_fsdp(accelerator: Accelerator) -> str | None:
+    if accelerator.distributed_type != DistributedType.FSDP:
+        return (
+            "ExtConfig extends FSDP2, and this accelerator does not shard models: pass Trainer "
+            "TrainingArguments(fsdp=True), or Accelerator a FullyShardedDataParallelPlugin(fsdp_version=2), which "
+            "Accelerate heeds on accelerators only (on CPUs call fully_shard() and fsdp_ext.extend() in a loop of your "
+            "own); for DistributedDataParallel give a DearConfig or a TopKConfig"
+        )
+    version = getattr(accelerator.state.fsdp_plugin, "fsdp_version", None)
+    if version != 2:
+        return (
+            f'ExtConfig extends FSDP2, and this accelerator trains with FSDP{version}: set "fsdp_version": 2 in '
+            f"Trainer's fsdp_config, or FullyShardedDataParallelPlugin(fsdp_version=2)"
+        )
+    if any(getattr(model, "_is_accelerate_prepared", False) for model in accelerator._models):
+        return _TOO_LATE
     return None
 
 
 @dataclass
 class HookedDdpKwargs(DistributedDataParallelKwargs):
     """Settings of DDP for hooks. The hook itself is registered when the optimizer is known."""
-
-    def register_comm_hook(self, model: nn.Module) -> None:
-        """Leave the model's slot free."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle as plain settings: a copy of the accelerator has no hook."""
@@ -153,13 +171,54 @@ class Attachment:
         return original()
 
 
+class _ExtendedModels(HookedModels):
+    """Models that FSDP2 shards and :func:`fsdp_ext.extend` extends; none has a hook of DDP's."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+        self.extended: dict[nn.Module, Extension] = {}
+
+    def release(self, but: nn.Module | None = None) -> None:
+        for model in [model for model in self.extended if model is not but]:
+            del self.extended[model]
+            restore(model)
+
+    def save(self, folder: str | Path, everywhere: bool = False) -> None:
+        for path, extension in self._paths(folder):
+            state = extension.state_dict()
+            if state:
+                dcp.save({"residuals": state}, checkpoint_id=path)
+
+    def load(self, folder: str | Path) -> None:
+        for path, extension in self._paths(folder):
+            state = extension.state_dict()
+            if state and not path.exists():
+                logger.warning("%s has no residuals of gradients: they begin with zero", folder)
+            elif state:
+                dcp.load({"residuals": state}, checkpoint_id=path)
+                extension.load_state_dict(state)
+            elif path.exists():
+                logger.warning("%s has residuals of gradients, and these settings use none: they are dropped", folder)
+
+    def _paths(self, folder: str | Path) -> Iterator[tuple[Path, Extension]]:
+        for number, extension in enumerate(self.extended.values()):
+            yield Path(folder) / (FSDP_FOLDER if number == 0 else f"{FSDP_FOLDER}_{number}"), extension
+
+    def stats(self) -> dict[str, float]:
+        found = [extension.stats() for extension in self.extended.values()]
+        return {
+            "ddp_hooks/stall_s": sum(stats.stall_s for stats in found),
+            "ddp_hooks/sent_mb": sum(stats.sent_bytes for stats in found) / 2**20,
+        }
+
+
 class _ExtensionAttachment(Attachment):
     """Methods of an accelerator around its own, for models that FSDP2 shards."""
 
     def __init__(self, accelerator: Accelerator, config: ExtConfig) -> None:
-        models = ExtendedModels(config)
+        models = _ExtendedModels()
         super().__init__(accelerator, models)
-        self._extended = models
+        self._config, self._extended = config, models.extended
         self._extend(prepare=self._prepare, end_training=self._end_training)
         save = NonCopyableHook(lambda _, weights, folder: models.save(folder))
         load = NonCopyableHook(lambda _, folder: models.load(folder))
@@ -169,7 +228,9 @@ class _ExtensionAttachment(Attachment):
     def _prepare(self, original: Callable[..., Any], *objects: Any, **kwargs: Any) -> Any:
         prepared = original(*objects, **kwargs)
         for each in prepared if isinstance(prepared, (tuple, list)) else (prepared,):
-            self._extended.extend(getattr(each, "_orig_mod", each))
+            model = getattr(each, "_orig_mod", each)  # compiled or not
+            if isinstance(model, nn.Module) and any(isinstance(module, FSDPModule) for module in model.modules()):
+                self._extended[model] = extend(model, self._config)
         return prepared
 
 
@@ -242,7 +303,6 @@ class _HookAttachment(Attachment):
         self.hooked_models.clip_grad_value(self._ready_for("clip_grad_value_", parameters), clip_value)
 
     def _ready_for(self, name: str, parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
-        """Unscale the gradients; refuse DeAR's unfinished accumulation."""
         if not self.accelerator.sync_gradients and any(model.dear is not None for model in self.hooked_models):
             raise RuntimeError(
                 f"{name}() was called while every rank accumulates gradients of its own: write "
@@ -275,7 +335,6 @@ class _HookAttachment(Attachment):
         return bool(accelerator.is_local_main_process if everywhere else accelerator.is_main_process)
 
     def _begin_checkpoint(self, models: Any, weights: Any, folder: str) -> None:
-        """Mark a folder, which Accelerate has just made, until it is complete."""
         if self._writes:
             (Path(folder) / _INCOMPLETE).touch()
 
@@ -295,7 +354,6 @@ class _HookAttachment(Attachment):
         self.hooked_models.load(folder)
 
     def _latest_complete(self) -> Path:
-        """Return the last complete checkpoint under Accelerate's own names."""
         folders = (Path(self.accelerator.project_dir) / "checkpoints").glob("checkpoint_*")
         newest_first = sorted(folders, key=lambda folder: int(folder.name.rpartition("_")[2]), reverse=True)
         for folder in newest_first:
@@ -306,10 +364,7 @@ class _HookAttachment(Attachment):
 
 
 class _ExtendedMethod:
-    """Method of one instance that calls ``function(former method, *args, **kwargs)``.
-
-    Copies and pickles of the instance get the method of its class.
-    """
+    """Method of one instance; copies and pickles of the instance get the method of its class."""
 
     def __init__(self, instance: object, name: str, function: Callable[..., Any]) -> None:
         self._instance, self._name, self._function = instance, name, function

@@ -25,25 +25,20 @@ from ddp_hooks.topk import TopKConfig, TopKState, topk_hook
 
 logger = logging.getLogger("ddp_hooks")
 
-RESIDUAL_FILE = "ddp_hooks_rank{}.bin"
-"""File of a checkpoint: residual of one rank, the gradients that sparse all-reduce has left out."""
-TABLES_FILE = "ddp_hooks_tables.bin"
-"""File of a checkpoint: state of the tables' optimizer."""
+RESIDUAL_FILE = "ddp_hooks_rank{}.bin"  # of a checkpoint: what sparse all-reduce has left out on one rank
+TABLES_FILE = "ddp_hooks_tables.bin"  # of a checkpoint: state of the tables' optimizer
 
 
 @contextmanager
 def replaced(target: object, name: str, value: Any) -> Iterator[None]:
     """Replace an attribute of an instance; its former value, or that of its class, returns at the end."""
-    own = name in vars(target)
-    before = vars(target).get(name)
+    before = {name: vars(target)[name]} if name in vars(target) else {}
     setattr(target, name, value)
     try:
         yield
     finally:
-        if own:
-            setattr(target, name, before)
-        else:
-            delattr(target, name)
+        delattr(target, name)
+        vars(target).update(before)
 
 
 def scaler_like(stock: torch.amp.GradScaler) -> GradScaler:
@@ -54,7 +49,6 @@ def scaler_like(stock: torch.amp.GradScaler) -> GradScaler:
 
 
 def tables_of(model: nn.Module) -> EmbeddingTables | None:
-    """Return the sharded tables of a model; None if it has none."""
     return next((found for found in co_optimizers_in(model) if isinstance(found, EmbeddingTables)), None)
 
 
@@ -80,6 +74,7 @@ class HookedModel:
         elif dense is not None:
             self.topk = TopKState(ddp, dense, scaler=scaler, optimizer=optimizer)
             ddp.register_comm_hook(self.topk, topk_hook)
+        self.state = self.dear or self.topk
         if self.tables is not None and self.dear is None:
             self.tables.follow(optimizer)
         self._final_optimizer: dict[str, Any] | None = None  # for checkpoints after communication has ended
@@ -88,25 +83,19 @@ class HookedModel:
 
     @property
     def has_sharded_optimizer(self) -> bool:
-        """True if the optimizer holds shards now; :meth:`close` then leaves it unusable."""
         return self.dear is not None and self.dear.has_sharded_optimizer
 
     def owns(self, parameter: Tensor) -> bool:
         return id(parameter) in self._parameters
 
     def synchronize(self) -> None:
-        for state in (self.dear, self.topk):
-            if state is not None:
-                state.synchronize()
+        if self.state is not None:
+            self.state.synchronize()
 
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def sources(self, parameters: Sequence[Tensor]) -> list[Any]:
-        """Return the sources for :func:`~ddp_hooks.clip_grad_norm_` of these parameters of the model; collective.
-
-        Raises:
-            ValueError: with DeAR, these are only some of the model's parameters. Ranks hold no separate norms.
-        """
+        """Return the sources for :func:`~ddp_hooks.clip_grad_norm_` of these parameters of the model; collective."""
         if self.dear is not None:
             missing = len(self._parameters.difference(map(id, parameters)))
             if missing:
@@ -121,7 +110,6 @@ class HookedModel:
         return [list(parameters), *([self.tables] if self.tables is not None else [])]
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
-        """Clamp the gradients of these parameters of the model, and of its tables; all ranks call it."""
         self.sources(parameters)  # checks them, and waits
         if self.dear is not None:
             self.dear.clip_grad_value_(clip_value)
@@ -145,7 +133,6 @@ class HookedModel:
         return self.optimizer.state_dict() if self.dear is None or self.rank == 0 else {}
 
     def consolidate_tables(self, everywhere: bool = False) -> None:
-        """Gather the tables, if any, on the first rank or on all ranks, until the next step; collective."""
         if self.tables is not None:
             self.tables.consolidate(None if everywhere else 0)
 
@@ -162,10 +149,7 @@ class HookedModel:
             yield
 
     def save(self, folder: str | os.PathLike[str], everywhere: bool = False) -> None:
-        """Write the files beside model and optimizer, inside :meth:`complete`; all ranks call it.
-
-        With ``everywhere`` every rank also writes the files that are equal on all ranks, for nodes with own folders.
-        """
+        """Write the files beside model and optimizer, inside :meth:`complete`; ``everywhere``: also equal ones."""
         if self.topk is not None:
             _write(self._final_residual or self.topk.state_dict(), Path(folder) / RESIDUAL_FILE.format(self.rank))
         if self.tables is not None and (everywhere or self.rank == 0):
@@ -193,14 +177,12 @@ class HookedModel:
     def stats(self) -> dict[str, float]:
         """Return statistics of this rank's last step: seconds waited, MiB sent, and the hook's choices."""
         numbers: dict[str, float] = {}
-        if self.dear is not None:
-            dear = self.dear.stats()
-            numbers = {"stall_s": dear.stall_s, "sent_mb": dear.sent_bytes / 2**20}
-            if dear.fusion_mb is not None:
-                numbers["fusion_mb"] = dear.fusion_mb
-        if self.topk is not None:
-            topk = self.topk.stats()
-            numbers = {"stall_s": topk.stall_s, "sent_mb": topk.sent_bytes / 2**20, "density": topk.density}
+        if self.state is not None:
+            step = self.state.stats()
+            numbers = {"stall_s": step.stall_s, "sent_mb": step.sent_bytes / 2**20}
+            for choice in ("fusion_mb", "density"):
+                if getattr(step, choice, None) is not None:
+                    numbers[choice] = getattr(step, choice)
         if self.tables is not None:
             rows = self.tables.stats()
             sent_bytes = rows.id_bytes + rows.lookup_bytes + rows.prior_bytes + rows.delayed_bytes
@@ -213,9 +195,8 @@ class HookedModel:
             self._final_optimizer = self.optimizer_state()
             self.consolidate_tables()
             self._final_residual = self.topk.state_dict() if self.topk is not None else {}
-        for state in (self.dear, self.topk):
-            if state is not None:
-                state.close()
+        if self.state is not None:
+            self.state.close()
         if self.tables is not None:
             self.tables.unfollow()
 
@@ -280,7 +261,6 @@ class HookedModels:
             model.synchronize()
 
     def stats(self) -> dict[str, float]:
-        """Return sums of the models' statistics, under names for logs."""
         total: dict[str, float] = {}
         for model in self._hooked:
             for name, value in model.stats().items():
@@ -300,7 +280,6 @@ class HookedModels:
         return clip_grad_norm_([*sources, rest], max_norm, norm_type, **how).float()
 
     def clip_grad_value(self, parameters: Iterable[Tensor], clip_value: float) -> None:
-        """Clamp gradients of these models and of others; all ranks call it."""
         shares, rest = self._split(parameters)
         for model, own in shares:
             model.clip_grad_value_(own, clip_value)
@@ -321,7 +300,6 @@ class HookedModels:
 
     @contextmanager
     def complete(self, everywhere: bool = False) -> Iterator[None]:
-        """Make the state of all models complete on the first rank, or ``everywhere``; collective."""
         with ExitStack() as stack:
             for model in self._hooked:
                 stack.enter_context(model.complete(everywhere))
@@ -339,7 +317,6 @@ class HookedModels:
             model.consolidate_tables(everywhere)
 
     def save(self, folder: str | Path, everywhere: bool = False) -> None:
-        """Write the files of all models, from the second on in folders of their own; see :meth:`HookedModel.save`."""
         for number, model in enumerate(self._hooked):
             model.save(_numbered(folder, number), everywhere)
 

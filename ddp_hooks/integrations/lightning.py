@@ -44,9 +44,7 @@ class _Hooked:
         if "ddp_comm_hook" in kwargs:
             raise ValueError("ddp_comm_hook is a hook of its own, and DDP has one: leave it out")
         self.hooked_models = HookedModels(combination_of(config).dense)
-        """Models that are trained."""
-        defaults = {"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MB}
-        super().__init__(**{**defaults, **kwargs})
+        super().__init__(**{"gradient_as_bucket_view": True, "bucket_cap_mb": BUCKET_MB, **kwargs})
 
     @property
     def _has_peers(self) -> bool:
@@ -68,10 +66,10 @@ class _Hooked:
 
     def _use_our_scaler(self, precision: Any) -> torch.amp.GradScaler | None:
         """Replace torch's scaler by :class:`~ddp_hooks.GradScaler` with the same settings; return the one in force."""
-        stock = getattr(precision, "scaler", None)
-        if type(stock) is torch.amp.GradScaler and self._has_peers:
-            precision.scaler = scaler_like(stock)
-        return getattr(precision, "scaler", None)
+        scaler = getattr(precision, "scaler", None)
+        if type(scaler) is torch.amp.GradScaler and self._has_peers:
+            scaler = precision.scaler = scaler_like(scaler)
+        return scaler
 
     def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Return the complete state, after a fit the last one; with DeAR {} on all ranks but the first. Collective."""
@@ -87,7 +85,6 @@ class _Hooked:
         return [parameter for model in models for parameter in model.ddp.parameters() if parameter.requires_grad]
 
     def _save_beside(self, path: str | Path) -> None:
-        """Write residuals and the state of tables into a folder beside the checkpoint; all ranks call it."""
         if any(model.tables is not None or model.topk is not None for model in self.hooked_models):
             self.hooked_models.consolidate_tables()
             self.hooked_models.save(_beside(path))
@@ -112,10 +109,8 @@ class CommHookStrategy(_Hooked, DDPStrategy):
         ValueError: parts of ``config`` exclude each other, or ``ddp_comm_hook`` is given.
     """
 
-    def __init__(self, config: Config, **kwargs: Any) -> None:
-        super().__init__(config, **kwargs)
-        self._path: str | Path | None = None
-        self._has_failed = False
+    _path: str | Path | None = None  # of the checkpoint that is loaded
+    _has_failed = False
 
     def configure_ddp(self) -> None:
         self.hooked_models.release()  # of a former fit
@@ -142,12 +137,9 @@ class CommHookStrategy(_Hooked, DDPStrategy):
     # -- checkpoints ------------------------------------------------------------------------------------------------
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
-        """Return the model's state; with sharded tables on the first rank, {} on others. Collective."""
         return self.hooked_models.model_state(super().lightning_module_state_dict)
 
-    def save_checkpoint(
-        self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None
-    ) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: str | Path, storage_options: Any = None) -> None:
         """Save a checkpoint; residuals and the state of tables go into the folder ``<filepath>.ddp_hooks``."""
         self._save_beside(filepath)
         super().save_checkpoint(checkpoint, filepath, storage_options)
@@ -162,7 +154,6 @@ class CommHookStrategy(_Hooked, DDPStrategy):
         return super().load_checkpoint(checkpoint_path, *args, **kwargs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the states of optimizers, of which every rank takes its shards, and the files beside the checkpoint."""
         super().load_optimizer_state_dict(checkpoint)
         if self._path is not None:
             self.hooked_models.load(_beside(self._path))
@@ -222,7 +213,6 @@ class CommHookFabricStrategy(_Hooked, FabricDDPStrategy):
     get_optimizer_state = _Hooked.optimizer_state
 
     def get_module_state_dict(self, module: nn.Module) -> dict[str, Any]:
-        """Return the model's state; with sharded tables on the first rank, {} on others. Collective."""
         return self.hooked_models.model_state(partial(super().get_module_state_dict, module))
 
     def save_checkpoint(self, path: str | Path, state: dict[str, Any], *args: Any, **kwargs: Any) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -56,8 +56,7 @@ Part: TypeAlias = Dense | Tables | TableConfig | ExtConfig
 Config: TypeAlias = Part | Sequence[Part]
 
 
-@dataclass(frozen=True)
-class Combination:
+class Combination(NamedTuple):
     """Parts of a configuration."""
 
     dense: Dense | None  # hook of DDP's buckets; None: DDP's own all-reduce
@@ -68,10 +67,10 @@ class Combination:
 def combination_of(config: Config) -> Combination:
     """Take a configuration apart; raise TypeError or ValueError if it is none, or if its parts exclude each other."""
     parts = list(config) if isinstance(config, (list, tuple)) else [config]
-    if len(parts) == 1 and isinstance(parts[0], ExtConfig):
-        return Combination(None, None, parts[0])
     for part in parts:
         if isinstance(part, ExtConfig):
+            if len(parts) == 1:
+                return Combination(None, None, part)
             raise ValueError(
                 f"ExtConfig is for models that FSDP2 shards, and goes alone; the others are for DDP: "
                 f"got {parts}{see('in-a-trainer')}"

@@ -1,11 +1,11 @@
 """Hugging Face Trainer: a mixin for subclasses, and :func:`attach` for a trainer that exists already.
 
-    class MyTrainer(CommHookMixin, transformers.Trainer): ...
+class MyTrainer(CommHookMixin, transformers.Trainer): ...
 
-    MyTrainer(model=model, args=args, train_dataset=data, comm_hook=DearConfig()).train()
+MyTrainer(model=model, args=args, train_dataset=data, comm_hook=DearConfig()).train()
 
-    attach(trainer, DearConfig())
-    trainer.train()
+attach(trainer, DearConfig())
+trainer.train()
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import shutil
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,11 +28,11 @@ from transformers.integrations.neftune import activate_neftune, deactivate_neftu
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from ddp_hooks.comm import see
+from ddp_hooks.dear import DearConfig
 from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
 from ddp_hooks.embedding.exchange.ids import BatchRows
 from ddp_hooks.embedding.step.prefetch import Announcement
 from ddp_hooks.integrations import accelerate
-from ddp_hooks.integrations.fsdp import RESIDUAL_FOLDER
 from ddp_hooks.integrations.hooked_models import TABLES_FILE, tables_of
 from ddp_hooks.integrations.settings import Config, combination_of
 from ddp_hooks.intercept import clipping_of_frameworks
@@ -70,9 +71,6 @@ class CommHookMixin(_Trainer):
     _lookahead: _Lookahead | None = None
     _follows_schedule: bool = False
     _has_consolidated: bool = False  # tables since the last step, on every rank
-    _has_users_optimizer: bool | None = None
-    _num_attempts: int = 0  # at a batch size, in the present train()
-    _carried: dict[str, Any] | None = None  # state of the former optimizer, for the next one
 
     def __init__(self, *args: Any, comm_hook: Config | None = None, **kwargs: Any) -> None:
         if comm_hook is not None:
@@ -105,6 +103,10 @@ class CommHookMixin(_Trainer):
         if not isinstance(handler, accelerate.HookedDdpKwargs):
             return  # one process, or FSDP2
         self._attachment.keeps_models = True
+        models = self._attachment.hooked_models
+        if self.args.auto_find_batch_size and isinstance(models.dense, DearConfig):
+            # Every size wraps the model anew, which would lose shards of the optimizer.
+            models.dense = replace(models.dense, update="replicated")
         clipping_of_frameworks["a Trainer"] = "its max_grad_norm"
         if self.args.ddp_find_unused_parameters is None:
             handler.find_unused_parameters = False
@@ -120,13 +122,9 @@ class CommHookMixin(_Trainer):
 
     def _inner_training_loop(self, batch_size: int | None = None, *args: Any, **kwargs: Any) -> Any:
         if self._attachment is not None and self.accelerator.num_processes > 1:
-            if self._has_users_optimizer is None:
-                self._has_users_optimizer = self.optimizer is not None
-            if self.args.auto_find_batch_size:
-                self._unwrap()
-            self._attachment.hooked_models.release(but=self.model)  # model_init may have made another one
+            kept = None if self.args.auto_find_batch_size else self.model  # model_init may have made another one
+            self._attachment.hooked_models.release(but=kept)
             self._shard()
-        self._num_attempts += 1
         try:
             return super()._inner_training_loop(batch_size, *args, **kwargs)
         except RuntimeError as error:
@@ -138,34 +136,10 @@ class CommHookMixin(_Trainer):
                 ) from error
             raise
 
-    def _unwrap(self) -> None:
-        """Release the model before the Trainer wraps it again, as it does for every batch size that it tries."""
-        assert self._attachment is not None
-        models = list(self._attachment.hooked_models)
-        is_sharded = any(model.has_sharded_optimizer for model in models)
-        if is_sharded and self._has_users_optimizer:
-            raise ValueError(
-                f"auto_find_batch_size wraps the model anew, and the optimizer that was passed holds shards of it: "
-                f"pass optimizer_cls_and_kwargs instead of optimizers, or DearConfig(update='replicated')"
-                f"{see('in-a-trainer')}"
-            )
-        if is_sharded and self._num_attempts == 0 and models[0].dear is not None:  # no attempt failed: a second train()
-            self._carried = models[0].dear.full_optimizer_state_dict()
-        self._attachment.hooked_models.release()
-        if is_sharded:
-            self.optimizer = None  # the Trainer then creates another one
-
-    def create_optimizer(self, *args: Any, **kwargs: Any) -> torch.optim.Optimizer:
-        """Create the optimizer, with the state of the former one if the model was wrapped again."""
-        optimizer = super().create_optimizer(*args, **kwargs)
-        if self._carried is not None:
-            optimizer.load_state_dict(self._carried)
-            self._carried = None
-        return optimizer
-
     def _shard(self) -> None:
         """Make tables of the model's embeddings, if the configuration has tables and the model has none."""
-        settings = combination_of(self._comm_hook).tables if self._comm_hook is not None else None
+        assert self._comm_hook is not None
+        settings = combination_of(self._comm_hook).tables
         if settings is None:
             return
         self._follows_schedule = settings.follow_schedule
@@ -194,7 +168,6 @@ class CommHookMixin(_Trainer):
     # -- steps ------------------------------------------------------------------------------------------------------
 
     def get_batch_samples(self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device) -> Any:
-        """Draw batches, with one batch of lookahead for the tables."""
         source = self._lookahead.over(epoch_iterator) if self._lookahead is not None else epoch_iterator
         return super().get_batch_samples(source, num_batches, device)
 
@@ -212,7 +185,6 @@ class CommHookMixin(_Trainer):
             return super().evaluation_loop(*args, **kwargs)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """Log, with the hook's statistics beside training losses."""
         if "loss" in logs:
             logs = {**logs, **self.comm_hook_stats()}
         super().log(logs, *args, **kwargs)
@@ -221,7 +193,6 @@ class CommHookMixin(_Trainer):
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
         """Train; ``resume_from_checkpoint=True`` takes the last complete checkpoint."""
-        self._num_attempts = 0
         if resume_from_checkpoint is True and self._attachment is not None:
             assert self.args.output_dir is not None
             resume_from_checkpoint = last_complete_checkpoint(self.args.output_dir) or True
@@ -258,7 +229,7 @@ class CommHookMixin(_Trainer):
                 if self.args.should_save:  # first make another run's checkpoint in the same place incomplete
                     for path in [folder / _TRAINER_STATE, *folder.glob("ddp_hooks*.bin")]:
                         path.unlink(missing_ok=True)
-                    shutil.rmtree(folder / RESIDUAL_FOLDER, ignore_errors=True)
+                    shutil.rmtree(folder / accelerate.FSDP_FOLDER, ignore_errors=True)
                 self.accelerator.wait_for_everyone()
                 attachment.hooked_models.save(folder, everywhere)
             super()._save_checkpoint(model, trial)
@@ -283,10 +254,7 @@ class CommHookMixin(_Trainer):
 
 
 class _Lookahead:
-    """Draws one batch ahead, and announces each batch to the tables when its training begins.
-
-    A Trainer draws several batches at a time, and trains with them one after the other.
-    """
+    """Draws one batch ahead, and announces each when its training begins: a Trainer draws several at a time."""
 
     def __init__(self, tables: EmbeddingTables, ids: Callable[[Any], Any]) -> None:
         self._tables = tables
@@ -313,7 +281,6 @@ class _Lookahead:
             self._rows.append(self._tables.rows_of(self._ids(self._drawn)))
 
     def announce(self) -> None:
-        """Announce the next batch to train with, and the one after it."""
         if self._rows:
             current = self._rows.popleft()
             upcoming = self._rows[0] if self._rows else None
@@ -321,21 +288,14 @@ class _Lookahead:
 
 
 def attach(trainer: transformers.Trainer, config: Config) -> None:
-    """Turn an existing trainer into one with :class:`CommHookMixin`.
-
-    Args:
-        trainer: any ``transformers.Trainer``, such as TRL's; its class becomes a subclass of the same name.
-        config: see :class:`CommHookMixin`.
+    """Turn an existing trainer, such as TRL's, into one with :class:`CommHookMixin`; its class keeps its name.
 
     Raises:
         TypeError, ValueError: see :func:`ddp_hooks.integrations.accelerate.attach`; the trainer has trained already.
     """
     combination_of(config)
     if isinstance(trainer, CommHookMixin) and trainer._comm_hook is not None:
-        raise ValueError(
-            f"this trainer has a communication hook already: pass attach() one configuration, or a list of "
-            f"configurations that go together{see('in-a-trainer')}"
-        )
+        raise ValueError(f"this trainer {accelerate.HAS_HOOK}{see('in-a-trainer')}")
     if not isinstance(trainer, CommHookMixin):
         kind = type(trainer)
         trainer.__class__ = type(kind.__name__, (CommHookMixin, kind), {"__module__": kind.__module__})

@@ -515,11 +515,15 @@ def test_another_model_in_the_same_trainer(workers: WorkerPools, tmp_path: Path)
         assert_close(ours, plain, 1e-3)
 
 
-def train_twice_with_batch_sizes(rank: int, world_size: int, folder: str) -> Any:
+def train_twice_with_batch_sizes(rank: int, world_size: int, folder: str, passes_optimizer: bool) -> Any:
     outcomes = []
     for hook in (None, DEAR):
         with as_torchrun_does(rank, world_size):
-            trainer = make(Path(folder), hook, gpt2(), auto_find_batch_size=True, max_steps=3)
+            model = gpt2()
+            settings: dict[str, Any] = {"auto_find_batch_size": True, "max_steps": 3}
+            if passes_optimizer:
+                settings["optimizers"] = torch.optim.AdamW(model.parameters(), lr=0.001), None
+            trainer = make(Path(folder), hook, model, **settings)
             trainer.train()
             trainer.train()
             outcomes.append(weights_of(trainer.model))
@@ -528,8 +532,11 @@ def train_twice_with_batch_sizes(rank: int, world_size: int, folder: str) -> Any
 
 
 @pytest.mark.slow
-def test_a_second_train_keeps_the_optimizer_when_batch_sizes_are_tried(workers: WorkerPools, tmp_path: Path) -> None:
-    for plain, ours in workers(2).run(train_twice_with_batch_sizes, str(tmp_path)):
+@pytest.mark.parametrize("passes_optimizer", [False, True])
+def test_a_second_train_keeps_the_optimizer_when_batch_sizes_are_tried(
+    workers: WorkerPools, tmp_path: Path, passes_optimizer: bool
+) -> None:
+    for plain, ours in workers(2).run(train_twice_with_batch_sizes, str(tmp_path), passes_optimizer):
         assert_same_bits(ours, plain)
 
 
