@@ -88,10 +88,6 @@ class HookedModel:
     def owns(self, parameter: Tensor) -> bool:
         return id(parameter) in self._parameters
 
-    def synchronize(self) -> None:
-        if self.state is not None:
-            self.state.synchronize()
-
     # -- gradients --------------------------------------------------------------------------------------------------
 
     def sources(self, parameters: Sequence[Tensor]) -> list[Any]:
@@ -258,7 +254,8 @@ class HookedModels:
 
     def synchronize(self) -> None:
         for model in self._hooked:
-            model.synchronize()
+            if model.state is not None:
+                model.state.synchronize()
 
     def stats(self) -> dict[str, float]:
         total: dict[str, float] = {}

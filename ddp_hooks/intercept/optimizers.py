@@ -57,11 +57,7 @@ _watching: list[HookHandle] = []  # one hook for all optimizers
 
 
 def around_step(
-    optimizer: torch.optim.Optimizer,
-    before: Callable[..., Any],
-    after: Callable[..., Any],
-    *,
-    shows: bool = False,
+    optimizer: torch.optim.Optimizer, before: Callable[..., Any], after: Callable[..., Any], *, shows: bool = False
 ) -> list[HookHandle]:
     """Register hooks next to the step; several pairs run in the order of registration.
 
