@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import Algorithm, LaneError, Partition, Work, see
-from ddp_hooks.comm.torch_compat.autograd import in_backward
 from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
 from fsdp_ext.compressed import compressed_all_gather, even_partition, gather_codec, sliced
@@ -70,7 +69,6 @@ class LaneAllGather(compat.AllGather):
         """Wait until the parameters are whole, whose shards had this ``version`` when the gather began."""
         context, stall = self._context, self._context.gather_stall
         self._prefetcher.on_wait(self._module)
-        before_s = stall.seconds
         # When all ends, gathers are waited for only to be dropped.
         ignored = contextlib.suppress(LaneError) if context.is_closing else contextlib.nullcontext()
         with stall.measure(context.recorder, work.label), ignored:
@@ -83,8 +81,6 @@ class LaneAllGather(compat.AllGather):
                 f"values were being gathered for it: change them before the forward, not in it or in a hook of it, or "
                 f"set ExtConfig(prefetch=0){see('parameters-change-in-forward')}"
             )
-        if in_backward():
-            context.backward_waits[self._name] += stall.seconds - before_s
 
 
 class _GatherWork(dist.Work):

@@ -125,8 +125,6 @@ class ExtContext:
         self.counts = ExtStats()  # collectives only
         self.recorder = Recorder(config.trace)
         self.gather_stall, self.scatter_stall = Stall(), Stall()
-        self.backward_waits: dict[str, float] = defaultdict(float)
-        """Seconds that backwards have waited for whole parameters, by module."""
         limit_bytes = None if config.pending_mb is None else mebibytes(config.pending_mb)
         self.pending = PendingReductions(limit_bytes, self.scatter_stall, self.recorder)
         self.pool = Pool()

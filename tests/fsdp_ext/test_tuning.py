@@ -1,11 +1,10 @@
-"""Granularity, prefetching and what is kept whole, found by trials; never slower than stock, the same on every rank.
+"""Granularity and prefetching, found by trials; never slower than stock, the same on every rank.
 
-Prevents: budgets that are exceeded; searches whose ranks part; settings of another model or link that are used.
+Prevents: searches whose ranks part; settings of another model or link that are used.
 """
 
 from __future__ import annotations
 
-import itertools
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -14,60 +13,16 @@ from unittest import mock
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.tuning import Job
 from ddp_hooks.tuning.profile import Profile
-from fsdp_ext import ExtConfig, TuneConfig, Tuned, compat, extend, restore, shard_by_size, tune
-from fsdp_ext.tuning import trials
-from fsdp_ext.tuning.trials import ReshardedModule, choose_kept
-from fsdp_ext.tuning.tuned import TunedEntry
+from fsdp_ext import ExtConfig, TuneConfig, Tuned, compat, extend, restore, shard_by_size, tune, tuning
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.tuning import grouped, tuned_for_real
 from tests.support.fsdp_ext.twins import CONFIG, WholeNumbers
 from tests.support.workers import WorkerPools
-
-# -- the knapsack -----------------------------------------------------------------------------------------------------
-
-
-@given(
-    st.lists(st.tuples(st.integers(1, 20), st.integers(0, 30)), max_size=8),
-    st.integers(1, 60),
-)
-@settings(max_examples=200, deadline=None)
-def test_keeps_what_saves_most(sizes: list[tuple[int, int]], budget: int) -> None:
-    unit = 4096  # with which nothing is rounded
-    modules = [ReshardedModule(str(i), nbytes * unit, wait) for i, (nbytes, wait) in enumerate(sizes)]
-    chosen = set(choose_kept(modules, budget * unit))
-
-    def value(subset: Any) -> float:
-        return sum(module.wait_s for module in subset)
-
-    kept = [module for module in modules if module.name in chosen]
-    assert sum(module.nbytes for module in kept) <= budget * unit
-    fitting = [
-        subset
-        for number in range(len(modules) + 1)
-        for subset in itertools.combinations(modules, number)
-        if sum(module.nbytes for module in subset) <= budget * unit
-    ]
-    best = max(map(value, fitting))
-    # Rounding up costs at most a unit of 1/4096 of the budget for each module.
-    spare = [subset for subset in fitting if sum(m.nbytes for m in subset) + len(subset) * budget <= budget * unit]
-    assert value(kept) >= max(map(value, spare))
-    assert value(kept) <= best and all(module.wait_s > 0 for module in kept)
-
-
-def test_keeps_nothing_that_does_not_fit() -> None:
-    assert choose_kept([ReshardedModule("a", 11, 1.0)], 10) == ()
-    modules = [ReshardedModule("a", 10, 1.0), ReshardedModule("b", 5, 0.9), ReshardedModule("c", 5, 0.2)]
-    assert choose_kept(modules, 10) == ("b", "c")
-    assert choose_kept([], 10) == ()
-
 
 # -- wrapping ---------------------------------------------------------------------------------------------------------
 
@@ -128,16 +83,14 @@ class Simulated:
         self.asked.append(setting)
         search.num_trials += 1
         search.job = self.job
-        waits_s = {"blocks.0": 0.1, "blocks.1": 0.3, "": 0.0}
-        search.resharded = [ReshardedModule(name, 100, wait_s) for name, wait_s in waits_s.items()]
         return float(self.seconds(setting))
 
 
 def searched(rank: int, world_size: int, case: str, profile: str | None) -> tuple[Tuned, list[Any]]:
-    tuner = TuneConfig(profile=profile, max_trials=12, keep_bytes=150 if "keep" in case or "kept" in case else 0)
+    tuner = TuneConfig(profile=profile, max_trials=12)
     made = Simulated(CASES[case], 100.0 if case != "another link" else 500.0)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(trials._Search, "measure", lambda self, setting: made(self, setting))
+        patch.setattr(tuning._Search, "measure", lambda self, setting: made(self, setting))
         return tune(_never, _never, ExtConfig(), tuner), made.asked
 
 
@@ -158,8 +111,6 @@ CASES: dict[str, Any] = {
     "valley": valley,
     "another link": valley,
     "stock is faster": lambda setting: 0.5 if setting.config is None else valley(setting),
-    "kept": lambda setting: valley(setting) - 0.3 * ("blocks.1" in setting.kept),
-    "keeping is slower": lambda setting: valley(setting) + 0.3 * len(setting.kept),
 }
 
 
@@ -177,13 +128,6 @@ def test_is_never_slower_than_stock(workers: WorkerPools) -> None:
         assert found.config is None and found.block_mb == 25.0 and found.step_s == 0.5
 
 
-def test_keeps_modules_if_that_is_faster(workers: WorkerPools) -> None:
-    for found, _ in workers(2).run(searched, "kept", None):
-        assert found.kept == ("blocks.1",) and found.step_s == pytest.approx(valley(found) - 0.3)
-    for found, asked in workers(2).run(searched, "keeping is slower", None):
-        assert found.kept == () and any(setting.kept for setting in asked)
-
-
 def test_what_was_found_is_used_again(workers: WorkerPools, tmp_path: Path) -> None:
     path = str(tmp_path / "deep" / "profile.json")
     first, _ = workers(2).run(searched, "valley", path)[0]
@@ -196,18 +140,19 @@ def test_what_was_found_is_used_again(workers: WorkerPools, tmp_path: Path) -> N
 
 def test_files_that_are_of_no_use(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = tmp_path / "profile.json"
-    found = Tuned(5.0, CONFIG, ("blocks.1",), 1.0, 2.0, 7)
+    found = Tuned(5.0, CONFIG, 1.0, 2.0, 7)
     for text in ("", "[]", '{"version": 0, "entries": []}', '{"version": 1, "entries": [7]}'):
         path.write_text(text)
-        assert Profile(path, TunedEntry).find(job()) is None
+        assert Profile(path, tuning._TunedEntry).find(job()) is None
         assert "is of no use" in caplog.text
         caplog.clear()
-    Profile(path, TunedEntry).store(TunedEntry(job("another model"), (), None, replace(found, kept=())))
-    Profile(path, TunedEntry).store(TunedEntry(job(), (), None, found))
-    known = Profile(path, TunedEntry).find(job(link_mb_s=150.0))
-    assert isinstance(known, TunedEntry) and known.tuned == replace(found, num_trials=0)
+    profile, other_model = Profile(path, tuning._TunedEntry), replace(found, block_mb=1.0)
+    profile.store(tuning._TunedEntry(job("another model"), (), None, other_model))
+    profile.store(tuning._TunedEntry(job(), (), None, found))
+    known = profile.find(job(link_mb_s=150.0))
+    assert isinstance(known, tuning._TunedEntry) and known.tuned == replace(found, num_trials=0)
     for other in (job("other"), job(link_mb_s=300.0), job(link_mb_s=None)):
-        assert Profile(path, TunedEntry).find(other) is None
+        assert profile.find(other) is None
 
 
 # -- with real models -------------------------------------------------------------------------------------------------
@@ -220,7 +165,6 @@ def test_a_real_model(workers: WorkerPools, tmp_path: Path) -> None:
         found = outcome["found"]
         assert found == outcomes[0]["found"] and found.num_trials >= 3 and found.step_s > 0
         assert outcome["extended"] == (found.config is not None) and outcome["changed"]
-        assert set(found.kept) <= set(outcome["kept"])
     for outcome in workers(2).run(tuned_for_real, str(tmp_path / "profile.json")):
         assert outcome["found"] == replace(outcomes[0]["found"], num_trials=0)
     for outcome in workers(2).run(tuned_for_real, str(tmp_path / "profile.json"), 0.0001):
@@ -258,37 +202,6 @@ def test_replicas_are_averaged_over(workers: WorkerPools) -> None:
         assert gradients == outcomes[0][2]
 
 
-def kept_elsewhere(rank: int, world_size: int) -> str:
-    model = grouped(WholeNumbers(world_size), 10.0)
-    assert isinstance(model, FSDPModule)
-    try:
-        Tuned(1.0, CONFIG, ("head",), 1.0, 1.0, 1).apply(model)
-    except ValueError as error:
-        return str(error)
-    return "nothing was raised"
-
-
-def test_settings_of_another_granularity_are_refused(workers: WorkerPools) -> None:
-    for message in workers(2).run(kept_elsewhere):
-        assert "head is not wrapped by FSDP2 here: build the model with the block_mb that was found" in message
-
-
-def refused(rank: int, world_size: int) -> tuple[str, bool]:
-    """Return the error of apply, and True if the refused model keeps parameters that it did not before."""
-    model = twins.shard(WholeNumbers(world_size))
-    found = Tuned(1.0, replace(CONFIG, reduce_scatter="sparse", density={"nope": 0.1}), ("blocks.1",), 1.0, 1.0, 1)
-    with pytest.raises(ValueError) as caught:
-        found.apply(model)
-    return str(caught.value), compat.keeps_parameters(model.get_submodule("blocks.1"))  # type: ignore[arg-type]
-
-
-def test_refusals_change_nothing(workers: WorkerPools) -> None:
-    outcomes = workers(2).run(refused)
-    assert outcomes[0] == outcomes[1]
-    message, keeps = outcomes[0]
-    assert "density names 'nope'" in message and not keeps
-
-
 def failing(rank: int, world_size: int, where: str) -> str:
     """The error of a search that fails on rank 1: as it builds, or in a step between two parts of the model."""
     calls = []
@@ -307,7 +220,7 @@ def failing(rank: int, world_size: int, where: str) -> str:
         return model
 
     try:
-        with mock.patch.object(trials, "_REPORT_S", 2.0):
+        with mock.patch.object(tuning, "_REPORT_S", 2.0):
             tune(build, lambda model: model(1).backward(), replace(CONFIG, timeout_s=60), TuneConfig(max_trials=3))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
@@ -331,7 +244,8 @@ def kept_at_run_time(rank: int, world_size: int) -> tuple[int, int]:
     numbers = []
     for kept in ((), ("blocks.0", "blocks.3")):
         model = twins.shard(WholeNumbers(world_size))
-        trials.keep(trials.wrapped(model, kept))
+        for name in kept:
+            model.get_submodule(name).set_reshard_after_forward(False, recurse=False)  # type: ignore[operator]
         extension = extend(model, CONFIG)
         for seed in (1, 2):
             model(seed).backward()
@@ -352,11 +266,8 @@ def test_modules_that_are_kept_are_gathered_once(workers: WorkerPools) -> None:
         ({"block_mb": (0.0,)}, "block_mb and default_block_mb must be > 0"),
         ({"prefetch": (-1,)}, "prefetch must have whole numbers >= 0, or None"),
         ({"prefetch": (2.0,)}, "prefetch must have whole numbers >= 0, or None"),
-        ({"lanes": (0,)}, "lanes must have whole numbers >= 1, or None"),
-        ({"lanes": (1, 2.5)}, "lanes must have whole numbers >= 1, or None"),
         ({"max_trials": 0}, "max_trials must be a whole number >= 1, got 0"),
         ({"dropped_steps": 1}, "dropped_steps must be a whole number >= 2, got 1"),
-        ({"keep_bytes": -1}, "keep_bytes must be a whole number >= 0, got -1"),
         ({"xi": -1.0}, "xi must be >= 0, got -1.0"),
     ],
 )

@@ -1,9 +1,10 @@
-"""The search: each trial builds the model, runs a few of the user's own steps, and drops it.
+"""Settings of FSDP2 and its extension, found by short trials before training.
+
+Each trial builds the model, runs a few of the user's own steps, and drops it.
 
 1. Measure the default, and the link with it. The result of an earlier run for the same job ends the search.
 2. A Gaussian process proposes the next settings, as in :mod:`ddp_hooks.tuning`, until nothing promises more.
-3. With a budget, keep modules whole after forward for which backwards wait, if that is faster.
-4. Measure the best in turns with stock FSDP2; it stays only if it is faster.
+3. Measure the best in turns with stock FSDP2; it stays only if it is faster.
 
 The first rank decides, and all ranks hear its decisions, so they never part.
 """
@@ -15,25 +16,33 @@ import hashlib
 import itertools
 import logging
 import math
+import os
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import Patience, broadcast_object, gather_objects, report_error
-from ddp_hooks.tuning.profile import Job, Profile
+from ddp_hooks.comm import (
+    Patience,
+    at_least,
+    broadcast_object,
+    check_whole,
+    gather_objects,
+    positive,
+    report_error,
+    whole,
+)
+
+from ddp_hooks.tuning.profile import Entry, Job, Profile
 from ddp_hooks.tuning.tuning import StepClock
 from fsdp_ext import checks, compat
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.extension import Extension, extend, extension_of, restore
-from fsdp_ext.tuning.config import TuneConfig
-from fsdp_ext.tuning.tuned import Tuned, TunedEntry, keep, wrapped
 
 logger = logging.getLogger("fsdp_ext")
 
@@ -41,8 +50,81 @@ _FIXED_TRIALS = 2  # before a process knows anything
 _FEWEST_TRIALS = 8  # before its expectations of two or three dimensions are reason enough to end
 _REPORT_S = 10.0  # how long a rank that failed waits for others to hear of it
 _NUM_CHECKS = 2  # of each of two settings that are compared in turns
-_UNITS = 4096  # of a budget for modules that are kept whole
 _CALL = "fsdp_ext.tune()"
+
+
+@dataclass(frozen=True)
+class TuneConfig:
+    """Range and length of the search of :func:`~fsdp_ext.tune`.
+
+    Args:
+        block_mb: granularities of wrapping, in MiB, for ``build``.
+        default_block_mb: granularity without a search; stock FSDP2 is measured with it.
+        prefetch: numbers of modules to gather ahead (``ExtConfig.prefetch``), on CPUs; None: the extension's default.
+        max_trials: most trials of the search, the default included.
+        dropped_steps: first steps of each trial, which are not measured: in them the order of modules is learned.
+        steps_per_trial: measured steps; the median of the slowest rank counts.
+        xi: improvement over the best that a trial should promise, in standard deviations of the measurements.
+        min_gain: the search ends when every trial promises an improvement by less than this share.
+        profile: a JSON file of results, per model, number of ranks, link and settings, so that the next run needs a
+            single trial. None: no file.
+        seed: of the search.
+    """
+
+    block_mb: tuple[float, ...] = (1.0, 2.5, 5.0, 10.0, 25.0, 50.0)
+    default_block_mb: float = 25.0
+    prefetch: tuple[int | None, ...] = (None, 1, 4, 8)
+    max_trials: int = 10
+    dropped_steps: int = 3
+    steps_per_trial: int = 3
+    xi: float = 0.1
+    min_gain: float = 0.005
+    profile: str | os.PathLike[str] | None = "~/.cache/ddp_hooks/fsdp.json"
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("block_mb", "prefetch"):
+            if not isinstance(getattr(self, name), tuple) or not getattr(self, name):
+                raise ValueError(f"{name} must be a tuple of at least one value, got {getattr(self, name)!r}")
+        if not all(positive(size) for size in (*self.block_mb, self.default_block_mb)):
+            sizes = f"{self.block_mb!r}, {self.default_block_mb!r}"
+            raise ValueError(f"block_mb and default_block_mb must be > 0 and finite, got {sizes}")
+        if not all(depth is None or whole(depth, 0) for depth in self.prefetch):
+            raise ValueError(f"prefetch must have whole numbers >= 0, or None, got {self.prefetch}")
+        # The first forward learns the order of modules, and lists of what to prefetch are set in the second.
+        check_whole(self, max_trials=1, dropped_steps=2, steps_per_trial=1, seed=0)
+        for name in ("xi", "min_gain"):
+            if not at_least(getattr(self, name), 0):
+                raise ValueError(f"{name} must be >= 0, got {getattr(self, name)!r}")
+        if self.profile is not None and not isinstance(self.profile, str | os.PathLike):
+            raise TypeError(f"profile must be None or a path, got {self.profile!r}")
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """Settings that a search has found.
+
+    Args:
+        block_mb: granularity of wrapping, in MiB, for ``build``.
+        config: of the extension; None: stock FSDP2 was faster than anything.
+        step_s: seconds per step with these settings.
+        stock_s: seconds per step of stock FSDP2, measured in turns with them.
+        num_trials: trials that were measured; 0: the result of an earlier run.
+    """
+
+    block_mb: float
+    config: ExtConfig | None
+    step_s: float
+    stock_s: float
+    num_trials: int
+
+    def apply(self, model: nn.Module) -> Extension | None:
+        """Extend, in place, a model that was built with :attr:`block_mb`, unless stock FSDP2 was faster. Collective.
+
+        Raises:
+            ValueError: the model cannot be extended.
+        """
+        return extend(model, self.config) if self.config is not None else None
 
 
 def tune(
@@ -71,29 +153,18 @@ def tune(
         ValueError: on every rank, if the model cannot be extended.
         LaneError: ``build`` or ``step`` failed on another rank, where its own error is raised.
     """
-    is_leader, group = dist.get_rank() == 0, dist.group.WORLD
+    group = dist.group.WORLD
     assert group is not None
-    return _Search(build, step, config or ExtConfig(), tuner or TuneConfig(), group, is_leader).run()
-
-
-class ReshardedModule(NamedTuple):
-    """Module that is resharded after forward."""
-
-    name: str
-    nbytes: int  # of its whole parameters
-    wait_s: float  # that a backward waits for them
+    return _Search(build, step, config or ExtConfig(), tuner or TuneConfig(), group).run()
 
 
 class _Setting(NamedTuple):
     block_mb: float
     config: ExtConfig | None  # None: stock
-    kept: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        if self.config is None:
-            return f"blocks of {self.block_mb:g} MB, stock FSDP2"
-        extended = f"prefetch={self.config.prefetch}, lanes={self.config.lanes}"
-        return f"blocks of {self.block_mb:g} MB, {extended}, {len(self.kept)} modules kept"
+        extended = "stock FSDP2" if self.config is None else f"prefetch={self.config.prefetch}"
+        return f"blocks of {self.block_mb:g} MB, {extended}"
 
 
 @dataclass
@@ -103,16 +174,13 @@ class _Search:
     config: ExtConfig
     tuner: TuneConfig
     group: dist.ProcessGroup
-    is_leader: bool
     num_trials: int = 0
     job: Job | None = None  # from the first trial on
-    resharded: list[ReshardedModule] = field(default_factory=list)  # in the last trial
 
     def run(self) -> Tuned:
-        """See :func:`tune`."""
         space = _space_of(self.tuner, self.config)
         times_s = {0: self.measure(space[0])}  # (1)
-        profile = Profile(self.tuner.profile, TunedEntry) if self.tuner.profile is not None else None
+        profile = Profile(self.tuner.profile, _TunedEntry) if self.tuner.profile is not None else None
         job = self.job
         assert job is not None, "the first trial is extended"
         entry = self._leaders(lambda: profile.find(job) if profile is not None else None)
@@ -125,18 +193,21 @@ class _Search:
             if proposed is None:
                 break
             times_s[proposed] = self.measure(space[proposed])
-        best = self._with_kept(space[min(times_s, key=lambda index: times_s[index])])  # (3)
-        tuned = self._against_stock(best)  # (4)
+        tuned = self._against_stock(space[min(times_s, key=lambda index: times_s[index])])  # (3)
         if profile is not None and self.is_leader:
-            profile.store(TunedEntry(job, (), None, tuned))
+            profile.store(_TunedEntry(job, (), None, tuned))
         return tuned
+
+    @property
+    def is_leader(self) -> bool:
+        return dist.get_rank() == 0
 
     def measure(self, setting: _Setting) -> float:
         """Return the seconds per step of the slowest rank; an error on one rank raises on all."""
         model = None
         try:
             model = self.build(setting.block_mb)
-            seconds, resharded = self._time(model, setting)
+            seconds = self._time(model, setting)
         except Exception as error:
             logger.error("a trial failed on this rank, which tells the others: %s: %s", type(error).__name__, error)
             extension = extension_of(model)
@@ -147,81 +218,49 @@ class _Search:
             report_error(error, self.group, patience)
             raise
         else:
-            trials = gather_objects((seconds, resharded), self.group, _CALL, self.config)
+            slowest_s: float = max(gather_objects(seconds, self.group, _CALL, self.config))
         finally:
             if model is not None:
                 restore(model)
             del model
             gc.collect()  # FSDP2's states refer to each other
-        by_module = zip(*(resharded for _, resharded in trials), strict=True)
-        self.resharded = [max(modules, key=lambda each: each.wait_s) for modules in by_module]
-        slowest_s: float = max(seconds for seconds, _ in trials)
         self.num_trials += 1
         if self.is_leader:
             logger.info("trial %d: %s: %.4g s per step", self.num_trials, setting, slowest_s)
         return slowest_s
 
-    def _time(self, model: nn.Module, setting: _Setting) -> tuple[float, list[ReshardedModule]]:
-        """Run the steps of one trial on this rank; return its seconds per step, and modules that could be kept."""
-        keep(wrapped(model, setting.kept))
+    def _time(self, model: nn.Module, setting: _Setting) -> float:
+        """Run the steps of one trial; return this rank's seconds per step."""
         extension = extend(model, setting.config) if setting.config is not None else None
         clock = StepClock(_device_of(model))
         for _ in range(self.tuner.dropped_steps):
             self.step(model)
-        if extension is not None:
-            extension.context.backward_waits.clear()
         clock.restart()
         for _ in range(self.tuner.steps_per_trial):
             self.step(model)
             clock.tick()
-        seconds = statistics.median(clock.seconds())
-        if extension is None:
-            return seconds, []
-        self.job = self.job or self._job_of(model, extension)
-        resharded = []
-        for name, module in checks.fsdp_modules(model):
-            columns = compat.columns_of(module)
-            if columns and not compat.keeps_parameters(module):
-                nbytes = sum((column.stop - column.start) * column.parameter.element_size() for column in columns)
-                resharded.append(ReshardedModule(name, nbytes, extension.context.backward_waits[name]))
-        return seconds, resharded
-
-    def _with_kept(self, best: _Setting) -> _Setting:
-        """Return ``best`` with modules kept whole, if that is faster."""
-        if not self.tuner.keep_bytes:
-            return best
-        self.measure(best)
-        kept = choose_kept(self.resharded, self.tuner.keep_bytes)  # of the same numbers on every rank
-        if not kept:
-            return best
-        other = best._replace(kept=kept)
-        best_s, other_s = self._in_turns(best, other)
-        return other if other_s < best_s else best
+        if extension is not None:
+            self.job = self.job or self._job_of(model, extension)
+        return statistics.median(clock.seconds())
 
     def _against_stock(self, best: _Setting) -> Tuned:
         stock = _Setting(self.tuner.default_block_mb, None)
-        best_s, stock_s = self._in_turns(best, stock)
+        pairs = [(self.measure(best), self.measure(stock)) for _ in range(_NUM_CHECKS)]
+        best_s, stock_s = (statistics.median(times_s) for times_s in zip(*pairs, strict=True))
         if best_s < stock_s:
             return Tuned(*best, best_s, stock_s, self.num_trials)
         if self.is_leader:
             logger.info("stock FSDP2 is as fast, so nothing is extended")
         return Tuned(*stock, stock_s, stock_s, self.num_trials)
 
-    def _in_turns(self, first: _Setting, second: _Setting) -> tuple[float, float]:
-        """Return the medians of both."""
-        pairs = [(self.measure(first), self.measure(second)) for _ in range(_NUM_CHECKS)]
-        first_s, second_s = (statistics.median(times_s) for times_s in zip(*pairs, strict=True))
-        return first_s, second_s
-
     def _leaders(self, decide: Callable[[], Any]) -> Any:
         """Return the first rank's decision, on all ranks."""
         return broadcast_object(decide() if self.is_leader else None, self.group, _CALL, self.config)
 
     def _job_of(self, model: nn.Module, extension: Extension) -> Job:
-        """The job that the result is good for."""
         shapes = sorted((name, tuple(p.shape), str(p.dtype)) for name, p in model.named_parameters())
         meshes = sorted({tuple(p.device_mesh.shape) for p in model.parameters() if isinstance(p, DTensor)})
-        # ``build`` decides which modules share a group, and kept modules have names of groups.
+        # ``build`` decides which modules share a group.
         groups = [
             (name, [column.stop for column in compat.columns_of(module)]) for name, module in checks.fsdp_modules(model)
         ]
@@ -237,24 +276,38 @@ def _device_of(model: nn.Module) -> torch.device:
     return next((parameter.to_local().device for parameter in sharded), torch.device("cpu"))
 
 
+@dataclass(frozen=True)
+class _TunedEntry(Entry):
+    """Entry of a profile with the result of a search."""
+
+    tuned: Tuned
+
+    def packed(self) -> dict[str, Any]:
+        return super().packed() | {"tuned": asdict(self.tuned)}
+
+    @staticmethod
+    def unpacked(packed: dict[str, Any]) -> _TunedEntry:
+        entry, tuned = Entry.unpacked(packed), packed["tuned"]
+        config = None if tuned["config"] is None else ExtConfig(**tuned["config"])
+        return _TunedEntry(entry.job, entry.trials, entry.chosen, Tuned(**{**tuned, "config": config, "num_trials": 0}))
+
+
 # -- the space of settings --------------------------------------------------------------------------------------------
 
 
 def _space_of(tuner: TuneConfig, config: ExtConfig) -> list[_Setting]:
-    """All settings that may be tried, the default first."""
+    """Return all settings that may be tried, the default first."""
     default = _Setting(tuner.default_block_mb, config)
     settings = [default]
-    for block_mb, prefetch, lanes in itertools.product(tuner.block_mb, tuner.prefetch, tuner.lanes):
-        searched: dict[str, Any] = {"prefetch": prefetch, "lanes": lanes}
-        given = {name: value for name, value in searched.items() if value is not None}
-        setting = _Setting(block_mb, replace(config, **given))
+    for block_mb, prefetch in itertools.product(tuner.block_mb, tuner.prefetch):
+        setting = _Setting(block_mb, config if prefetch is None else replace(config, prefetch=prefetch))
         if _coordinates(setting) != _coordinates(default):
             settings.append(setting)
     return settings
 
 
 def _propose(space: Sequence[_Setting], times_s: dict[int, float], tuner: TuneConfig) -> int | None:
-    """The most promising untried setting; None if none is worth a trial."""
+    """Return the most promising untried setting; None if none is worth a trial."""
     from ddp_hooks.tuning.surrogate import Observation, fit_posterior  # seconds
 
     untried = [index for index in range(len(space)) if index not in times_s]
@@ -272,43 +325,15 @@ def _propose(space: Sequence[_Setting], times_s: dict[int, float], tuner: TuneCo
 
 
 def _positions(space: Sequence[_Setting]) -> list[list[float]]:
-    """Positions in the unit cube: coordinates as far as they differ."""
+    """Return positions in the unit cube: coordinates as far as they differ."""
     axes = list(zip(*map(_coordinates, space), strict=True))
     varying = [(axis, min(axis), max(axis)) for axis in axes if max(axis) > min(axis)]
     return [[(axis[index] - low) / (high - low) for axis, low, high in varying] or [0.0] for index in range(len(space))]
 
 
-def _coordinates(setting: _Setting) -> tuple[float, float, float, float]:
-    """Logarithms of sizes, depths and lanes."""
+def _coordinates(setting: _Setting) -> tuple[float, float, float]:
+    """Return logarithms of the size and the depth, and 1 if the depth is given."""
     assert setting.config is not None
     prefetch = setting.config.prefetch
     is_given, depth = (0.0, 2) if prefetch is None else (1.0, prefetch)
-    return math.log(setting.block_mb), is_given, math.log1p(depth), math.log(setting.config.lanes or 2)
-
-
-# -- modules to keep whole after forward -------------------------------------------------------------------------------
-
-
-def choose_kept(modules: Sequence[ReshardedModule], budget_bytes: int) -> tuple[str, ...]:
-    """Return the modules that save most time within a budget: the optimum of the 0/1 knapsack, but for rounding.
-
-    Sizes are rounded up to 1/4096 of the budget, so that it is never exceeded. Modules without waits are not kept. Of
-    equal modules the first ones are.
-    """
-    candidates = [module for module in modules if module.wait_s > 0 and module.nbytes <= budget_bytes]
-    if not candidates:
-        return ()
-    units = [-(-module.nbytes * _UNITS // budget_bytes) for module in candidates]
-    saved_s = np.zeros(_UNITS + 1)  # by capacity
-    takes = np.zeros((len(candidates), _UNITS + 1), dtype=bool)
-    for index in reversed(range(len(candidates))):
-        size, with_it = units[index], np.full(_UNITS + 1, -np.inf)
-        with_it[size:] = saved_s[: _UNITS + 1 - size] + candidates[index].wait_s
-        takes[index] = with_it >= saved_s
-        saved_s = np.maximum(saved_s, with_it)
-    chosen, capacity = [], _UNITS
-    for index, module in enumerate(candidates):
-        if takes[index, capacity]:
-            chosen.append(module.name)
-            capacity -= units[index]
-    return tuple(chosen)
+    return math.log(setting.block_mb), is_given, math.log1p(depth)
