@@ -34,7 +34,6 @@ class LaneAllGather(compat.AllGather):
         self._name = name
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for the whole parameters; this rank's shards fill its part."""
         (numel,) = map(int, size)
         with torch.inference_mode(False):  # in which lanes, being other threads, could not write to it
             return self._context.pool.empty(numel, dtype)
@@ -42,7 +41,6 @@ class LaneAllGather(compat.AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Start to gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
         self._prefetcher.on_gather(self._module)
         transport = self._context.transport_of(group)
         partition = even_partition(output_tensor, transport.gathers.world_size)
@@ -91,12 +89,6 @@ class _GatherWork(dist.Work):
         self._wait = wait
 
     def wait(self, timeout: Any = None) -> bool:
-        """Wait until the parameters are whole.
-
-        Raises:
-            LaneError: the gather has failed.
-            RuntimeError: shards were changed inside of the model's forward, after the gather began.
-        """
         self._wait()
         return True
 
@@ -120,7 +112,6 @@ class NativeAllGather(compat.AllGather):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> dist.Work | None:
-        """Gather ``input_tensor``, (numel,), of all ranks into ``output_tensor``, (P * numel,)."""
         world_size = dist.get_world_size(group)
         codec = gather_codec(self._config, self._module, output_tensor.dtype, world_size)
         if codec is None:

@@ -35,7 +35,6 @@ def fsdp_modules(model: nn.Module) -> Iterator[tuple[str, FSDPModule]]:
 
 
 def is_on_cpu(module: FSDPModule) -> bool:
-    """Return True if the module's parameters are on CPUs."""
     assert isinstance(module, nn.Module)
     sharded = [parameter for parameter in module.parameters() if isinstance(parameter, DTensor)]
     return all(parameter.device_mesh.device_type == "cpu" for parameter in sharded)

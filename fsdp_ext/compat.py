@@ -28,7 +28,6 @@ def overrides_are_enabled() -> bool:
 
 
 def has_grad_ready_hooks(parameter: Tensor) -> bool:
-    """Return True if the parameter has hooks of ``register_post_accumulate_grad_hook``."""
     return bool(getattr(parameter, "_post_accumulate_grad_hooks", None))
 
 
@@ -55,7 +54,7 @@ def find_missing_name(module: FSDPModule) -> str | None:
 
 
 def state_of(module: FSDPModule) -> Any:
-    """Return the state that modules wrapped together share."""
+    """Return what modules wrapped together share."""
     return module._get_fsdp_state()
 
 
@@ -165,7 +164,6 @@ class GroupFacts(NamedTuple):
 
 
 def facts_of(module: FSDPModule) -> GroupFacts:
-    """See :class:`GroupFacts`."""
     group = _group(module)
     return GroupFacts(
         parameters=tuple(param.sharded_param for param in group.fsdp_params),
@@ -230,11 +228,7 @@ def reduces_in_this_backward(module: FSDPModule) -> bool:
 
 
 def divisor_of(op: Any, gradients: Tensor, world_size: int) -> int:
-    """Return the divisor of the sum that ``op`` asks for; multiply ``gradients`` in place by another factor.
-
-    Raises:
-        NotImplementedError: ``op`` is neither a sum nor a mean.
-    """
+    """Return the divisor of the sum that ``op`` asks for; multiply ``gradients`` in place by another factor."""
     if op == dist.ReduceOp.AVG:
         return world_size
     if op == dist.ReduceOp.SUM:

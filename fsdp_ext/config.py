@@ -109,19 +109,15 @@ class ExtConfig:
 
     @property
     def entries(self) -> Format:
-        """``wire``, or its default."""
         return self.wire if self.wire is not None else "compact"
 
     @property
     def block_numel(self) -> int:
-        """``block``, or its default."""
         return self.block if self.block is not None else _BLOCK
 
     @property
     def scatter_codec(self) -> CodecName:
-        """Code of gradients that are not sparse."""
         return "exact" if self.reduce_scatter == "sparse" else self.reduce_scatter
 
     def keeps_residuals_of(self, module: str) -> bool:
-        """Return True if error feedback keeps residuals of a module's gradients."""
         return self.density_of(module) < 1 or (self.reduce_scatter == "int8" and self.error_feedback is not False)

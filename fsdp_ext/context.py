@@ -64,7 +64,6 @@ class Pool:
         self._lock = threading.RLock()  # memory comes back on any thread, also while this one takes some
 
     def empty(self, numel: int, dtype: torch.dtype) -> Tensor:
-        """Return an uninitialised tensor, (numel,)."""
         nbytes = numel * dtype.itemsize
         if nbytes < _MIB:  # allocated quickly
             return torch.empty(numel, dtype=dtype)
@@ -85,10 +84,7 @@ class Pool:
 
 
 class Transport:
-    """Lanes over one group of ranks, on a CPU backend: gathers and reduce-scatters do not wait for each other.
-
-    Creating it is collective: one short measurement, and new groups.
-    """
+    """Lanes over one group of ranks, on a CPU backend; creating them is collective, with one short measurement."""
 
     def __init__(self, group: dist.ProcessGroup, config: ExtConfig, recorder: Recorder) -> None:
         settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
@@ -100,7 +96,6 @@ class Transport:
             link = profile_link(self.gathers)
         self.goodput_bytes_s = link.goodput_bytes_s
         self.message_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
-        """Largest message of a gather."""
         settings.slice_bytes = self.message_bytes
         # Elements per slice of an encoded tensor: with int8 a message is then about as large as others.
         self.slice_numel = max(1, self.message_bytes // config.block_numel) * config.block_numel
@@ -143,7 +138,6 @@ class ExtContext:
         return self.transports[ranks]
 
     def lanes(self) -> list[Lanes]:
-        """Return all lanes that were made."""
         return [lanes for transport in self.transports.values() for lanes in transport.lanes]
 
     def turn_of(self, owner: object) -> int:

@@ -32,7 +32,6 @@ class DeferredOutput(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``, unless the reduction takes it over; return plain tensors."""
         kwargs = kwargs or {}
         with without_overrides():
             if func is torch.as_strided and args:  # for every parameter
@@ -45,7 +44,6 @@ class DeferredOutput(Tensor):
             return func(*args, **kwargs)
 
     def _takes_over(self, func: Any, args: Any, kwargs: Any) -> bool:
-        """Let the reduction do ``func``, or fill the memory for it."""
         takes_over = False
         if func in _METADATA:
             return False
@@ -59,14 +57,12 @@ class DeferredOutput(Tensor):
 
 
 def deferred_output(memory: Tensor, reduction: Any) -> DeferredOutput:
-    """Return ``memory`` as a tensor whose use asks ``reduction``."""
     output = memory.as_subclass(DeferredOutput)
     output.reduction, output.memory = reduction, memory
     return output
 
 
 def memory_of(tensor: Tensor) -> Tensor:
-    """Return a plain tensor of the same memory."""
     return tensor.memory if isinstance(tensor, DeferredOutput) else tensor
 
 
@@ -84,13 +80,11 @@ class Delivery(NamedTuple):
     version: int = 0  # of the output, when it became NaN
 
     def wait(self) -> None:
-        """Wait until the mean is in ``source``; call it once."""
         self.work.wait()
         if self.divisor is not None:
             self.source.div_(self.divisor)
 
     def complete(self) -> None:
-        """Wait, copy, and accumulate."""
         self.wait()
         self.output.copy_(self.source)
         for parameter in self.saved:
@@ -98,12 +92,10 @@ class Delivery(NamedTuple):
 
     @property
     def was_changed(self) -> bool:
-        """True if somebody has written to the gradients since they became NaN.
-
-        A write to a DTensor does not count for the tensor that it holds; FSDP2 has just made these DTensors.
-        """
+        """True if somebody has written to the gradients since they became NaN."""
         if version_of(self.output) != self.version:
             return True
+        # A write to a DTensor does not count for the tensor that it holds; FSDP2 has just made these DTensors.
         gradients = [parameter.grad for parameter in self.parameters if isinstance(parameter.grad, DTensor)]
         return any(version_of(grad) and _shares_memory(grad, self.output) for grad in gradients)
 

@@ -47,9 +47,9 @@ class Phase(Enum):
 
 
 class _Part(NamedTuple):
-    """Parameters that follow each other in FSDP2's memory; every rank's range has the same columns."""
+    """Parameters that follow each other in FSDP2's memory."""
 
-    start: int
+    start: int  # columns of every rank's range
     stop: int
     indices: range  # of the parameters, among the trained ones
 
@@ -68,7 +68,7 @@ class _Sent(NamedTuple):
 
 @dataclass
 class _Plan:
-    """Layout of all later reduce-scatters, from one of them; the same on all ranks of the shards."""
+    """Layout of reduce-scatters; the same on all ranks of the shards."""
 
     parts: tuple[_Part, ...]  # in the order in which they are sent
     parameters: tuple[Tensor, ...]  # trained, whole
@@ -77,15 +77,12 @@ class _Plan:
     handles: list[Any] = field(default_factory=list)
 
     def fits(self, module: FSDPModule) -> bool:
-        """Return True if the module still trains these parameters."""
         trained = compat.whole_parameters_of(module)
         return trained is not None and list(map(id, trained)) == list(map(id, self.parameters))
 
 
 @dataclass
 class _Backward:
-    """State within one backward."""
-
     number: int | None = None
     is_reduced: bool = False
     first_turn: int | None = None  # of the module, in the order of gradients
@@ -94,7 +91,7 @@ class _Backward:
 
 
 class EarlyReduceScatter:
-    """Reduce-scatters of one module in parts: the same parts, in the same order, on all ranks, whenever they begin.
+    """Reduce-scatters of one module, in the same parts and order on all ranks, whenever they begin.
 
     1. The first one goes as a whole, and gives the plan.
     2. In each later one every rank sends every part once: all but the last when their gradients are ready, or else when
@@ -150,7 +147,7 @@ class EarlyReduceScatter:
         return True
 
     def prepare(self, packed: Tensor, op: Any) -> None:
-        """Make the plan from a reduce-scatter that goes as a whole, if the next one can begin early."""
+        """Make the plan from a reduce-scatter that goes as a whole, unless none can begin early."""
         if self._phase is not Phase.LEARNING or op not in (dist.ReduceOp.AVG, dist.ReduceOp.SUM):
             return
         if packed.dtype not in (torch.float32, torch.bfloat16):
@@ -239,7 +236,6 @@ class EarlyReduceScatter:
         sent.append(_Sent(memory, self._lanes.spread_reduce_scatter(partition, label, divisor), gradients))
 
     def discard_plan(self, phase: Phase) -> None:
-        """Remove all hooks, and enter ``phase``."""
         self._phase = phase
         self._backward.sent.clear()
         for handle in self._plan.handles if self._plan is not None else ():

@@ -54,7 +54,6 @@ class Prefetcher:
         self._unused.pop(module, None)
 
     def remove(self) -> None:
-        """Remove all hooks, lists and unused gathers."""
         self.in_forward = False
         for handle in self._handles:
             handle.remove()
@@ -106,7 +105,6 @@ class Prefetcher:
             self._listed_forward.pop().set_modules_to_forward_prefetch([])
 
     def _plan_lists(self) -> None:
-        """Choose the depth and all lists, once the order of modules is known."""
         order = self._order
         if self._depth is None:
             self._depth = len(order) if all(map(compat.keeps_parameters, order)) else _DEFAULT_DEPTH

@@ -50,11 +50,7 @@ class LaneReduceScatter(compat.ReduceScatter):
         self._open: Delivery | None = None  # the last result, until gradients are made of it
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """Allocate memory for the whole gradients, then for this rank's part of their mean, or sum.
-
-        FSDP2 converts the part to the parameters' type, inside of the backward. Where it may arrive later, its memory
-        has that type from the start: then there is nothing to convert.
-        """
+        """Allocate memory for the whole gradients, then for this rank's part of their mean, or sum."""
         (numel,) = map(int, size)
         num_shards = compat.num_shards(self._module)
         is_output = num_shards > 1 and 0 < numel * num_shards == self._input_numel
@@ -65,16 +61,14 @@ class LaneReduceScatter(compat.ReduceScatter):
         if facts.hooked and not facts.replicated:
             return torch.empty(numel, dtype=dtype, device=device)
         if self._context.config.defer and not facts.offloads and self._reason_at_return(facts) is None:
+            # FSDP2 converts it inside of the backward; here, where it may arrive later, there is nothing to convert.
             dtype = facts.original_dtype or dtype
         return deferred_output(torch.empty(numel, dtype=dtype, device=device), self)
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce ``input_tensor``, (P * numel,), over all ranks; this rank's part goes to ``output_tensor``, (numel,).
-
-        That may be later, and the input may be overwritten.
-        """
+        """Reduce ``input_tensor``, (P * numel,), to ``output_tensor``, (numel,), now or later; may overwrite the input."""
         context = self._context
         context.counts.reduce_scatters += 1
         context.pending.flush_owner(self)
@@ -99,7 +93,7 @@ class LaneReduceScatter(compat.ReduceScatter):
         return None
 
     def _submit(self, transport: Transport, partition: Partition, op: Any) -> Work:
-        """Start to reduce the partition, and return the work that ends with this rank's mean in its range."""
+        """Return the work that ends with this rank's mean in its range."""
         config, density = self._context.config, self._density
         scatters, rank = transport.scatters, transport.scatters.rank
         divisor = compat.divisor_of(op, partition.flat, len(partition.ranges))
@@ -156,7 +150,7 @@ class LaneReduceScatter(compat.ReduceScatter):
         return True
 
     def divide(self, divisor: float) -> bool:
-        """Divide the sum when it arrives; return False if it has arrived."""
+        """Return False if the sum, which is divided when it arrives, has arrived."""
         if self._open is None or self._open.divisor is not None:
             return False
         self._open = self._open._replace(divisor=divisor)
@@ -185,13 +179,11 @@ class LaneReduceScatter(compat.ReduceScatter):
             self._complete(delivery)
 
     def finish(self) -> None:
-        """Fill the memory for another use than FSDP2's."""
         if self._open is not None:
             delivery, self._open = self._open, None
             self._complete(delivery)
 
     def remove(self) -> None:
-        """Remove all hooks from the module's parameters."""
         if self._early is not None:
             self._early.discard_plan(Phase.OFF)
 
@@ -275,7 +267,6 @@ class NativeReduceScatter(compat.ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce ``input_tensor``, (P * numel,), over all ranks into ``output_tensor``, (numel,), this rank's part."""
         codec = codec_of(self._config.scatter_codec, self._config.block_numel, input_tensor.dtype)
         if codec is None:
             return self._exact(output_tensor, input_tensor, group, op, async_op)

@@ -80,10 +80,7 @@ class Residuals:
         return [] if self._flat is None else [group for group in (self._group, self._replicas) if group is not None]
 
     def move_to_owners(self) -> None:
-        """Move all residuals to the ranks that own the shards; collective, between steps.
-
-        A run that goes on after a checkpoint then has the same residuals as one that begins with it.
-        """
+        """Move all residuals to the ranks that own the shards; collective, between steps."""
         if self._flat is None or self._group is None:
             return
         shares = self._flat.view(dist.get_world_size(self._group), -1)
@@ -134,7 +131,6 @@ class Residuals:
         return total / num_replicas
 
     def _shard(self, name: str, like: Tensor) -> Tensor:
-        """A copy of the residual of this rank's shard of a parameter."""
         if name in self._loaded:
             return self._loaded[name].clone()
         places = {self._name(column): column.start for column in self._columns}
