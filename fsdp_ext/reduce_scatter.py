@@ -68,7 +68,7 @@ class LaneReduceScatter(compat.ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        """Reduce ``input_tensor``, (P * numel,), to ``output_tensor``, (numel,), now or later; may overwrite the input."""
+        """Reduce ``input_tensor``, (P * numel,), to ``output_tensor``, (numel,), now or later; the input may change."""
         context = self._context
         context.counts.reduce_scatters += 1
         context.pending.flush_owner(self)

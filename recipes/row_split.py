@@ -21,8 +21,7 @@ from torch import Tensor, nn
 
 from ddp_hooks.comm import Algorithm, Send, run_on_fabric
 from ddp_hooks.embedding.exchange.gradients import GradientExchange, RowSum, send_delayed
-from ddp_hooks.embedding.exchange.ids import NO_ERROR, BatchRows, Purpose, exchange_ids
-from ddp_hooks.embedding.exchange.lookup import Lookup, look_up
+from ddp_hooks.embedding.exchange.lookup import NO_ERROR, BatchRows, Lookup, Purpose, exchange_ids, look_up
 from ddp_hooks.embedding.step.split_step import TableUpdates
 from ddp_hooks.embedding.table import Table, column_bounds
 

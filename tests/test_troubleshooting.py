@@ -29,9 +29,9 @@ MADE_BY = {
         "coordination/negotiation/request_table.py",
         "_failure_of",
     ),
-    ("embedding/step/lookups.py", "RuntimeError(batch.sync_error)"): ("embedding/exchange/ids.py", "_sync_error"),
+    ("embedding/step/lookups.py", "RuntimeError(batch.sync_error)"): ("embedding/exchange/lookup.py", "_sync_error"),
     ("embedding/step/scheduler.py", "RuntimeError(self.lookups.sync_error)"): (
-        "embedding/exchange/ids.py",
+        "embedding/exchange/lookup.py",
         "_sync_error",
     ),
 }

@@ -105,7 +105,6 @@ class TableCheckpoint:
         )
 
     def weight_to_save(self, table: Table) -> Tensor:
-        """Return :meth:`weight_of` for ``state_dict()``; collective if torch gathers it."""
         if self._scheduler.local_tables is None:
             self._meet_before_gather()
         return self.weight_of(table, "state_dict()")

@@ -94,11 +94,7 @@ class ShardedEmbedding(nn.Module):
 
 
 class _HiddenParameters(dict[str, Any]):
-    """Parameters of the module: this rank's columns where torch looks for parameters by name, otherwise none.
-
-    ``torch.distributed.checkpoint.state_dict`` does so for those of an optimizer, and ``requires_grad_()`` of modules
-    around the table is meant for the table, too.
-    """
+    """This rank's columns, for ``requires_grad_()`` and ``torch.distributed.checkpoint.state_dict``; otherwise none."""
 
     def __init__(self, checkpoint: TableCheckpoint, table: Table, is_first: bool) -> None:
         super().__init__()

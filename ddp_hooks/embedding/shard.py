@@ -127,10 +127,7 @@ def _fingerprint(
 
 
 def _select(model: nn.Module, modules: int | Which | Iterable[Which] | None) -> list[Selected]:
-    """Return the weights of the embeddings that ``modules`` names, with all places that share them.
-
-    Raises ``ValueError`` if there is none, or if something that was named is no embedding.
-    """
+    """Return the weights of the embeddings that ``modules`` names, with all places that share them."""
     if any(isinstance(module, ShardedEmbedding) for module in model.modules()):
         raise ValueError("the model has sharded tables already: name all of them in one call, with modules=[...]")
     paths = model.named_modules(remove_duplicate=False)
@@ -175,7 +172,6 @@ def _named(places: Sequence[tuple[str, nn.Embedding]], which: Which) -> list[nn.
 
 
 def _problem_of_selection(selected: Iterable[Selected], config: TableConfig) -> str | None:
-    """Return why some of these weights cannot be tables, or None."""
     for one in selected:
         for path, module in one.places:
             reason = _reason_against(module)

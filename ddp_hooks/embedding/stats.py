@@ -7,7 +7,6 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from ddp_hooks.comm import Algorithm, Send, Stall
 
-ClippedOf: TypeAlias = Literal["all", "dense_only", "none"]
 Kind: TypeAlias = Literal["id", "lookup", "prior", "delayed", "columns"]
 _IN_STATS: tuple[Kind, ...] = ("id", "lookup", "prior", "delayed")
 
@@ -27,8 +26,6 @@ class TableStats:
         lookup_stall_s: seconds that forwards waited for vectors, and for ids without prefetch.
         gradient_stall_s: seconds that the step waited for gradients.
         update_s: seconds of the updates of prior and delayed rows.
-        clip: gradients in the norm of clipping: ``"all"``, which waits for delayed rows; ``"dense_only"``; ``"none"``
-            without clipping.
     """
 
     step: int = 0
@@ -43,7 +40,6 @@ class TableStats:
     lookup_stall_s: float = 0.0
     gradient_stall_s: float = 0.0
     update_s: float = 0.0
-    clip: ClippedOf = "none"
 
     @property
     def stall_s(self) -> float:
@@ -69,7 +65,7 @@ class Tally:
             self.sent[kind] += sum(m.tensor.nbytes for m in messages if isinstance(m, Send))
             yield messages
 
-    def next_stats(self, last: TableStats, clip: ClippedOf) -> TableStats:
+    def next_stats(self, last: TableStats) -> TableStats:
         now: dict[str, float] = {
             "num_ids": self.num_ids,
             "num_prior_rows": self.num_prior_rows,
@@ -82,4 +78,4 @@ class Tally:
         since: dict[str, Any] = {key: value - self._before.get(key, 0) for key, value in now.items()}
         self._before = now
         num_rows = since["num_prior_rows"] + since["num_delayed_rows"]
-        return TableStats(step=last.step + 1, num_rows=num_rows, clip=clip, **since)
+        return TableStats(step=last.step + 1, num_rows=num_rows, **since)

@@ -33,8 +33,6 @@ class Selected:
 
 @dataclass
 class Table:
-    """Table, and the columns that this rank owns."""
-
     index: int  # among the tables
     name: str  # path of the nn.Embedding in the model; the first path if several modules share the weight
     aliases: tuple[str, ...]  # the other paths
@@ -64,7 +62,6 @@ class Table:
         return full[..., self.bounds[rank] : self.bounds[rank + 1]]
 
     def chunks(self) -> list[tuple[int, int]]:
-        """Cut the rows into ranges that travel in one round."""
         step = max(1, _CHUNK_BYTES // max(1, self.dim * self.weight.element_size()))
         return [(start, min(start + step, self.num_rows)) for start in range(0, self.num_rows, step)]
 
@@ -76,9 +73,7 @@ def column_bounds(dim: int, world_size: int) -> tuple[int, ...]:
 
 
 class _Surroundings(NamedTuple):
-    """Nearest module around a table with other trained parameters, and these parameters."""
-
-    name: str
+    name: str  # of the nearest module around a table with other trained parameters
     parameters: list[weakref.ref[nn.Parameter]]
 
 
@@ -94,7 +89,6 @@ class RequiresGradSync:
         self._around: dict[int, _Surroundings] = {}  # by table, until the user sets requires_grad of the table itself
 
     def attach(self, root: nn.Module) -> None:
-        """Note what is trained around the tables, which are in ``root`` now."""
         for table in self._tables:
             names = table.name.split(".")
             around = [root.get_submodule(".".join(names[:end])) for end in reversed(range(len(names)))]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ddp_hooks.comm import Work, at_exit, calling, see, whole
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.exchange.channels import Channels
-from ddp_hooks.embedding.exchange.ids import BatchRows
+from ddp_hooks.embedding.exchange.lookup import BatchRows
 from ddp_hooks.embedding.module import ShardedEmbedding
 from ddp_hooks.embedding.stats import TableStats
 from ddp_hooks.embedding.step.optimizer_hooks import OptimizerHooks
@@ -216,9 +216,8 @@ class EmbeddingTables:
 
         Between backward and step, which then waits for delayed rows. Empty with ``TableConfig(clip="dense_only")``.
         """
-        self._step.clip = self.config.clip
         holders = []
-        for part in self._step.complete().values() if self._step.clip == "all" else []:
+        for part in self._step.complete().values() if self.config.clip == "all" else []:
             holder = nn.Parameter(part.values.new_zeros(()).expand(part.values.shape))
             holder.grad = part.values
             holders.append(holder)
@@ -318,10 +317,7 @@ class EmbeddingTables:
     # -- modules and loaders
 
     def replace(self, selected: Sequence[Selected]) -> None:
-        """Take over the weights of these embeddings, and their places in the model; collective.
-
-        With ``TableConfig(init_sync=True)`` the weights are those of the first rank.
-        """
+        """Take over the weights of these embeddings, and their places in the model; collective."""
         self._replaced = [weakref.ref(one.module.weight) for one in selected]
         for table, one in zip(self._tables, selected, strict=True):
             full = one.module.weight.detach()
@@ -342,5 +338,4 @@ class EmbeddingTables:
         self._scheduler.requires_grad.attach(self._root)
 
     def rows_of(self, given: BatchIds) -> BatchRows:
-        """Return the rows of a batch from what the function given to :meth:`prefetch` returned."""
         return BatchRows.of(ids_by_table(given, self._index_of), self._tables, self.config.deduplicate)

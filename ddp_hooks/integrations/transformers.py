@@ -30,7 +30,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from ddp_hooks.comm import see
 from ddp_hooks.dear import DearConfig
 from ddp_hooks.embedding import EmbeddingTables, shard_embeddings
-from ddp_hooks.embedding.exchange.ids import BatchRows
+from ddp_hooks.embedding.exchange.lookup import BatchRows
 from ddp_hooks.embedding.step.prefetch import Announcement
 from ddp_hooks.integrations import accelerate
 from ddp_hooks.integrations.hooked_models import TABLES_FILE, tables_of

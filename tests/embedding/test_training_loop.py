@@ -87,7 +87,7 @@ def clip(rank: int, world_size: int, norm_type: float, hook: str, config: TableC
     twins.train(loop, batches(rank, world_size, 6), prefetch=True)
     if states:
         states[0].synchronize()
-    result = norms, twins.gap(), tables.stats().clip
+    result = norms, twins.gap()
     for state in states:
         state.close()
     tables.close()
@@ -99,17 +99,15 @@ def clip(rank: int, world_size: int, norm_type: float, hook: str, config: TableC
 @pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
 @pytest.mark.parametrize("world_size", [2, 3])  # of three ranks one has no column of the narrow table
 def test_clipping_includes_tables(workers: WorkerPools, world_size: int, norm_type: float, hook: str) -> None:
-    for (ours, plain), gap, what in workers(world_size).run(clip, norm_type, hook, CONFIG):
+    for (ours, plain), gap in workers(world_size).run(clip, norm_type, hook, CONFIG):
         assert ours == pytest.approx(plain, rel=1e-5)
         assert min(plain) > 5.0  # it has clipped
         assert gap < 1e-5
-        assert what == "all"
 
 
 def test_clipping_may_leave_tables_out(workers: WorkerPools) -> None:
-    for (ours, plain), _, what in workers(2).run(clip, 2.0, "ddp", replace(CONFIG, clip="dense_only")):
+    for (ours, plain), _ in workers(2).run(clip, 2.0, "ddp", replace(CONFIG, clip="dense_only")):
         assert all(one < other for one, other in zip(ours, plain, strict=True))
-        assert what == "dense_only"
 
 
 def scale(rank: int, world_size: int, hook: str) -> tuple[float, int, float, float]:

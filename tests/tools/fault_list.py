@@ -534,7 +534,7 @@ _EMBEDDING = (
     ),
     Fault(
         "embedding: an id behind the last row passes",
-        "ddp_hooks/embedding/exchange/ids.py",
+        "ddp_hooks/embedding/exchange/lookup.py",
         "(values >= tables[index].num_rows)",
         "(values > tables[index].num_rows)",
         ("tests/embedding/test_refusals.py",),

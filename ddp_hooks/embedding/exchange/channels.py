@@ -66,7 +66,7 @@ class Channels:
         return self.urgent.reduce_small(value, what, largest)
 
     def meet(self) -> None:
-        """Wait until every rank has made the same call; errors name the calls, and not only a missing message."""
+        """Wait until every rank has made the same call; errors name the calls."""
         gather_objects(None, self.group, "an exchange of whole tables", self.config)
 
     def wait(self, work: Work, stall: Stall) -> None:

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, Round
-from ddp_hooks.embedding.exchange.ids import BatchRows, Ids
-from ddp_hooks.embedding.exchange.lookup import Lookup
+from ddp_hooks.embedding.exchange.lookup import BatchRows, Ids, Lookup
 from ddp_hooks.embedding.exchange.packing import as_rows, exchange_parts
 from ddp_hooks.embedding.table import Table
 
@@ -25,8 +24,6 @@ Mask = npt.NDArray[np.bool_]
 
 
 class RowSum(NamedTuple):
-    """Some rows of a gradient, summed up or averaged."""
-
     rows: Tensor  # (n,), int64, ascending, each once
     values: Tensor  # (n, columns)
 

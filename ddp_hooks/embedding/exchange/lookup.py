@@ -1,21 +1,152 @@
-"""Lookups: every rank sends every other rank its columns of the rows which that rank wants.
+"""Rows that every rank looks up, exchanged once per batch, and the vectors of these rows.
 
-And bookkeeping of lookups whose gradients are still to come, and of tables that may send theirs.
+A rank that looks up a row later sends a gradient for it, so vectors and gradients travel without indices. Rows of the
+next batch decide which gradient rows are prior (EmbRace, Algorithm 1).
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm
-from ddp_hooks.embedding.exchange.ids import BatchRows, Ids
+from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see
 from ddp_hooks.embedding.exchange.packing import as_rows, exchange_parts
 from ddp_hooks.embedding.table import Table
+
+Ids = npt.NDArray[np.int64]
+
+_ABSENT = -1  # in place of a number of rows: the batch does not use the table
+
+
+def as_ids(ids: Tensor) -> Ids:
+    """Return (n,) int64 on the host."""
+    values: Ids = ids.detach().cpu().numpy().astype(np.int64).reshape(-1)
+    return values
+
+
+class Purpose(IntEnum):
+    """Place in the step at which ranks exchange ids; equal on all of them."""
+
+    AHEAD = 0  # end of a forward, for the next batch
+    NOW = 1  # begin of a forward, for its batch
+    ONE_TABLE = 2  # forward of one table
+
+
+_PLACES = ("at the end of forward", "at the beginning of forward", "in a table's forward, after forward")
+
+
+class RankError(NamedTuple):
+    """Reason why a rank cannot go on, in numbers that travel; ``kind`` 0: no error."""
+
+    kind: int = 0
+    table: int = 0
+    id: int = 0
+
+
+NO_ERROR = RankError()
+OUT_OF_RANGE, CHANGED = 1, 2
+
+
+@dataclass
+class BatchRows:
+    """Rows of one batch, by table: this rank's at first, all ranks' after :func:`exchange_ids`."""
+
+    rows: Mapping[int, Ids] | None  # of this rank, ascending, each once if deduplicated; None: there is no such batch
+    error: RankError = NO_ERROR  # in this rank's ids
+    by_rank: dict[int, list[Ids]] | None = None  # None: not exchanged yet, or some rank has no such batch
+    # Messages, equal on every rank:
+    id_error: str | None = None  # some rank has an invalid id
+    sync_error: str | None = None  # ranks cannot go on together
+    desynchronized: bool = False  # ranks exchanged ids for different purposes, so some of them see the error later
+    ids_known: Work = field(init=False, repr=False)  # done when the rows of all ranks are known
+    lookups: dict[int, Lookup] | None = None  # of its vectors, by table; None: not requested yet
+    fetched: Work | None = None  # done when the vectors are here
+
+    @staticmethod
+    def of(ids: Mapping[int, Ids], tables: Sequence[Table], deduplicate: bool) -> BatchRows:
+        """Return the rows of these ids by table; an id out of range becomes the batch's ``error``."""
+        error, rows = NO_ERROR, {}
+        for index, values in ids.items():
+            bad = values[(values < 0) | (values >= tables[index].num_rows)]
+            if len(bad) and not error.kind:
+                error = RankError(OUT_OF_RANGE, index, int(bad[0]))
+            rows[index] = np.unique(values) if deduplicate else np.sort(values)
+        return BatchRows(rows, error)
+
+
+def exchange_ids(
+    batch: BatchRows, purpose: Purpose, forward: int, error: RankError, tables: Sequence[Table], ranks: Sequence[int]
+) -> Algorithm:
+    """Send every rank the rows that this rank looks up, and receive theirs; fills ``batch``.
+
+    Two all-gathers of ceil(log2 P) rounds: of a few numbers, and of ids (int32 if every row number fits). With an error
+    of some rank, in this forward or its batch, no ids travel. ``ranks`` are global ranks, for messages.
+    """
+    rows = batch.rows or {}
+    counts = [len(rows[table.index]) if table.index in rows else _ABSENT for table in tables]
+    own_error = error if error.kind else batch.error
+    mine = torch.tensor([purpose, forward, *own_error, *counts], dtype=torch.int64)
+    everyone, rank = range(len(ranks)), tables[0].rank
+    headers = [h.tolist() for h in (yield from bruck_all_gather(mine, [len(mine)] * len(ranks), everyone, rank))]
+    batch.sync_error = _sync_error(headers, tables, ranks)
+    batch.desynchronized = len({header[0] for header in headers}) > 1
+    batch.id_error = _id_error(headers, tables, ranks)
+    all_counts = [header[5:] for header in headers]
+    if batch.sync_error or batch.id_error or any(max(each, default=_ABSENT) == _ABSENT for each in all_counts):
+        return
+    dtype = np.int32 if max(table.num_rows for table in tables) <= np.iinfo(np.int32).max else np.int64
+    present = [table.index for table in tables if table.index in rows]
+    message = np.concatenate([rows[index] for index in present]).astype(dtype)
+    sizes = [sum(each[index] for index in present) for each in all_counts]
+    gathered = yield from bruck_all_gather(torch.from_numpy(message), sizes, everyone, rank)
+    by_rank: dict[int, list[Ids]] = {index: [] for index in present}
+    for received, each in zip(gathered, all_counts, strict=True):
+        parts = np.split(as_ids(received), np.cumsum([each[index] for index in present])[:-1])
+        for index, part in zip(present, parts, strict=True):
+            by_rank[index].append(part)
+    batch.by_rank = by_rank
+
+
+def _id_error(headers: Sequence[Sequence[int]], tables: Sequence[Table], ranks: Sequence[int]) -> str | None:
+    for (_, _, kind, table, value, *_), rank in zip(headers, ranks, strict=True):
+        if kind == OUT_OF_RANGE:
+            return (
+                f"rank {rank} looks up id {value} in {tables[table].name}, which has the rows 0 to "
+                f"{tables[table].num_rows - 1}: check the tokenizer, or make the table larger"
+            )
+    return None
+
+
+def _sync_error(headers: Sequence[Sequence[int]], tables: Sequence[Table], ranks: Sequence[int]) -> str | None:
+    for (_, forward, kind, table, value, *_), rank in zip(headers, ranks, strict=True):
+        if kind == CHANGED:
+            return (
+                f"on rank {rank} forward {forward} asks {tables[table].name} for id {value}, which prefetch did not "
+                f"announce for this batch: return all ids of a batch from the function given to tables.prefetch(), and "
+                f"do not skip, reorder or change batches after it (do it before, in the sampler or the collate "
+                f"function){see('batches-were-not-announced')}"
+            )
+    if len({tuple(header[:2]) for header in headers}) > 1:
+        places = [f"rank {rank}: {_PLACES[h[0]]} {h[1]}" for h, rank in zip(headers, ranks, strict=True)]
+        return (
+            f"ranks are at different places ({'; '.join(places)}): every rank must skip the same batches and run the "
+            f"same forwards; for evaluation with other numbers of batches use tables.local(){see('ranks-out-of-step')}"
+        )
+    present = [[table.name for table in tables if header[5 + table.index] != _ABSENT] for header in headers]
+    if len({tuple(names) for names in present if names}) > 1:
+        sides = [f"rank {rank}: {', '.join(names) or 'none'}" for names, rank in zip(present, ranks, strict=True)]
+        return (
+            f"ranks look up rows in different tables ({'; '.join(sides)}): every rank must use the same tables"
+            f"{see('ranks-out-of-step')}"
+        )
+    return None
 
 
 class Lookup:
@@ -74,71 +205,3 @@ def look_up(lookups: Sequence[Lookup], batch: BatchRows) -> Algorithm:
         for peer, parts in enumerate(received):
             table.cut(vectors, peer).copy_(as_rows(parts[position], num_rows, table.num_columns(peer), dtype))
         lookup.by_rank, lookup.vectors = rows, vectors
-
-
-class ExpectedGradients:
-    """Lookups of forwards, until their gradients are sent or a step ends what has begun.
-
-    Tables send in the same order on all ranks: the last one first, as backwards come mostly. A table may send when it
-    had as many backwards as calls on this rank.
-    """
-
-    def __init__(self, tables: Sequence[Table]) -> None:
-        self.open_calls: dict[int, int] = defaultdict(int)  # by table: calls without a backward, since it last sent
-        self.backward_ended = True  # of the last forward; so the next one may drop its vectors
-        self._tables = tables
-        self._lookups: dict[int, list[Lookup]] = defaultdict(list)  # by table, with gradients that were not sent
-        self._queue: list[int] = []  # tables that send in this backward
-        self._latest: list[Lookup] = []  # of the last forward
-
-    def lookups(self) -> Iterator[Lookup]:
-        return (lookup for lookups in self._lookups.values() for lookup in lookups)
-
-    def begin_forward(self) -> None:
-        """Drop the vectors of earlier forwards, but for those of the last one if a backward may repeat it."""
-        kept = set() if self.backward_ended else {id(lookup) for lookup in self._latest}
-        for lookup in self.lookups():
-            if id(lookup) not in kept:
-                lookup.vectors = None
-        for index in list(self._lookups):
-            if not self._tables[index].weight.requires_grad:  # no backward may ever come that sends them
-                self._lookups[index] = [lookup for lookup in self._lookups[index] if id(lookup) in kept]
-        self._latest, self.backward_ended = [], False
-
-    def expect(self, lookup: Lookup) -> None:
-        self._lookups[lookup.table.index].append(lookup)
-        self._latest.append(lookup)
-
-    def latest_first(self, index: int) -> Iterator[Lookup]:
-        return reversed(self._lookups[index])
-
-    def begin_backward(self, synchronizes: bool = True) -> None:
-        """Queue the tables that were used; without synchronization none sends, and gradients add up."""
-        self._queue = [table.index for table in reversed(self._tables) if self._lookups[table.index] and synchronizes]
-
-    def take_complete(self, force: bool = False) -> Iterator[list[Lookup]]:
-        """Remove and yield the lookups of each table that may send now; with ``force`` all that were used may."""
-        while self._queue and (force or not self.open_calls[self._queue[0]]):
-            index = self._queue.pop(0)
-            self.open_calls[index] = 0
-            yield self._lookups.pop(index)
-
-    @property
-    def has_gradients(self) -> bool:
-        return any(lookup.gradient is not None for lookup in self.lookups())
-
-    def multiply(self, factor: float) -> None:
-        for lookup in self.lookups():
-            if lookup.gradient is not None:
-                lookup.gradient.mul_(factor)
-
-    def drop_gradients(self) -> None:
-        for lookup in self.lookups():
-            lookup.drop_gradient()
-
-    def clear(self) -> None:
-        """End what earlier forwards have begun: a step has passed, so their gradients come too late."""
-        for lookup in self.lookups():
-            lookup.closed = True
-        self._lookups.clear()
-        self.open_calls.clear()

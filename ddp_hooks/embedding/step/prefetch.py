@@ -13,7 +13,7 @@ import numpy as np
 from torch import Tensor
 
 from ddp_hooks.comm import see
-from ddp_hooks.embedding.exchange.ids import BatchRows, Ids, as_ids
+from ddp_hooks.embedding.exchange.lookup import BatchRows, Ids, as_ids
 
 Batch = TypeVar("Batch")
 BatchIds: TypeAlias = Tensor | Sequence[Tensor] | Mapping[str, Tensor | Sequence[Tensor]]
@@ -41,7 +41,7 @@ class PrefetchQueue:
         )
 
     def announce(self, epoch: object, announcement: Announcement) -> None:
-        """Add a batch; replaces the one that the same ``epoch``, an iteration of a loader, added before."""
+        """Add a batch, in the place of the one that the same ``epoch``, an iteration of a loader, added before."""
         self._by_epoch.pop(epoch, None)
         self._by_epoch[epoch] = announcement
 
@@ -50,7 +50,6 @@ class PrefetchQueue:
 
     @contextmanager
     def without_evaluation(self) -> Iterator[None]:
-        """Remove, at the end, batches that loaders of an evaluation have added inside."""
         before = dict(self._by_epoch)
         try:
             yield

@@ -36,9 +36,8 @@ from ddp_hooks.comm.torch_compat.ddp import ddp_in_forward
 from ddp_hooks.comm.torch_compat.overrides import tensors_in
 from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.exchange.gradients import GradientExchange
-from ddp_hooks.embedding.exchange.ids import as_ids
-from ddp_hooks.embedding.exchange.lookup import ExpectedGradients, Lookup
-from ddp_hooks.embedding.step.lookups import GatherVectors, Lookups
+from ddp_hooks.embedding.exchange.lookup import Lookup, as_ids
+from ddp_hooks.embedding.step.lookups import ExpectedGradients, GatherVectors, Lookups
 from ddp_hooks.embedding.step.split_step import SplitStep, TableUpdates
 from ddp_hooks.embedding.step.zero_grad_detector import ZeroGradDetector
 from ddp_hooks.embedding.table import RequiresGradSync, Table
@@ -89,7 +88,7 @@ class StepScheduler:
         if self.local_tables is not None:
             return
         if not torch.is_grad_enabled():
-            self.lookups.queue.drop_evaluation(self.lookups.next_rows)
+            self.lookups.queue.drop_evaluation(self.lookups.ahead)
             return
         self.refuse_closed()
         self.requires_grad.refuse_ambiguous()
@@ -176,7 +175,6 @@ class StepScheduler:
         queue_engine_callback(self._end_backward)
 
     def _receive_gradient(self, lookup: Lookup, positions: Tensor, gradient: Tensor, is_first: bool) -> None:
-        """Take the gradient of a call: its first, or another one through a graph that was retained."""
         if lookup.closed:
             raise RuntimeError(
                 f"a gradient of {lookup.table.name} belongs to a forward whose gradients have been sent, or left "
@@ -213,7 +211,7 @@ class StepScheduler:
         ahead = self.lookups.ahead
         splits = self.channels.config.schedule == "2d"
         for lookups in self.expected.take_complete(force):
-            exchange = GradientExchange(lookups[0].table, lookups, self.lookups.next_rows, splits)
+            exchange = GradientExchange(lookups[0].table, lookups, ahead, splits)
             self.split_step.send(exchange, ahead.ids_known if ahead is not None else None)
 
     # -- 4. the step
@@ -235,7 +233,7 @@ class StepScheduler:
         if had_gradients:
             self.expected.clear()  # else it is the step of another model, before this one's backward
         self._refuse_stale_gradients(had_gradients)
-        self.split_step.begin(self.lookups.next_rows)
+        self.split_step.begin(self.lookups.ahead)
         if had_gradients:
             self._gradients = GradientState.APPLIED
             self.lookups.look_ahead(flushes=not self._synchronizes)
@@ -278,12 +276,10 @@ class StepScheduler:
         self._gradients = GradientState.NEW
 
     def drop_zeroed(self) -> None:
-        """Forget gradients if the model's were zeroed by hand."""
         if self.zeroing.was_zeroed():
             self.drop_gradients()
 
     def whole_model(self) -> nn.Module:
-        """Return the outermost known module, whose parameters are trained beside the tables."""
         ddp = self._ddp() if self._ddp is not None else None
         return self._root if ddp is None else ddp
 

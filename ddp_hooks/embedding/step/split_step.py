@@ -19,16 +19,15 @@ from torch import Tensor
 from ddp_hooks.comm import Work, see
 from ddp_hooks.embedding.exchange.channels import Channels
 from ddp_hooks.embedding.exchange.gradients import GradientExchange, RowSum, send_delayed, sum_of_rows
-from ddp_hooks.embedding.exchange.ids import BatchRows
+from ddp_hooks.embedding.exchange.lookup import BatchRows
 from ddp_hooks.embedding.rowwise import RowwiseAdamW
-from ddp_hooks.embedding.stats import ClippedOf, TableStats
+from ddp_hooks.embedding.stats import TableStats
 from ddp_hooks.overlap import DeferredUpdates, copied
 
 ROWWISE = (torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam, RowwiseAdamW)
 
 
 def problem_of_optimizer(optimizer_class: Any, options: Mapping[str, Any]) -> str | None:
-    """Return why an optimizer's updates cannot be split by rows, or None."""
     name = getattr(optimizer_class, "__name__", repr(optimizer_class))
     if optimizer_class not in ROWWISE:
         return (
@@ -119,7 +118,6 @@ class SplitStep:
 
     def __init__(self, channels: Channels, updates: TableUpdates) -> None:
         self.stats = TableStats()  # of the last step
-        self.clip: ClippedOf = "none"  # gradients in the norm of this step
         self.is_unscaled = False  # a gradient scaler has unscaled this step's gradients
         self._channels = channels
         self._tally = channels.tally
@@ -145,7 +143,7 @@ class SplitStep:
         self._sent.append(_Sent(exchange, work))
 
     def drop(self) -> None:
-        self._sent, self._sums, self.clip, self.is_unscaled = [], {}, "none", False
+        self._sent, self._sums, self.is_unscaled = [], {}, False
 
     def multiply(self, factor: float) -> None:
         for sent in self._sent:
@@ -191,7 +189,7 @@ class SplitStep:
             self._count_rows()
         with self._tally.updates.measure(self._channels.recorder, "updates of tables"):
             self.updates.apply(parts)
-        self.stats = self._tally.next_stats(self.stats, self.clip)
+        self.stats = self._tally.next_stats(self.stats)
         self.drop()
 
     def end(self, after: Sequence[Work] = ()) -> None:

@@ -75,10 +75,7 @@ class ZeroGradDetector:
 
 
 def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
-    """Return True if a parameter has no gradient, or zeros, as far as this rank can see.
-
-    Without ``waits`` a gradient whose reading waits for a device does not count as zeros.
-    """
+    """Return True if this rank sees no gradient, or zeros, which are read from devices only if it ``waits``."""
     gradient = parameter.grad
     if gradient is None:
         return not is_suspended(parameter)
@@ -90,7 +87,6 @@ def _is_gone(parameter: Tensor, waits: bool = False) -> bool:
 
 
 def _is_local(gradient: Tensor) -> bool:
-    """Return True if reading it takes no other rank."""
     return not hasattr(gradient, "full_tensor") and gradient.layout is torch.strided
 
 
