@@ -37,7 +37,6 @@ from ddp_hooks.comm import (
     report_error,
     whole,
 )
-
 from ddp_hooks.tuning.profile import Entry, Job, Profile
 from ddp_hooks.tuning.tuning import StepClock
 from fsdp_ext import checks, compat
