@@ -35,6 +35,7 @@ from ddp_hooks.coordination.control.executor import all_gather_rows, all_to_all_
 from ddp_hooks.coordination.control.request_queue import RequestQueue
 from ddp_hooks.coordination.control.submission import Agreement, PartialGroup, Submission
 from ddp_hooks.coordination.control.thread import ControlThread
+from ddp_hooks.coordination.grouping import group_by_name
 from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.request import Operation, Request, spec_of
 from ddp_hooks.coordination.stats import CoordinationStats
@@ -85,12 +86,17 @@ class Coordinator:
             raise ValueError(f"torch.distributed is not initialised{see('set-up-is-refused')}")
         self.groups = {name: tuple(members) for name, members in (groups or {}).items()}
         entries = {"config": self.config, "groups": self.groups, "torch": torch.__version__}
-        problem = _problem_of(self.config, self.groups)
+        problem, self._group_of = None, dict[str, str]()
+        try:
+            self._group_of = group_by_name(self.groups)
+        except ValueError as error:
+            problem = str(error)
+        if not isinstance(self.config, CoordinatorConfig):
+            problem = f"config must be a CoordinatorConfig(...), got {type(config).__name__}"
         agree(entries, problem, group, "the set-up of Coordinator", config)
         self.recorder = Recorder(self.config.trace)
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)
-        self._group_of = {member: name for name, members in self.groups.items() for member in members}
         self._requests: dict[Hashable, Request] = {}
         self._lanes, min_bytes = _make_lanes(group, self.config, self.recorder)
         self._set_up_traffic = self._lanes.traffic
@@ -122,9 +128,9 @@ class Coordinator:
                 see ``CoordinatorConfig(credit_mb=…)``.
         """
         group = self._group_of.get(name)
-        if group is None:
-            return self._ask("all_reduce", name, [(name, tensor)], mean=mean, priority=priority)
-        return self._add_to_group(group, name, tensor, mean, priority)
+        if group is not None:
+            return self._add_to_group(group, name, tensor, mean, priority)
+        return self._ask("all_reduce", name, [(name, tensor)], mean=mean, priority=priority)
 
     def grouped_all_reduce(
         self, tensors: Sequence[Tensor], names: Sequence[str], name: str, mean: bool = False, priority: int = 0
@@ -250,11 +256,8 @@ class Coordinator:
         if names and queue.error is None:
             logger.error("close() gives up%s", lacking)
         queue.fail(LaneError(f"this coordinator was closed{lacking}{see('the-state-was-closed')}"))
-        if self._control.thread.is_alive():
-            self._channel.abort()
-            self._control.thread.join(timeout_s)
+        self._end_control(timeout_s)
         self._lanes.close(timeout_s)
-        self._close_channel()
         if not self._is_stuck():
             self._handle.remove()
 
@@ -270,21 +273,19 @@ class Coordinator:
         after: Sequence[Handle] = (),
         **settings: Any,
     ) -> Handle:
-        request = self._request(name, operation, named, **settings)
-        tensors, agreement = [tensor for _, tensor in named], Agreement(name)
-        followed = [each.agreement for each in after]
+        request = self._request(operation, name, named, **settings)
+        tensors, followed = [tensor for _, tensor in named], [each.agreement for each in after]
         with self._queue.changed:
-            self._queue.raise_if_ended()
-            self._queue.refuse_duplicate(name)
+            self._queue.refuse(name)
             now_s = time.perf_counter()
-            submission = Submission(request, tensors, agreement, now_s, now_s, flags, algorithm, followed)
+            submission = Submission(request, tensors, Agreement(name), now_s, now_s, flags, algorithm, followed)
             self._queue.submit(submission)
-        return Handle(self._queue, agreement, lambda: submission.output)
+        return Handle(self._queue, submission.agreement, lambda: submission.output)
 
     def _request(
         self,
-        name: str,
         operation: Operation,
+        name: str,
         named: Sequence[tuple[str, Tensor]],
         mean: bool = False,
         root: int = -1,
@@ -292,10 +293,11 @@ class Coordinator:
         grouped: bool = False,
     ) -> Request:
         """Return the request for other ranks: a kept one if there is, as equal requests are found by identity."""
-        for each in (name, *(n for n, _ in named)):
-            if not isinstance(each, str):
-                raise TypeError(f"names are texts, got {each!r}")
-        for _, tensor in named:
+        if not isinstance(name, str):
+            raise TypeError(f"names are texts, got {name!r}")
+        for member, tensor in named:
+            if not isinstance(member, str):
+                raise TypeError(f"names are texts, got {member!r}")
             if not tensor.is_cpu:
                 raise ValueError(
                     f"{name}: tensors are coordinated on CPUs only so far, got one on {tensor.device}: use "
@@ -306,31 +308,31 @@ class Coordinator:
             return known
         if mean and not all(tensor.is_floating_point() or tensor.is_complex() for _, tensor in named):
             raise ValueError(f"{name}: means are of floating-point numbers, got {named[0][1].dtype}")
-        specs = tuple(spec_of(n, tensor, operation) for n, tensor in named)
-        # JSON takes Python's numbers only.
-        request = Request(name, operation, specs, bool(mean), int(root), int(priority), grouped)
         if len(self._requests) >= _REQUESTS_PER_ENTRY * self.config.capacity + 32:
             self._requests.clear()
-        self._requests[key] = request
-        return request
+        specs = tuple(spec_of(n, tensor, operation) for n, tensor in named)
+        # JSON takes Python's numbers only.
+        self._requests[key] = Request(name, operation, specs, bool(mean), int(root), int(priority), grouped)
+        return self._requests[key]
 
     def _add_to_group(self, group: str, name: str, tensor: Tensor, mean: bool, priority: int) -> Handle:
-        self._request(name, "all_reduce", [(name, tensor)], mean, priority=priority)  # raises if it is wrong
+        self._request("all_reduce", name, [(name, tensor)], mean, priority=priority)  # raises if it is wrong
         queue = self._queue
         with queue.changed:
-            queue.raise_if_ended()
-            if group not in queue.partial_groups:
-                queue.refuse_duplicate(group)
+            if group in queue.partial_groups:
+                queue.raise_if_ended()
+            else:
+                queue.refuse(group)
                 kind = (mean, priority, tensor.dtype)
                 queue.begin_group(PartialGroup(self.groups[group], Agreement(group), *kind, time.perf_counter()))
             partial = queue.partial_groups[group]
             partial.add(name, tensor, mean, priority)
-            if len(partial.members) == len(partial.names):
+            if not partial.lacking:
                 del queue.partial_groups[group]
-                tensors = [partial.members[member] for member in partial.names]
-                named = list(zip(partial.names, tensors, strict=True))
-                request = self._request(group, "all_reduce", named, mean, priority=priority, grouped=True)
-                queue.submit(Submission(request, tensors, partial.agreement, partial.began_s, time.perf_counter()))
+                named = [(member, partial.members[member]) for member in partial.names]
+                request = self._request("all_reduce", group, named, mean, priority=priority, grouped=True)
+                tensors, now_s = [tensor for _, tensor in named], time.perf_counter()
+                queue.submit(Submission(request, tensors, partial.agreement, partial.began_s, now_s))
         return Handle(queue, partial.agreement, lambda: tensor)
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -340,12 +342,12 @@ class Coordinator:
         text = f"{type(error).__name__}: {error}"
         self._queue.fail(LaneError(f"this rank ends: {text}{see('a-rank-died', quoted=error)}"))
         self._control.thread.join(2.0)
-        self._close_channel()
+        self._end_control(2.0)
 
-    def _close_channel(self) -> None:
+    def _end_control(self, timeout_s: float) -> None:
         if self._control.thread.is_alive():
             self._channel.abort()
-            self._control.thread.join(2.0)
+            self._control.thread.join(timeout_s)
         if not self._control.thread.is_alive():
             self._channel.close()
 
@@ -364,17 +366,3 @@ def _make_lanes(group: dist.ProcessGroup, config: CoordinatorConfig, recorder: R
     lanes.grow(config.lanes or link.num_lanes)
     min_bytes = settings.slice_bytes if link.goodput_bytes_s is None else int(link.goodput_bytes_s * _WORTH_S)
     return lanes, min(min_bytes, _MIB)
-
-
-def _problem_of(config: object, groups: Mapping[str, Sequence[str]]) -> str | None:
-    if not isinstance(config, CoordinatorConfig):
-        return f"config must be a CoordinatorConfig(...), got {type(config).__name__}"
-    seen: dict[str, str] = {}
-    for name, members in groups.items():
-        if not members:
-            return f"group {name} is empty: leave it out"
-        for member in members:
-            if member in seen:
-                return f"{member} is in groups {seen[member]} and {name}: name it once"
-            seen[member] = name
-    return None

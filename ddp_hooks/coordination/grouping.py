@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
-import torch
 from torch import nn
 
 from ddp_hooks.comm import mebibytes, positive, whole
@@ -20,16 +20,9 @@ def groups_of(
     group_mb: float | None,
     groups: Sequence[Sequence[str]] | None,
 ) -> list[list[str]]:
-    """Split the parameters into groups of one type, the last parameters first, as gradients usually become ready.
-
-    Args:
-        model, parameters: with names.
-        num_groups, group_mb, groups: see ``coordinate``.
-
-    Raises:
-        ValueError: wrong settings, or a group of several types.
-    """
-    names = list(parameters)[::-1]
+    """Split the parameters into groups of one type, the last parameters first, as gradients usually become ready."""
+    dtypes = {name: parameters[name].dtype for name in reversed(parameters)}
+    names = list(dtypes)
     if num_groups is not None and not whole(num_groups, 1):
         raise ValueError(f"num_groups must be None, or a whole number >= 1, got {num_groups!r}")
     if group_mb is not None and not positive(group_mb):
@@ -42,25 +35,22 @@ def groups_of(
     if groups is not None:
         chosen = complete(groups, names)
         for group in chosen:
-            dtypes = {parameters[name].dtype for name in group}
-            if len(dtypes) > 1:
-                raise ValueError(f"the group of {group[0]} has parameters of {dtypes}: one type travels together")
+            if len(found := {dtypes[name] for name in group}) > 1:
+                raise ValueError(f"the group of {group[0]} has parameters of {found}: one type travels together")
         return chosen
     if num_groups is not None:
-        return [part for run in equal_counts(names, num_groups) for part in _by_dtype(run, parameters)]
-    kinds = {name: (branch_of(model, name), parameters[name].dtype) for name in names}
+        runs = [(run, dict.fromkeys(dtypes[name] for name in run)) for run in equal_counts(names, num_groups)]
+        return [[name for name in run if dtypes[name] == dtype] for run, found in runs for dtype in found]
+    kinds = {name: (branch_of(model, name), dtype) for name, dtype in dtypes.items()}
     nbytes = {name: parameters[name].nbytes for name in names}
     return at_most_bytes(nbytes, mebibytes(_GROUP_MB if group_mb is None else group_mb), kinds)
 
 
 def equal_counts(names: Sequence[str], num_groups: int) -> list[list[str]]:
     """Split names into runs whose lengths differ by one at most; not more runs than names."""
-    if num_groups < 1:
-        raise ValueError(f"num_groups must be >= 1, got {num_groups}")
     num_groups = min(num_groups, len(names))
-    bounds = [0]
-    for index in range(num_groups):
-        bounds.append(bounds[-1] + (len(names) + num_groups - 1 - index) // num_groups)
+    smallest, num_larger = divmod(len(names), num_groups)
+    bounds = [index * smallest + min(index, num_larger) for index in range(num_groups + 1)]
     return [list(names[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
@@ -81,23 +71,27 @@ def at_most_bytes(
 
 
 def complete(groups: Iterable[Sequence[str]], names: Iterable[str]) -> list[list[str]]:
-    """Return ``groups``, and a group for each other name, in order.
+    """Return ``groups``, and a group for each other name, in order."""
+    known = list(names)
+    found = {index: list(group) for index, group in enumerate(groups)}
+    seen = group_by_name(found)
+    for name, index in seen.items():
+        if name not in known:
+            raise ValueError(f"group {index} has {name!r}, which is no trained parameter; these are: {known}")
+    return [*found.values(), *([name] for name in known if name not in seen)]
 
-    Raises:
-        ValueError: a group is empty, or has a name of another group, or a name that is not in ``names``.
-    """
-    known, seen = list(names), dict[str, int]()
-    found = [list(group) for group in groups]
-    for index, group in enumerate(found):
-        if not group:
-            raise ValueError(f"group {index} is empty: leave it out")
-        for name in group:
-            if name not in known:
-                raise ValueError(f"group {index} has {name!r}, which is no trained parameter; these are: {known}")
+
+def group_by_name(groups: Mapping[Any, Sequence[str]]) -> dict[str, Any]:
+    """Return the group of each name; raises ValueError if a group is empty, or a name in two of them."""
+    seen: dict[str, Any] = {}
+    for key, names in groups.items():
+        if not names:
+            raise ValueError(f"group {key} is empty: leave it out")
+        for name in names:
             if name in seen:
-                raise ValueError(f"{name!r} is in groups {seen[name]} and {index}: name it once")
-            seen[name] = index
-    return [*found, *([name] for name in known if name not in seen)]
+                raise ValueError(f"{name!r} is in groups {seen[name]} and {key}: name it once")
+            seen[name] = key
+    return seen
 
 
 def branch_of(model: nn.Module, name: str) -> str:
@@ -109,10 +103,3 @@ def branch_of(model: nn.Module, name: str) -> str:
         if isinstance(container, nn.ModuleList | nn.ModuleDict):
             branch = ".".join(path[: depth + 1])
     return branch
-
-
-def _by_dtype(names: Sequence[str], parameters: Mapping[str, nn.Parameter]) -> list[list[str]]:
-    groups: dict[torch.dtype, list[str]] = {}
-    for name in names:
-        groups.setdefault(parameters[name].dtype, []).append(name)
-    return list(groups.values())

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -80,16 +79,16 @@ def coordinate(
     group = group if group is not None else dist.group.WORLD
     if group is None:
         raise ValueError(f"torch.distributed is not initialised{see('set-up-is-refused')}")
-    problem, members = _problem_of(model, optimizer), list[list[str]]()
-    problem = problem or _problem_of_coordinator(coordinator, config, group)
-    parameters = _trained(model) if problem is None else {}
-    if problem is None:
-        try:
-            members = groups_of(model, parameters, num_groups, group_mb, groups)
-        except (TypeError, ValueError) as error:
-            problem = str(error)
-    entries: dict[str, object] = {"broadcast_buffers": broadcast_buffers, "groups": members}
-    entries["coordinator"] = coordinator is not None
+    problem, parameters, members = None, dict[str, nn.Parameter](), list[list[str]]()
+    try:
+        parameters = _trained_parameters(model, optimizer)
+        _check_coordinator(coordinator, config, group)
+        members = groups_of(model, parameters, num_groups, group_mb, groups)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    entries: dict[str, object] = {
+        "broadcast_buffers": broadcast_buffers, "groups": members, "coordinator": coordinator is not None
+    }  # fmt: skip
     if isinstance(model, nn.Module):
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             trained = "trained" if tensor.requires_grad else "not trained"
@@ -111,20 +110,20 @@ class _Group:
         self.handle: Handle | None = None  # of the all-reduce
         self.missing = set(self.parameters)  # gradients that are not in ``flat``
         self.flat: Tensor | None = None  # (numel,)
-        self._slots: dict[str, Tensor] = {}  # views of ``flat``
+        self._slots: dict[str, Tensor] = {}  # views of ``flat``, in the shapes of parameters
 
     def pack(self, name: str, gradient: Tensor | None) -> None:
         """Copy a gradient, or zeros: autograd may still use the memory of the gradient."""
         if self.flat is None:
-            numels = [parameter.numel() for parameter in self.parameters.values()]
+            shapes = [parameter.shape for parameter in self.parameters.values()]
+            numels = [shape.numel() for shape in shapes]
             self.flat = torch.empty(sum(numels), dtype=self.parameters[name].dtype)
-            self._slots = dict(zip(self.parameters, self.flat.split(numels), strict=True))
-        slot = self._slots[name].view(self.parameters[name].shape)
-        slot.zero_() if gradient is None else slot.copy_(gradient)
+            parts = zip(self.parameters, self.flat.split(numels), shapes, strict=True)
+            self._slots = {each: part.view(shape) for each, part, shape in parts}
+        self._slots[name].zero_() if gradient is None else self._slots[name].copy_(gradient)
         self.missing.discard(name)
 
     def request(self, coordinator: Coordinator) -> None:
-        """Request the all-reduce."""
         assert self.flat is not None
         self.handle = coordinator.all_reduce(self.flat, self.name, mean=True)
 
@@ -136,16 +135,8 @@ class _Group:
             if name in used:
                 if parameter.grad is None:
                     parameter.grad = torch.empty_like(parameter)
-                parameter.grad.copy_(self._slots[name].view(parameter.shape))
+                parameter.grad.copy_(self._slots[name])
         self.reset()
-
-
-@dataclass
-class _Backward:
-    """Running backward: the engine's number of it, and True if gradients of it are on their way."""
-
-    task: int
-    has_asked: bool = False
 
 
 class CoordinatedModel:
@@ -173,7 +164,8 @@ class CoordinatedModel:
         self._names = {parameter: name for name, parameter in parameters.items()}
         self._broadcasts_buffers = broadcast_buffers
         self._used: set[str] = set()  # on this rank, since gradients were reduced
-        self._backward: _Backward | None = None
+        self._backward: int | None = None  # the engine's number of the one that runs, or failed
+        self._has_asked = False  # gradients of it are on their way
         self._syncs = True
         _copy_from_rank_0(model, group)
         self._owns_coordinator = coordinator is None
@@ -212,14 +204,13 @@ class CoordinatedModel:
         if in_backward():  # recomputation of an activation checkpoint
             return
         if self._backward is not None:
-            self._end_failed(self._backward)
+            self._end_failed()
         if self._broadcasts_buffers and self._model.training and torch.is_grad_enabled() and self._syncs:
             self._broadcast_buffers()
 
-    def _end_failed(self, failed: _Backward) -> None:
-        """Raise RuntimeError if gradients of a backward that failed are on their way."""
+    def _end_failed(self) -> None:
         self._backward = None
-        if failed.has_asked:
+        if self._has_asked:
             raise RuntimeError(
                 "the last backward failed, and gradients of it are still on their way, perhaps on this rank only: "
                 "start anew from a checkpoint, or find out before the backward that a batch is to be skipped"
@@ -228,15 +219,8 @@ class CoordinatedModel:
 
     @torch.no_grad()
     def _broadcast_buffers(self) -> None:
-        by_dtype: dict[torch.dtype, list[Tensor]] = {}
-        for buffer in self._model.buffers():
-            by_dtype.setdefault(buffer.dtype, []).append(buffer)
-        joined = {dtype: torch.cat([each.reshape(-1) for each in buffers]) for dtype, buffers in by_dtype.items()}
-        handles = [self.coordinator.broadcast(flat, f"buffers of {dtype}") for dtype, flat in joined.items()]
-        for handle, buffers in zip(handles, by_dtype.values(), strict=True):
-            parts = handle.wait().split([each.numel() for each in buffers])
-            for buffer, part in zip(buffers, parts, strict=True):
-                buffer.copy_(part.view(buffer.shape))
+        if buffers := list(self._model.buffers()):
+            _copy_bytes(buffers, self.coordinator.broadcast(_bytes_of(buffers), "buffers").wait())
 
     # -- backward ------------------------------------------------------------------------------------------------------
 
@@ -244,7 +228,7 @@ class CoordinatedModel:
     def _note_gradient(self, parameter: Tensor) -> None:
         """Request the group of a parameter whose gradient is ready, if it is complete."""
         name = self._names[parameter]  # type: ignore[index]
-        backward = self._running_backward(name)
+        self._note_backward(name)
         self._used.add(name)
         if not self._syncs:
             return
@@ -256,24 +240,23 @@ class CoordinatedModel:
             )
         group.pack(name, parameter.grad)
         if not group.missing:
-            backward.has_asked = True
+            self._has_asked = True
             group.request(self.coordinator)
 
-    def _running_backward(self, name: str) -> _Backward:
+    def _note_backward(self, name: str) -> None:
         if inside_reentrant_checkpoint():
             raise RuntimeError(
                 f"the gradient of {name} comes from a backward inside of another one, of which ranks may make "
                 f"different numbers: checkpoint activations with use_reentrant=False{see('coordinated-models')}"
             )
         task = current_backward()
-        if self._backward is not None and self._backward.task != task:
-            self._end_failed(self._backward)
+        if self._backward is not None and self._backward != task:
+            self._end_failed()
         if self._backward is None:
-            self._backward = _Backward(task)
+            self._backward, self._has_asked = task, False
             for group in self._groups:
                 group.reset()
             queue_engine_callback(self._end_backward)
-        return self._backward
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -281,8 +264,7 @@ class CoordinatedModel:
         if not self._syncs:
             self._backward = None
             return
-        assert self._backward is not None
-        self._backward.has_asked = True
+        self._has_asked = True
         used_here = torch.tensor([name in self._used for name in self._parameters])
         used = self.coordinator.any(used_here, _USED).wait()
         used_anywhere = {name for name, is_used in zip(self._parameters, used.tolist(), strict=True) if is_used}
@@ -299,73 +281,70 @@ class CoordinatedModel:
         self._backward = None
 
 
-def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-
-
-def _problem_of(model: object, optimizer: object) -> str | None:
+def _trained_parameters(model: object, optimizer: object) -> dict[str, nn.Parameter]:
+    """Return the parameters by name; raises if the model or the optimizer cannot be coordinated."""
     if not isinstance(model, nn.Module):
-        return f"coordinate(...) takes a module, got {type(model).__name__}"
+        raise TypeError(f"coordinate(...) takes a module, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        return "coordinate(...) takes the place of DistributedDataParallel: pass the model itself, ddp.module"
+        raise ValueError("coordinate(...) takes the place of DistributedDataParallel: pass the model itself, ddp.module")
+    kind = type(model).__name__
     if hasattr(model, _ATTRIBUTE):
-        return f"{type(model).__name__} is coordinated already: call close() of what coordinate(...) returned first"
+        raise ValueError(f"{kind} is coordinated already: call close() of what coordinate(...) returned first")
     for name, parameter in model.named_parameters():
         if isinstance(parameter, DTensor) or parameter.device.type != "cpu":
-            kind = "a DTensor" if isinstance(parameter, DTensor) else f"on {parameter.device}"
-            return (
-                f"{name} is {kind}: whole parameters on CPUs are coordinated so far; use FSDP2 itself, or "
+            place = "a DTensor" if isinstance(parameter, DTensor) else f"on {parameter.device}"
+            raise ValueError(
+                f"{name} is {place}: whole parameters on CPUs are coordinated so far; use FSDP2 itself, or "
                 f"DistributedDataParallel(find_unused_parameters=True)"
             )
-    trained = set(_trained(model).values())
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
     if not trained:
-        return f"{type(model).__name__} has no parameters that are trained"
+        raise ValueError(f"{kind} has no parameters that are trained")
     for name, module in model.named_modules():
         if expects_sparse_gradient(module):
-            return (
+            raise ValueError(
                 f"{name} makes sparse gradients: take sparse=False, or shard_embeddings(model, ...) of ddp_hooks, "
                 f"which reduces them by rows"
             )
-    if optimizer is None:
-        return None
-    if not isinstance(optimizer, torch.optim.Optimizer):
-        return f"optimizer must be None or a torch.optim.Optimizer, got {type(optimizer).__name__}"
-    updated = {p for settings in optimizer.param_groups for p in settings["params"] if p.requires_grad}
-    if not updated <= trained:
-        return (
-            f"the optimizer updates {len(updated - trained)} parameters that are not the model's, and would not be "
-            f"reduced: make it over model.parameters()"
+    if not isinstance(optimizer, torch.optim.Optimizer | None):
+        raise TypeError(f"optimizer must be None or a torch.optim.Optimizer, got {type(optimizer).__name__}")
+    settings = optimizer.param_groups if optimizer is not None else []
+    updated = {parameter for each in settings for parameter in each["params"] if parameter.requires_grad}
+    if foreign := updated - set(trained.values()):
+        raise ValueError(
+            f"the optimizer updates {len(foreign)} parameters that are not the model's, and would not be reduced: make "
+            f"it over model.parameters()"
         )
-    return None
+    return trained
 
 
-def _problem_of_coordinator(
-    coordinator: Coordinator | None, config: CoordinatorConfig | None, group: dist.ProcessGroup
-) -> str | None:
+def _check_coordinator(coordinator: Coordinator | None, config: object, group: dist.ProcessGroup) -> None:
     if coordinator is None:
-        return None
+        return
     if config is not None:
-        return "a coordinator has its own config: pass one of the two"
+        raise ValueError("a coordinator has its own config: pass one of the two")
     ranks = getattr(coordinator, "ranks", None)
     if ranks != dist.get_process_group_ranks(group):
-        return f"the coordinator has ranks {ranks}: pass the group that it was made of"
-    return None
+        raise ValueError(f"the coordinator has ranks {ranks}: pass the group that it was made of")
 
 
 @torch.no_grad()
 def _copy_from_rank_0(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Copy the parameters and buffers of rank 0 to all ranks, in few messages."""
-    source = dist.get_global_rank(group, 0)
     tensors = {str(index): each for index, each in enumerate((*model.parameters(), *model.buffers()))}
-    nbytes = {name: each.numel() * each.element_size() for name, each in tensors.items()}
+    nbytes = {name: each.nbytes for name, each in tensors.items()}
     for names in at_most_bytes(nbytes, mebibytes(_BROADCAST_MB)):
-        message = torch.cat([_bytes_of(tensors[name]) for name in names])
-        dist.broadcast(message, source, group=group)
-        for name, part in zip(names, message.split([nbytes[name] for name in names]), strict=True):
-            tensor = tensors[name]
-            tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # aligned as its type needs it
+        chosen = [tensors[name] for name in names]
+        message = _bytes_of(chosen)
+        dist.broadcast(message, group=group, group_src=0)
+        _copy_bytes(chosen, message)
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Return the elements in row order, whatever the strides, as bytes; (n * element size,)."""
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)
+def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the elements in row order, whatever the strides, as bytes."""
+    return torch.cat([each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors])
+
+
+def _copy_bytes(tensors: Sequence[Tensor], message: Tensor) -> None:
+    for tensor, part in zip(tensors, message.split([each.nbytes for each in tensors]), strict=True):
+        tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # aligned as its type needs it

@@ -25,11 +25,6 @@ class RequestQueue:
     """Requests by name, in the order in which they were made.
 
     Callers hold :attr:`changed`, except for :meth:`wait_for` and :meth:`fail`.
-
-    Args:
-        policy: decides when a cycle begins.
-        channel: of the control thread, which is woken.
-        timeout_s, warning_s: of the coordinator's settings.
     """
 
     def __init__(self, policy: CyclePolicy, channel: ControlChannel, timeout_s: float, warning_s: float) -> None:
@@ -61,8 +56,9 @@ class RequestQueue:
         if self.error is not None:
             raise type(self.error)(str(self.error)) from self.error
 
-    def refuse_duplicate(self, name: str) -> None:
-        """Raise ValueError if a request of this name is not done."""
+    def refuse(self, name: str) -> None:
+        """Raise as :meth:`raise_if_ended`, and ValueError if a request of this name is not done."""
+        self.raise_if_ended()
         if any(name in each for each in (self.pending, self.partial_groups, self.blocked, self.moving)):
             raise ValueError(f"{name} was asked for already, and is not done: wait for it first, or name it otherwise")
 
