@@ -327,7 +327,7 @@ class Coordinator:
                 queue.begin_group(PartialGroup(self.groups[group], Agreement(group), *kind, time.perf_counter()))
             partial = queue.partial_groups[group]
             partial.add(name, tensor, mean, priority)
-            if not partial.lacking:
+            if len(partial.members) == len(partial.names):
                 del queue.partial_groups[group]
                 named = [(member, partial.members[member]) for member in partial.names]
                 request = self._request("all_reduce", group, named, mean, priority=priority, grouped=True)

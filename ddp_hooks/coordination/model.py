@@ -94,7 +94,9 @@ def coordinate(
             trained = "trained" if tensor.requires_grad else "not trained"
             entries[name] = f"{tuple(tensor.shape)} {tensor.dtype} strides {tensor.stride()}, {trained}"
     agree(entries, problem, group, "the set-up of coordinate", config)
-    return CoordinatedModel(model, parameters, members, broadcast_buffers, group, config, coordinator)
+    _copy_from_rank_0(model, group)
+    used = coordinator if coordinator is not None else Coordinator(group, config)
+    return CoordinatedModel(model, parameters, members, broadcast_buffers, used, coordinator is None)
 
 
 class _Group:
@@ -151,9 +153,8 @@ class CoordinatedModel:
         parameters: dict[str, nn.Parameter],
         members: Sequence[Sequence[str]],
         broadcast_buffers: bool,
-        group: dist.ProcessGroup,
-        config: CoordinatorConfig | None,
-        coordinator: Coordinator | None,
+        coordinator: Coordinator,
+        owns_coordinator: bool,
     ) -> None:
         self._model = model
         self._parameters = parameters
@@ -167,9 +168,8 @@ class CoordinatedModel:
         self._backward: int | None = None  # the engine's number of the one that runs, or failed
         self._has_asked = False  # gradients of it are on their way
         self._syncs = True
-        _copy_from_rank_0(model, group)
-        self._owns_coordinator = coordinator is None
-        self.coordinator = coordinator if coordinator is not None else Coordinator(group, config)
+        self.coordinator = coordinator
+        self._owns_coordinator = owns_coordinator
         setattr(model, _ATTRIBUTE, self)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in parameters.values()
@@ -205,8 +205,9 @@ class CoordinatedModel:
             return
         if self._backward is not None:
             self._end_failed()
-        if self._broadcasts_buffers and self._model.training and torch.is_grad_enabled() and self._syncs:
-            self._broadcast_buffers()
+        trains = self._model.training and torch.is_grad_enabled() and self._syncs
+        if self._broadcasts_buffers and trains and (buffers := list(self._model.buffers())):
+            _copy_bytes(buffers, self.coordinator.broadcast(_bytes_of(buffers), "buffers").wait())
 
     def _end_failed(self) -> None:
         self._backward = None
@@ -217,33 +218,12 @@ class CoordinatedModel:
                 f"{see('coordinated-models')}"
             )
 
-    @torch.no_grad()
-    def _broadcast_buffers(self) -> None:
-        if buffers := list(self._model.buffers()):
-            _copy_bytes(buffers, self.coordinator.broadcast(_bytes_of(buffers), "buffers").wait())
-
     # -- backward ------------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _note_gradient(self, parameter: Tensor) -> None:
         """Request the group of a parameter whose gradient is ready, if it is complete."""
         name = self._names[parameter]  # type: ignore[index]
-        self._note_backward(name)
-        self._used.add(name)
-        if not self._syncs:
-            return
-        group = self._group_of[name]
-        if name not in group.missing:
-            raise RuntimeError(
-                f"the gradient of {name} was complete, and was added to again, in one backward: checkpoint activations "
-                f"with use_reentrant=False, or reduce once, after backwards under no_sync(){see('coordinated-models')}"
-            )
-        group.pack(name, parameter.grad)
-        if not group.missing:
-            self._has_asked = True
-            group.request(self.coordinator)
-
-    def _note_backward(self, name: str) -> None:
         if inside_reentrant_checkpoint():
             raise RuntimeError(
                 f"the gradient of {name} comes from a backward inside of another one, of which ranks may make "
@@ -257,6 +237,19 @@ class CoordinatedModel:
             for group in self._groups:
                 group.reset()
             queue_engine_callback(self._end_backward)
+        self._used.add(name)
+        if not self._syncs:
+            return
+        group = self._group_of[name]
+        if name not in group.missing:
+            raise RuntimeError(
+                f"the gradient of {name} was complete, and was added to again, in one backward: checkpoint activations "
+                f"with use_reentrant=False, or reduce once, after backwards under no_sync(){see('coordinated-models')}"
+            )
+        group.pack(name, parameter.grad)
+        if not group.missing:
+            self._has_asked = True
+            group.request(self.coordinator)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -286,7 +279,7 @@ def _trained_parameters(model: object, optimizer: object) -> dict[str, nn.Parame
     if not isinstance(model, nn.Module):
         raise TypeError(f"coordinate(...) takes a module, got {type(model).__name__}")
     if isinstance(model, nn.parallel.DistributedDataParallel):
-        raise ValueError("coordinate(...) takes the place of DistributedDataParallel: pass the model itself, ddp.module")
+        raise ValueError("coordinate(...) replaces DistributedDataParallel: pass the model itself, ddp.module")
     kind = type(model).__name__
     if hasattr(model, _ATTRIBUTE):
         raise ValueError(f"{kind} is coordinated already: call close() of what coordinate(...) returned first")
@@ -328,7 +321,6 @@ def _check_coordinator(coordinator: Coordinator | None, config: object, group: d
         raise ValueError(f"the coordinator has ranks {ranks}: pass the group that it was made of")
 
 
-@torch.no_grad()
 def _copy_from_rank_0(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Copy the parameters and buffers of rank 0 to all ranks, in few messages."""
     tensors = {str(index): each for index, each in enumerate((*model.parameters(), *model.buffers()))}
@@ -345,6 +337,7 @@ def _bytes_of(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([each.detach().contiguous().view(-1).view(torch.uint8) for each in tensors])
 
 
+@torch.no_grad()
 def _copy_bytes(tensors: Sequence[Tensor], message: Tensor) -> None:
     for tensor, part in zip(tensors, message.split([each.nbytes for each in tensors]), strict=True):
         tensor.copy_(part.clone().view(tensor.dtype).view(tensor.shape))  # aligned as its type needs it

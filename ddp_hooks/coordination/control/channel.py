@@ -24,18 +24,11 @@ from ddp_hooks.coordination.control.mesh import connect_all
 _LONGEST_SLEEP_S = 3600.0
 _SMALL_BYTES, _MAX_VIEWS = 1024, 64  # tensors whose memory is found without asking torch
 
-_Message: TypeAlias = tuple[int, memoryview]
-"""A peer, and the rest of what is sent to it or received."""
+_Message: TypeAlias = tuple[int, memoryview]  # a peer, and the rest of what is sent to it or received
 
 
 class ControlChannel:
-    """Connections of this rank to all others; creating them is collective.
-
-    Args:
-        group: the ranks.
-        timeout_s: longest wait for a message within an algorithm.
-        failures: knows of ranks that failed.
-    """
+    """Connections of this rank to all others; creating them is collective."""
 
     def __init__(self, group: dist.ProcessGroup, timeout_s: float, failures: FailureStore) -> None:
         self.traffic = Traffic()
@@ -43,7 +36,7 @@ class ControlChannel:
         self.rank, self.world_size = dist.get_rank(group), dist.get_world_size(group)
         self.ranks = dist.get_process_group_ranks(group)  # as messages call them
         self.failures = failures
-        self._timeout_s = timeout_s
+        self._timeout_s = timeout_s  # of a wait for a message within an algorithm
         self._round: str | None = None  # in which this rank is
         self._waits_for = ""  # direction and peers
         self._views: dict[int, tuple[Tensor, memoryview]] = {}  # by id of the tensor, which is kept alive
@@ -84,12 +77,7 @@ class ControlChannel:
 
     @torch.no_grad()
     def run(self, algorithm: Algorithm, label: str) -> None:
-        """Run ``algorithm`` to its end; its tensors are contiguous, on CPUs.
-
-        Raises:
-            LaneError: another rank died.
-            LaneTimeout: a message did not come in time.
-        """
+        """Run ``algorithm`` to its end; its tensors are contiguous, on CPUs."""
         for index, exchanges in enumerate(algorithm):
             self._round = f"{label}, round {index}"
             self._run_round(exchanges)

@@ -42,18 +42,8 @@ def connect_all(
 ) -> dict[int, socket.socket]:
     """Return a connected socket for every other rank; collective.
 
-    A rank connects to all lower ranks, and accepts all higher ranks. It turns away processes that do not send its
-    token.
-
-    Args:
-        exchange: returns the places of all ranks for the place of this rank; collective.
-        rank, world_size: within the group.
-        timeout_s: for all connections together, and for every later message.
-        failures: knows of ranks that failed.
-
-    Raises:
-        LaneTimeout: a rank did not come.
-        LaneError: a rank died, or none of its addresses can be reached.
+    A rank connects to all lower ranks, and accepts all higher ranks, if they send its token. ``exchange`` returns the
+    places of all ranks; ``timeout_s`` is for all connections together, and for every later message.
     """
     if world_size == 1:
         return {}
@@ -70,8 +60,12 @@ def connect_all(
             for each in peers.values():
                 each.close()
             raise
+    seconds, microseconds = divmod(max(1, int(timeout_s * 1e6)), 1_000_000)
     for each in peers.values():
-        _prepare(each, timeout_s)
+        each.settimeout(None)
+        each.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # send short messages at once
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # notice a peer that is gone
+        each.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("@ll", seconds, microseconds))
     return peers
 
 
@@ -80,7 +74,8 @@ def own_addresses() -> list[str]:
     interfaces = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
     found = [address for name in interfaces if (address := _address_of(name)) is not None]
     if not found:
-        found = [*_on_the_way_to(os.environ.get("MASTER_ADDR", "")), *_addresses_of(socket.gethostname()), "127.0.0.1"]
+        hosts = (os.environ.get("MASTER_ADDR", ""), socket.gethostname())
+        found = [*(address for host in hosts for address in _on_the_way_to(host)), "127.0.0.1"]
     return list(dict.fromkeys(found))
 
 
@@ -107,14 +102,7 @@ def _on_the_way_to(host: str) -> list[str]:
     return found
 
 
-def _addresses_of(host: str) -> list[str]:
-    with contextlib.suppress(OSError):
-        return [str(entry[4][0]) for entry in socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)]
-    return []
-
-
 def _listener(backlog: int) -> socket.socket:
-    """Listen on IPv4 and, if the host has it, IPv6."""
     try:
         return socket.create_server(("", 0), family=socket.AF_INET6, backlog=backlog, dualstack_ipv6=True)
     except (OSError, ValueError):
@@ -187,13 +175,3 @@ def _accept(
 
 def _left_s(deadline_s: float) -> float:
     return max(0.001, deadline_s - time.monotonic())
-
-
-def _prepare(connection: socket.socket, timeout_s: float) -> None:
-    """Send short messages at once; end waits for messages after ``timeout_s``; notice a peer that is gone."""
-    connection.settimeout(None)
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    whole_s = int(timeout_s)
-    timeval = struct.pack("@ll", whole_s, max(0 if whole_s else 1, int((timeout_s - whole_s) * 1e6)))
-    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeval)

@@ -90,17 +90,15 @@ class RequestQueue:
                 error = LaneTimeout(
                     f"{name} was to follow {names}, not done after {waited_s:.0f} s{see('a-wait-timed-out')}"
                 )
-            if lacking and error is None:
-                continue
-            del self.blocked[name]
             if error is not None:
+                del self.blocked[name]
                 submission.agreement.decide(error=error)
                 self.changed.notify_all()
-                continue
-            submission.asked_s = now_s
-            self.pending[name] = submission
-            self._watch(now_s)
-            self.request_cycle()
+            elif not lacking:
+                submission.asked_s = now_s
+                self.pending[name] = self.blocked.pop(name)
+                self._watch(now_s)
+                self.request_cycle()
 
     @property
     def has_unsent(self) -> bool:
@@ -115,8 +113,7 @@ class RequestQueue:
         is_first = facts.first_request_s == math.inf
         is_enough = facts.pending_bytes < min_bytes <= facts.pending_bytes + nbytes
         facts.last_request_s = time.perf_counter()
-        if is_first:
-            facts.first_request_s = facts.last_request_s
+        facts.first_request_s = min(facts.first_request_s, facts.last_request_s)
         facts.pending_bytes += nbytes
         facts.is_blocked = facts.is_blocked or is_urgent
         if is_first or is_urgent or is_enough:

@@ -13,15 +13,11 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
-from itertools import count
 
 from ddp_hooks.coordination.request import Request
 
-MAX_UNDER_WAY = 32
-"""Largest number of messages under way: bits of every cycle's vector."""
-
-_UNKNOWN = 4
-"""A message of unknown size takes this fraction of the credit."""
+MAX_UNDER_WAY = 32  # messages: bits of every cycle's vector
+_UNKNOWN = 4  # a message of unknown size takes this fraction of the credit
 
 
 def fuse(ready: Sequence[Request], limit_bytes: int, mix_groups: bool) -> list[list[Request]]:
@@ -31,13 +27,12 @@ def fuse(ready: Sequence[Request], limit_bytes: int, mix_groups: bool) -> list[l
     group travels alone.
     """
     messages: list[list[Request]] = []
-    total, key = 0, None
-    alone = count()
+    total, key = 0, object()
     for request in sorted(ready, key=lambda request: -request.priority):
         nbytes = request.nbytes
         fits = request.operation == "all_reduce" and len(request.dtypes) == 1 and (mix_groups or not request.grouped)
         # One priority per message: an urgent request must not wait for bytes that are not urgent.
-        own_key = (request.dtypes, request.mean, request.priority) if fits else ("alone", next(alone), 0)
+        own_key = (request.dtypes, request.mean, request.priority) if fits else object()
         if own_key != key or total + nbytes > limit_bytes:
             messages.append([])
             total, key = 0, own_key
@@ -48,9 +43,9 @@ def fuse(ready: Sequence[Request], limit_bytes: int, mix_groups: bool) -> list[l
 
 @dataclass(frozen=True)
 class Message:
-    """Requests of one priority that move together; ``number`` counts messages, the same on every rank."""
+    """Requests of one priority that move together."""
 
-    number: int
+    number: int  # counts messages, the same on every rank
     requests: tuple[Request, ...]
 
     @property
@@ -64,17 +59,12 @@ class Message:
 
 
 class SendQueue:
-    """Messages that have not left; the same on every rank if fed the same.
-
-    Args:
-        credit_bytes: largest size of all messages under way; a larger message leaves alone.
-        fusion_bytes, mix_groups: see :func:`fuse`; once there are several priorities, ``credit_bytes`` is a limit, too.
-    """
+    """Messages that have not left; the same on every rank if fed the same."""
 
     def __init__(self, credit_bytes: int, fusion_bytes: int, mix_groups: bool = True) -> None:
         self.waiting: list[Message] = []  # in no particular order
         self.under_way: dict[int, Message] = {}  # left, and not known to have ended on all ranks; by number
-        self._credit_bytes = credit_bytes
+        self._credit_bytes = credit_bytes  # of all messages under way; a larger message leaves alone
         self._fusion_bytes = fusion_bytes
         self._mix_groups = mix_groups
         self._num_added = 0

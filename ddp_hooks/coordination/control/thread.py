@@ -71,7 +71,9 @@ class ControlThread:
         while True:
             with queue.changed:
                 queue.release_blocked()
-                self._refuse_broken_lanes()
+                for work in self._under_way.values() if queue.queued else ():  # others wait for the end of these
+                    if isinstance(error := error_of(work), LaneError):
+                        queue.fail(error)
                 if queue.error is not None:
                     return None
                 peer_has_begun = channel.peer_has_begun
@@ -80,15 +82,8 @@ class ControlThread:
                     return self._cycle_input()
             channel.sleep(delay_s, ignore_peers=peer_has_begun)
 
-    def _refuse_broken_lanes(self) -> None:
-        """End all requests if a message has failed, and others wait for its end."""
-        for work in self._under_way.values() if self._queue.queued else ():
-            if isinstance(error := error_of(work), LaneError):
-                self._queue.fail(error)
-
     def _cycle_input(self) -> CycleInput:
         queue = self._queue
-        waiting_too_long = queue.waiting_too_long
         queue.begin_cycle()
         overdue, expired = queue.take_late()
         return CycleInput(
@@ -100,7 +95,7 @@ class ControlThread:
             closing=queue.closing and not queue.blocked and not queue.queued,
             under_way=tuple(self._send_queue.under_way),
             ended=frozenset(self._ended_here),
-            waiting_too_long=waiting_too_long,
+            waiting_too_long=queue.waiting_too_long,
         )
 
     def _run_cycle(self, cycle_input: CycleInput) -> CycleResult:
@@ -118,15 +113,26 @@ class ControlThread:
 
     def _apply(self, announced: CycleInput, result: CycleResult) -> None:
         """Turn agreed requests into work or errors, in the same order on every rank."""
-        queue = self._queue
+        queue, pending = self._queue, self._queue.pending
         with queue.changed:
             if queue.error is not None:
                 return
             for name, ranks in result.missing.items():
-                self._warn_of_missing(name, ranks)
-            self._answer(result)
-            mine = {request.name: queue.pending.pop(request.name, None) for request in result.ready}
-            if self._negotiator.has_news_of(queue.pending):
+                if name in pending:
+                    waited_s = time.perf_counter() - pending[name].asked_s
+                    logger.warning("waited %.0f s for %s: ranks %s have not asked for it", waited_s, name, ranks)
+                elif self._channel.ranks[self._channel.rank] in ranks:
+                    logger.warning("other ranks wait for %s, which this rank has not asked for", name)
+            for name, reason in result.refused.items():
+                if (refused := pending.pop(name, None)) is not None:
+                    refused.agreement.decide(error=ValueError(reason))
+            for name, bits in result.answers.items():
+                if (asked := pending.pop(name, None)) is not None:
+                    bits_set = [bool(bits >> index & 1) for index in range(asked.tensors[0].numel())]
+                    asked.result = torch.tensor(bits_set, dtype=torch.bool)
+                    asked.agreement.decide()
+            mine = {request.name: pending.pop(request.name, None) for request in result.ready}
+            if self._negotiator.has_news_of(pending):
                 queue.request_cycle()
             queue.moving.update(name for name, submission in mine.items() if submission is not None)
             self.stats.requests += len(result.ready)
@@ -143,19 +149,6 @@ class ControlThread:
             self._start(message, submissions)
         if result.failure is not None:
             queue.fail(LaneError(result.failure))
-
-    def _answer(self, result: CycleResult) -> None:
-        """Decide requests that move nothing: refused ones, and ``"any"``."""
-        pending = self._queue.pending
-        for name, reason in result.refused.items():
-            if (refused := pending.pop(name, None)) is not None:
-                refused.agreement.decide(error=ValueError(reason))
-        for name, bits in result.answers.items():
-            if (asked := pending.pop(name, None)) is not None:
-                (flags,) = asked.tensors
-                bits_set = [bool(bits >> index & 1) for index in range(flags.numel())]
-                asked.result = torch.tensor(bits_set, dtype=torch.bool)
-                asked.agreement.decide()
 
     def _leaving(
         self, result: CycleResult, mine: Mapping[str, Submission | None]
@@ -183,14 +176,6 @@ class ControlThread:
         for submission in submissions:
             if submission is not None:
                 submission.agreement.decide(work)
-
-    def _warn_of_missing(self, name: str, ranks: Sequence[int]) -> None:
-        pending = self._queue.pending
-        if name in pending:
-            waited_s = time.perf_counter() - pending[name].asked_s
-            logger.warning("waited %.0f s for %s: ranks %s have not asked for it", waited_s, name, ranks)
-        elif self._channel.ranks[self._channel.rank] in ranks:
-            logger.warning("other ranks wait for %s, which this rank has not asked for", name)
 
     def _note_end(self, number: int, submissions: Sequence[Submission]) -> None:
         """Note that a message has ended here; on a lane's thread."""

@@ -66,13 +66,7 @@ class CycleResult:
 
 
 class Negotiator:
-    """State of one rank between cycles.
-
-    Args:
-        rank, ranks: of this rank, and all of the group as messages call them.
-        capacity: of the cache.
-        fan_out: of the tree along which ranks send to rank 0; None: they send directly.
-    """
+    """State of one rank between cycles; ``ranks`` are all of the group, as messages call them."""
 
     def __init__(self, rank: int, ranks: Sequence[int], capacity: int, fan_out: int | None = None) -> None:
         self.cache = ResponseCache(capacity)
@@ -106,13 +100,18 @@ class Negotiator:
         result.ended = [number for place, number in enumerate(under_way, STATUS_BITS) if vector >> place & 1]
         common = vector >> first_hit
         if not vector & _NO_RANK_DIFFERS_FROM_CACHE:
-            common &= ~(yield from self._forget(stale))
+            dropped = yield from self._or(stale, self.cache.num_bits)
+            for bit in indices(dropped):  # in ascending order, the same on every rank
+                self.cache.drop(bit)
+            common &= ~dropped
         if result.all_joined:  # all ranks stand in for each request; some rank must have made it
             common &= yield from self._or(hits_of_own, self.cache.num_bits)
         agreed = self.cache.use(common)
         names_missing = not vector & _NO_RANK_IS_LATE or not (vector & _NO_RANK_CLOSES or result.closed)
         if names_missing or not vector & _NO_RANK_HAS_NEW:
-            agreed += yield from self._consult(given, new, names_missing, {request.name for request in agreed}, result)
+            cached = {request.name for request in agreed}
+            waiting = [each for each in given.pending.values() if names_missing and each.name not in cached]
+            agreed += yield from self._consult(given, new, waiting, result)
         for request in agreed:
             if request.operation == "any":
                 (spec,) = request.tensors
@@ -135,42 +134,26 @@ class Negotiator:
                 stale |= 1 << entry.bit
         return new, hits, stale
 
-    def _forget(self, stale: int) -> Generator[Round, None, int]:
-        """Drop cached requests that any rank disagrees with, in ascending order; return their bits."""
-        dropped = yield from self._or(stale, self.cache.num_bits)
-        for bit in indices(dropped):
-            self.cache.drop(bit)
-        return dropped
-
     def _or(self, bits: int, num_bits: int) -> Generator[Round, None, int]:
         # Memory of its own: the cycle's first vector may still travel.
         return or_of_all(bits, num_bits, VectorBuffers(self._rank, self._world_size))
 
     def _consult(
-        self,
-        given: CycleInput,
-        new: Sequence[Request],
-        names_missing: bool,
-        cached: Collection[str],
-        result: CycleResult,
+        self, given: CycleInput, new: Sequence[Request], waiting: Sequence[Request], result: CycleResult
     ) -> Generator[Round, None, list[Request]]:
         """Ask rank 0; return the requests that it found ready."""
         self._announced |= {request.name for request in new}
         self._announced_joined = given.joined
         question = {
             "new": pack(new),
-            "waiting": [
-                [name, request.works_without_data]
-                for name, request in given.pending.items()
-                if names_missing and name not in cached
-            ],
+            "waiting": [[request.name, request.works_without_data] for request in waiting],
             "overdue": list(given.overdue),
             "expired": list(given.expired),
             "joined": given.joined,
             "closing": given.closing,
         }
         questions = yield from gather(question, self._rank, self._world_size, self._fan_out)
-        answer = self._table.answer(questions, names_missing) if self._rank == 0 else {}
+        answer = self._table.answer(questions) if self._rank == 0 else {}
         answer = yield from broadcast(answer, self._rank, self._world_size)
         result.refused = answer["refused"]
         result.missing = answer.get("missing", {})

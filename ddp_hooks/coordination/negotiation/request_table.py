@@ -17,10 +17,9 @@ class RequestTable:
         self._ranks = ranks
         self._waiting: dict[str, dict[int, Request]] = {}  # by name, in the order of the first request; by rank
 
-    def answer(self, questions: Sequence[Mapping[str, Any]], names_missing: bool) -> dict[str, Any]:
-        """Return ready requests, in the order of the table, and refused ones, of which ranks make different ones.
+    def answer(self, questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return ready requests, in the order of the table, refused ones, and ranks that waiting ones wait for.
 
-        Some rank has a late request, or closes, if ``names_missing``: return the ranks that requests wait for, too.
         ``questions`` are those of all ranks, in their order; see ``Negotiator``.
         """
         for rank, question in enumerate(questions):
@@ -39,17 +38,15 @@ class RequestTable:
             if all(other == request for other in asked.values()):
                 ready.append(request)
             else:
-                refused[name] = self._difference(name, asked)
+                found = first_difference([asked[rank].entries() for rank in sorted(asked)], self._names_of(asked))
+                refused[name] = (
+                    f"ranks ask for different collectives under the name {name!r}: {found}{see('ranks-differ')}"
+                )
         answer: dict[str, Any] = {"ready": pack(ready), "refused": refused}
-        if names_missing:
+        if any(question["waiting"] for question in questions):
             done = refused.keys() | {request.name for request in ready}
             answer |= self._missing(questions, joined, done)
         return answer
-
-    def _difference(self, name: str, asked: dict[int, Request]) -> str:
-        ranks = sorted(asked)
-        found = first_difference([asked[rank].entries() for rank in ranks], self._names_of(ranks))
-        return f"ranks ask for different collectives under the name {name!r}: {found}{see('ranks-differ')}"
 
     def _missing(
         self, questions: Sequence[Mapping[str, Any]], joined: Collection[int], done: Collection[str]
@@ -63,22 +60,18 @@ class RequestTable:
         overdue = {name for question in questions for name in question["overdue"] if name in missing}
         expired = {name for question in questions for name in question["expired"]}
         closing = {rank for rank, question in enumerate(questions) if question["closing"]}
-        failures = (self._failure_of(name, having[name], missing[name], name in expired, closing) for name in missing)
+        failures = []  # reasons why requests end everything
+        for name, ranks in missing.items():
+            if gone := self._names_of(ranks & closing):
+                failures.append(f"{name} waits for ranks {gone}, which have closed their coordinator")
+            elif name in expired:
+                asking, lacking = self._names_of(having[name]), self._names_of(ranks)
+                sides = f"ranks {asking} have asked for it, ranks {lacking} have not"
+                failures.append(f"{name} was waited for too long: {sides}")
         return {
             "missing": {name: self._names_of(ranks) for name, ranks in missing.items() if name in overdue},
-            "failure": next((failure for failure in failures if failure is not None), None),
+            "failure": f"{failures[0]}{see('a-rank-is-missing')}" if failures else None,
         }
-
-    def _failure_of(
-        self, name: str, having: Collection[int], missing: set[int], is_expired: bool, closing: set[int]
-    ) -> str | None:
-        """Return the reason why a request ends everything: it waits for a rank that closes, or for too long."""
-        if gone := self._names_of(missing & closing):
-            return f"{name} waits for ranks {gone}, which have closed their coordinator{see('a-rank-is-missing')}"
-        if is_expired:
-            sides = f"ranks {self._names_of(having)} have asked for it, ranks {self._names_of(missing)} have not"
-            return f"{name} was waited for too long: {sides}{see('a-rank-is-missing')}"
-        return None
 
     def _names_of(self, ranks: Collection[int]) -> list[int]:
         return [self._ranks[rank] for rank in sorted(ranks)]
