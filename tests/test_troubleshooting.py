@@ -25,10 +25,6 @@ WITH_PLACES = ("RuntimeError", "LaneError", "LaneTimeout")
 
 # Errors whose text was made somewhere else: where they are raised, and the function that adds the place.
 MADE_BY = {
-    ("coordination/control/thread.py", "LaneError(result.failure)"): (
-        "coordination/negotiation/request_table.py",
-        "_failure_of",
-    ),
     ("embedding/step/lookups.py", "RuntimeError(batch.sync_error)"): ("embedding/exchange/lookup.py", "_sync_error"),
     ("embedding/step/scheduler.py", "RuntimeError(self.lookups.sync_error)"): (
         "embedding/exchange/lookup.py",

@@ -32,11 +32,10 @@ from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.control.channel import ControlChannel
 from ddp_hooks.coordination.control.cycle_policy import CyclePolicy
 from ddp_hooks.coordination.control.executor import all_gather_rows, all_to_all_rows, broadcast_tensor
-from ddp_hooks.coordination.control.request_queue import RequestQueue
+from ddp_hooks.coordination.control.request_queue import Handle, RequestQueue
 from ddp_hooks.coordination.control.submission import Agreement, PartialGroup, Submission
 from ddp_hooks.coordination.control.thread import ControlThread
 from ddp_hooks.coordination.grouping import group_by_name
-from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.request import Operation, Request, spec_of
 from ddp_hooks.coordination.stats import CoordinationStats
 
@@ -116,16 +115,11 @@ class Coordinator:
     # -- collectives ---------------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, name: str, mean: bool = False, priority: int = 0) -> Handle:
-        """Sum ``tensor`` over all ranks, in place.
+        """Sum ``tensor``, of the same shape and type on all ranks, in place.
 
+        ``mean`` divides the sum by the number of ranks, including ranks that have joined. Of agreed requests that have
+        not left, the largest ``priority`` leaves first, the same on all ranks; see ``CoordinatorConfig(credit_mb=…)``.
         A member of one of :attr:`groups` travels with its group.
-
-        Args:
-            tensor: of the same shape and type on all ranks.
-            name: of the request.
-            mean: divide the sum by the number of ranks, including ranks that have joined.
-            priority: of agreed requests that have not left, the largest priority leaves first, the same on all ranks;
-                see ``CoordinatorConfig(credit_mb=…)``.
         """
         group = self._group_of.get(name)
         if group is not None:
@@ -169,11 +163,7 @@ class Coordinator:
     def all_to_all(self, tensor: Tensor, name: str, splits: Sequence[int] | None = None, priority: int = 0) -> Handle:
         """Send every rank its rows of ``tensor``, and return the rows for this rank, in the order of ranks.
 
-        Args:
-            tensor: (sum of splits, …), first the rows for rank 0, and so on.
-            name: of the request.
-            splits: numbers of rows by rank; None: equal ones.
-            priority: see :meth:`all_reduce`.
+        ``tensor``, (sum of splits, …), begins with ``splits[0]`` rows for rank 0, and so on; None: equal numbers.
         """
         rows = tensor.shape[0] if tensor.dim() else 0
         chosen = list(splits) if splits is not None else [rows // self.world_size] * self.world_size
@@ -187,11 +177,7 @@ class Coordinator:
     def exchange(self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Handle] = ()) -> Handle:
         """Run an algorithm of your own, :data:`ddp_hooks.comm.Algorithm`, when all ranks have requested theirs.
 
-        Args:
-            algorithm: part of this rank.
-            name: of the request.
-            priority: see :meth:`all_reduce`.
-            after: the request is made when these requests of this coordinator are done.
+        The request is made when the requests ``after``, of this coordinator, are done.
         """
         if not all(isinstance(each, Handle) and each.queue is self._queue for each in after):
             raise ValueError(f"{name}: after takes handles of this coordinator, got {list(after)}")
@@ -317,16 +303,15 @@ class Coordinator:
 
     def _add_to_group(self, group: str, name: str, tensor: Tensor, mean: bool, priority: int) -> Handle:
         self._request("all_reduce", name, [(name, tensor)], mean, priority=priority)  # raises if it is wrong
-        queue = self._queue
+        queue, kind = self._queue, f"mean={bool(mean)}, priority={int(priority)}, {tensor.dtype}"
         with queue.changed:
             if group in queue.partial_groups:
                 queue.raise_if_ended()
             else:
                 queue.refuse(group)
-                kind = (mean, priority, tensor.dtype)
-                queue.begin_group(PartialGroup(self.groups[group], Agreement(group), *kind, time.perf_counter()))
+                queue.begin_group(PartialGroup(self.groups[group], Agreement(group), kind, time.perf_counter()))
             partial = queue.partial_groups[group]
-            partial.add(name, tensor, mean, priority)
+            partial.add(name, tensor, kind)
             if len(partial.members) == len(partial.names):
                 del queue.partial_groups[group]
                 named = [(member, partial.members[member]) for member in partial.names]
@@ -359,9 +344,8 @@ def _make_lanes(group: dist.ProcessGroup, config: CoordinatorConfig, recorder: R
     """Make lanes; return them, and the bytes that are worth a cycle while no thread waits."""
     settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
     lanes = Lanes(group, 1, torch.device("cpu"), settings, recorder)
-    link = LinkProfile(None, 1, _MIB)
-    if config.lanes is None or config.slice_mb is None:
-        link = profile_link(lanes)
+    is_measured = config.lanes is None or config.slice_mb is None
+    link = profile_link(lanes) if is_measured else LinkProfile(None, 1, _MIB)
     settings.slice_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
     lanes.grow(config.lanes or link.num_lanes)
     min_bytes = settings.slice_bytes if link.goodput_bytes_s is None else int(link.goodput_bytes_s * _WORTH_S)

@@ -21,7 +21,7 @@ def groups_of(
     groups: Sequence[Sequence[str]] | None,
 ) -> list[list[str]]:
     """Split the parameters into groups of one type, the last parameters first, as gradients usually become ready."""
-    dtypes = {name: parameters[name].dtype for name in reversed(parameters)}
+    dtypes = {name: parameters[name].dtype for name in reversed(list(parameters))}
     names = list(dtypes)
     if num_groups is not None and not whole(num_groups, 1):
         raise ValueError(f"num_groups must be None, or a whole number >= 1, got {num_groups!r}")

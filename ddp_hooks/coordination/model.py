@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -25,9 +26,9 @@ from ddp_hooks.comm.torch_compat.autograd import (
 )
 from ddp_hooks.comm.torch_compat.ddp import expects_sparse_gradient
 from ddp_hooks.coordination.config import CoordinatorConfig
+from ddp_hooks.coordination.control.request_queue import Handle
 from ddp_hooks.coordination.coordinator import Coordinator
 from ddp_hooks.coordination.grouping import at_most_bytes, groups_of
-from ddp_hooks.coordination.handle import Handle
 from ddp_hooks.coordination.stats import CoordinationStats
 
 _USED = "used parameters"
@@ -162,7 +163,6 @@ class CoordinatedModel:
             _Group(f"group {index}", {name: parameters[name] for name in names}) for index, names in enumerate(members)
         ]
         self._group_of = {name: each for each in self._groups for name in each.parameters}
-        self._names = {parameter: name for name, parameter in parameters.items()}
         self._broadcasts_buffers = broadcast_buffers
         self._used: set[str] = set()  # on this rank, since gradients were reduced
         self._backward: int | None = None  # the engine's number of the one that runs, or failed
@@ -172,7 +172,8 @@ class CoordinatedModel:
         self._owns_coordinator = owns_coordinator
         setattr(model, _ATTRIBUTE, self)
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._note_gradient) for parameter in parameters.values()
+            parameter.register_post_accumulate_grad_hook(partial(self._note_gradient, name))
+            for name, parameter in parameters.items()
         ]
         before_forward = torch.compiler.disable(self._begin_forward)
         self._handles.append(model.register_forward_pre_hook(before_forward, prepend=True))
@@ -198,8 +199,6 @@ class CoordinatedModel:
         if self._owns_coordinator:
             self.coordinator.close()
 
-    # -- forward -------------------------------------------------------------------------------------------------------
-
     def _begin_forward(self, *ignored: object) -> None:
         if in_backward():  # recomputation of an activation checkpoint
             return
@@ -218,12 +217,9 @@ class CoordinatedModel:
                 f"{see('coordinated-models')}"
             )
 
-    # -- backward ------------------------------------------------------------------------------------------------------
-
     @torch.no_grad()
-    def _note_gradient(self, parameter: Tensor) -> None:
+    def _note_gradient(self, name: str, parameter: Tensor) -> None:
         """Request the group of a parameter whose gradient is ready, if it is complete."""
-        name = self._names[parameter]  # type: ignore[index]
         if inside_reentrant_checkpoint():
             raise RuntimeError(
                 f"the gradient of {name} comes from a backward inside of another one, of which ranks may make "

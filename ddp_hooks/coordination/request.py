@@ -20,8 +20,6 @@ _UNEVEN = ("all_gather", "all_to_all")  # numbers of rows may differ by rank
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Description of a tensor."""
-
     name: str
     shape: tuple[int, ...]  # -1 for numbers of rows that may differ by rank
     dtype: str
@@ -73,7 +71,6 @@ class Request:
 
 
 def spec_of(name: str, tensor: Tensor, operation: Operation) -> TensorSpec:
-    """Describe a tensor of a request."""
     shape = tuple(tensor.shape)
     return TensorSpec(name, (-1, *shape[1:]) if operation in _UNEVEN else shape, str(tensor.dtype))
 

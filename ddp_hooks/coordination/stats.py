@@ -19,29 +19,19 @@ the link is busy.
 
 @dataclass
 class CoordinationStats:
-    """Totals of one rank.
+    """Totals of one rank."""
 
-    Args:
-        cycles: negotiation cycles.
-        collectives: messages that were moved, of one request or of several that were fused.
-        requests: requests that were done.
-        control_messages, control_bytes: sent to negotiate.
-        control_s: seconds in cycles; mostly waits for other ranks.
-        control_cpu_s: seconds of processor time in cycles.
-        sent_bytes, received_bytes: payload of all messages, without the measurement of the link.
-        message_sizes: numbers of messages by ``nbytes.bit_length()``; key 20 is 512 KiB up to less than 1 MiB.
-            Exchanges, and rows whose numbers may differ by rank, count as 0 bytes.
-    """
-
-    cycles: int = 0
-    collectives: int = 0
-    requests: int = 0
-    control_messages: int = 0
-    control_bytes: int = 0
-    control_s: float = 0.0
-    control_cpu_s: float = 0.0
-    sent_bytes: int = 0
-    received_bytes: int = 0
+    cycles: int = 0  #: of negotiation
+    collectives: int = 0  #: messages that were moved, of one request or of several that were fused
+    requests: int = 0  #: that were done
+    control_messages: int = 0  #: sent to negotiate
+    control_bytes: int = 0  #: of these messages
+    control_s: float = 0.0  #: seconds in cycles; mostly waits for other ranks
+    control_cpu_s: float = 0.0  #: seconds of processor time in cycles
+    sent_bytes: int = 0  #: payload of all messages, without the measurement of the link
+    received_bytes: int = 0  #: as ``sent_bytes``
+    #: Numbers of messages by ``nbytes.bit_length()``; key 20 is 512 KiB up to less than 1 MiB. Exchanges, and rows
+    #: whose numbers may differ by rank, count as 0 bytes.
     message_sizes: dict[int, int] = field(default_factory=dict)
 
 
@@ -56,12 +46,6 @@ def seconds_by_name(spans: Iterable[Span]) -> dict[str, dict[str, float]]:
 
 
 def write_trace(spans: Sequence[Span], path: Path, title: str = "coordination") -> None:
-    """Write spans as a trace for https://ui.perfetto.dev.
-
-    Args:
-        spans: of ``Coordinator.timeline()``, at least one.
-        path: a ``.json`` file.
-        title: of the process in the trace.
-    """
+    """Write spans of ``Coordinator.timeline()``, at least one, to a ``.json`` file for https://ui.perfetto.dev."""
     ends_s = (min(span.start_s for span in spans), max(span.end_s for span in spans))
     timeline.write_trace([timeline.Timeline(title, ends_s, spans)], path)

@@ -198,8 +198,8 @@ def test_what_follows_something_that_does_not_end_fails(clock: Clock) -> None:
 
 def test_a_group_that_is_not_complete_is_named(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     queue, _ = made()
-    group = PartialGroup(["a", "b"], Agreement("pair"), False, 0, torch.float32, clock.now_s)
-    group.add("a", torch.ones(1), mean=False, priority=0)
+    group = PartialGroup(["a", "b"], Agreement("pair"), "sums", clock.now_s)
+    group.add("a", torch.ones(1), "sums")
     queue.begin_group(group)
     clock.now_s += 5.1
     with caplog.at_level(logging.WARNING, "ddp_hooks"):

@@ -134,7 +134,7 @@ class ControlChannel:
         self._waits_for = f"with ranks {sorted(self.ranks[peer] for peer in ways)}"
         numbers = {number for number, _ in poll.poll(self._timeout_s * 1e3)}
         if not numbers:
-            raise self._failure(self._timeout(), next(iter(ways)))
+            raise self._failure(next(iter(ways)))
         return {peer for peer in ways if self._peers[peer].fileno() in numbers}
 
     def _bytes_of(self, tensor: Tensor) -> memoryview:
@@ -158,7 +158,7 @@ class ControlChannel:
         except BlockingIOError:
             return 0
         except OSError as error:
-            raise self._failure(error, peer) from error
+            raise self._failure(peer, error) from error
 
     def _receive(self, peer: int, data: memoryview, flags: int) -> int:
         self._waits_for = f"from rank {self.ranks[peer]}"
@@ -167,17 +167,15 @@ class ControlChannel:
         except BlockingIOError as error:
             if flags & socket.MSG_DONTWAIT:
                 return 0
-            raise self._failure(self._timeout(), peer) from error
+            raise self._failure(peer) from error
         except OSError as error:
-            raise self._failure(error, peer) from error
+            raise self._failure(peer, error) from error
         if num_received == 0:
-            raise self._failure(ConnectionError("connection closed by peer"), peer)
+            raise self._failure(peer, ConnectionError("connection closed by peer"))
         return num_received
 
-    def _timeout(self) -> TimeoutError:
-        return TimeoutError(f"timed out after {self._timeout_s:g} s")
-
-    def _failure(self, error: OSError, peer: int) -> LaneError:
+    def _failure(self, peer: int, error: OSError | None = None) -> LaneError:
+        error = error if error is not None else TimeoutError(f"timed out after {self._timeout_s:g} s")
         return self.failures.failure_of(error, self.ranks[peer], self.describe())
 
 

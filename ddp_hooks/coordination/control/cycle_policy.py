@@ -40,8 +40,6 @@ class CycleFacts:
 
 @dataclass(frozen=True)
 class CyclePolicy:
-    """Rules of the module."""
-
     cycle_s: float  # CoordinatorConfig.cycle_ms
     min_bytes: float = 0  # size from which new requests are worth a cycle although no thread is blocked
 

@@ -29,14 +29,11 @@ from ddp_hooks.coordination.control.submission import Submission
 
 
 class Executor:
-    """Submits messages on one thread, in agreed order.
-
-    ``on_end`` is called on a lane's thread with number and submissions of a message that has ended.
-    """
+    """Submits messages on one thread, in agreed order."""
 
     def __init__(self, lanes: Lanes, on_end: Callable[[int, list[Submission]], None]) -> None:
         self._lanes = lanes
-        self._on_end = on_end
+        self._on_end = on_end  # called on a lane's thread, with the number of a message
 
     def start(self, message: Message, mine: Sequence[Submission | None]) -> Work:
         """Move a message; ``mine``: a submission of this rank for every request, or None if it has no more data."""
@@ -91,15 +88,9 @@ def _keep_result(submission: Submission) -> Algorithm:
     submission.result = yield from submission.algorithm
 
 
-# -- collectives beside those of ddp_hooks.comm ------------------------------------------------------------------------
-
-
 def broadcast_tensor(tensor: Tensor, rank: int, world_size: int, root: int) -> Algorithm:
-    """Copy the contiguous ``tensor`` from rank ``root`` to all ranks, in place: a scatter, then an all-gather.
-
-    The root sends ``2 * (P - 1) / P`` of it.
-    """
-    flat = tensor.view(-1)
+    """Copy contiguous ``tensor`` of rank ``root`` to all ranks, in place; the root sends ``2 * (P - 1) / P`` of it."""
+    flat = tensor.view(-1)  # a scatter, then an all-gather
     chunks = Partition(flat, aligned_bounds(flat.numel(), world_size, flat.element_size())).ranges
     if rank == root:
         yield round_of(*(Send(peer, chunk) for peer, chunk in enumerate(chunks) if peer != root))

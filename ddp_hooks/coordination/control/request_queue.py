@@ -1,4 +1,4 @@
-"""Requests of this rank that have not left, shared by all its threads."""
+"""Requests of this rank that have not left, shared by all its threads; callers wait for results on any thread."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+
+from torch import Tensor
 
 from ddp_hooks.comm import LaneError, LaneTimeout, see
 from ddp_hooks.coordination.control.channel import ControlChannel
@@ -47,8 +49,6 @@ class RequestQueue:
         self._is_announced = False  # other ranks know that these threads wait too long
         self._due_s = math.inf  # nothing is late before; maybe nothing is late then
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def raise_if_ended(self) -> None:
         """Raise RuntimeError after ``close()``, and the error that has ended all requests."""
         if self.closing:
@@ -74,7 +74,6 @@ class RequestQueue:
         self._watch(submission.asked_s)
 
     def begin_group(self, group: PartialGroup) -> None:
-        """Add a group without members."""
         self.partial_groups[group.agreement.name] = group
         self._watch(group.began_s)
 
@@ -102,10 +101,7 @@ class RequestQueue:
 
     @property
     def has_unsent(self) -> bool:
-        """True if a request has not left."""
         return bool(self.pending or self.blocked or self.queued)
-
-    # -- cycles --------------------------------------------------------------------------------------------------------
 
     def notify(self, nbytes: float = math.inf, is_urgent: bool = False) -> None:
         """Note something new for other ranks; wake the control thread if its plans may change."""
@@ -161,8 +157,6 @@ class RequestQueue:
         self._facts.others_wait = any_waiting_too_long
         self._facts.last_cycle_s, self._facts.cycle_length_s = end_s, end_s - start_s
 
-    # -- late requests -------------------------------------------------------------------------------------------------
-
     def take_late(self) -> tuple[list[str], list[str]]:
         """Return pending names to warn of, and pending names that have timed out; log groups that are not complete."""
         now_s = time.perf_counter()
@@ -175,12 +169,12 @@ class RequestQueue:
         for name, group in self.partial_groups.items():
             if now_s >= self._warning_due_s(group.began_s, group):
                 group.warned_s = now_s
-                logger.warning("waited %.0f s for %s, which lacks %s here", now_s - group.began_s, name, group.lacking)
+                lacking = [each for each in group.names if each not in group.members]
+                logger.warning("waited %.0f s for %s, which lacks %s here", now_s - group.began_s, name, lacking)
         self._due_s = self._next_due_s()
         return overdue, expired
 
     def _watch(self, since_s: float) -> None:
-        """Note that something waits since ``since_s``."""
         self._due_s = min(self._due_s, since_s + min(self._warning_s, self._timeout_s))
 
     def _warning_due_s(self, since_s: float, late: Submission | PartialGroup) -> float:
@@ -192,8 +186,6 @@ class RequestQueue:
         due_s += [self._warning_due_s(group.began_s, group) for group in self.partial_groups.values()]
         due_s += [each.began_s + self._timeout_s for each in self.blocked.values()]
         return min(due_s, default=math.inf)
-
-    # -- waits ---------------------------------------------------------------------------------------------------------
 
     def wait_for(self, agreement: Agreement, timeout_s: float | None = None) -> None:
         """Wait for a result; raise its error.
@@ -244,8 +236,6 @@ class RequestQueue:
             with self.changed:
                 self._num_waiting -= 1
 
-    # -- the end -------------------------------------------------------------------------------------------------------
-
     def fail(self, error: LaneError) -> None:
         """End all requests that have not left; the first error counts."""
         with self.changed:
@@ -261,3 +251,38 @@ class RequestQueue:
             self._channel.wake()
         for agreement in agreements:
             agreement.decide(error=error)
+
+
+class Handle:
+    """Requested collective; ``result`` returns its result when that is there."""
+
+    def __init__(self, queue: RequestQueue, agreement: Agreement, result: Callable[[], Tensor]) -> None:
+        self.queue = queue
+        self.agreement = agreement
+        self._result = result
+
+    @property
+    def label(self) -> str:
+        """Name of the request."""
+        return self.agreement.name
+
+    @property
+    def done(self) -> bool:
+        """True if :meth:`wait` returns at once."""
+        return self.agreement.done
+
+    @property
+    def error(self) -> Exception | None:
+        """Error that :meth:`wait` raises, if it is known already."""
+        return self.agreement.error
+
+    def wait(self) -> Tensor:
+        """Return the result when it is there.
+
+        Raises:
+            ValueError: on every rank, if ranks request different collectives under one name.
+            LaneError: another rank died, closed its coordinator, or did not make the request in time.
+            LaneTimeout: the collective did not end in time.
+        """
+        self.queue.wait_for(self.agreement)
+        return self._result()

@@ -72,7 +72,6 @@ class SendQueue:
 
     @property
     def holds_back(self) -> bool:
-        """True if requests had more than one priority."""
         return len(self._priorities) > 1
 
     def add(self, ready: Sequence[Request]) -> list[Message]:
@@ -86,7 +85,6 @@ class SendQueue:
         return added
 
     def end(self, numbers: Collection[int]) -> None:
-        """Note messages that have ended on all ranks."""
         for number in list(numbers):
             del self.under_way[number]
 

@@ -73,26 +73,18 @@ class PartialGroup:
 
     names: Sequence[str]  # of all members
     agreement: Agreement
-    mean: bool
-    priority: int
-    dtype: torch.dtype
+    kind: str  # settings that all members have
     began_s: float
     warned_s: float = 0.0
     members: dict[str, Tensor] = field(default_factory=dict)
 
-    @property
-    def lacking(self) -> list[str]:
-        """Names of the members that are missing."""
-        return [name for name in self.names if name not in self.members]
-
-    def add(self, name: str, tensor: Tensor, mean: bool, priority: int) -> None:
+    def add(self, name: str, tensor: Tensor, kind: str) -> None:
         """Add a member; raises ValueError for a member that is there, or differs from the first one."""
         group = self.agreement.name
         if name in self.members:
             raise ValueError(f"{name} was asked for already, and {group} is not complete: wait for it first")
-        if (mean, priority, tensor.dtype) != (self.mean, self.priority, self.dtype):
+        if kind != self.kind:
             raise ValueError(
-                f"{name} was asked for with mean={mean}, priority={priority}, {tensor.dtype}, and others of "
-                f"{group} with mean={self.mean}, priority={self.priority}, {self.dtype}: a group has one of each"
+                f"{name} was asked for with {kind}, and others of {group} with {self.kind}: a group has one of each"
             )
         self.members[name] = tensor

@@ -148,12 +148,11 @@ class ControlThread:
         for message, submissions in leaving:
             self._start(message, submissions)
         if result.failure is not None:
-            queue.fail(LaneError(result.failure))
+            queue.fail(LaneError(f"{result.failure}{see('a-rank-is-missing')}"))
 
     def _leaving(
         self, result: CycleResult, mine: Mapping[str, Submission | None]
     ) -> list[tuple[Message, list[Submission | None]]]:
-        """Return the messages that leave now."""
         send_queue, queued, now_s = self._send_queue, self._queue.queued, time.perf_counter()
         send_queue.end(result.ended)
         for number in result.ended:

@@ -15,8 +15,6 @@ from ddp_hooks.coordination.request import Request
 
 
 class Entry(NamedTuple):
-    """A request with its number."""
-
     bit: int
     request: Request
 
@@ -32,7 +30,6 @@ class ResponseCache:
         self._free: list[int] = []  # a heap of unused numbers below ``num_bits``
 
     def find(self, name: str) -> Entry | None:
-        """Return the entry of a name."""
         return self._entries.get(name)
 
     def entries(self) -> list[Entry]:
@@ -62,6 +59,5 @@ class ResponseCache:
         self._names[bit] = request.name
 
     def drop(self, bit: int) -> None:
-        """Drop a request; in agreed order."""
         del self._entries[self._names.pop(bit)]
         heapq.heappush(self._free, bit)

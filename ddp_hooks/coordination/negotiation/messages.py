@@ -14,11 +14,8 @@ Receiving: TypeAlias = Generator[Round, None, list[Any]]
 
 
 def gather(message: object, rank: int, world_size: int, fan_out: int | None = None) -> Receiving:
-    """Return the messages of all ranks, in their order, on rank 0, and nothing elsewhere.
-
-    With a ``fan_out`` messages travel along a tree: a rank receives from at most ``fan_out`` children, and sends their
-    messages and its own as one to its parent. None: all ranks send to rank 0.
-    """
+    """Return the messages of all ranks, in their order, on rank 0, and nothing elsewhere; along a tree."""
+    # A rank receives from at most ``fan_out`` children, and sends their messages and its own as one to its parent.
     width = fan_out if fan_out is not None else max(1, world_size - 1)
     subtree: list[list[Any]] = [[rank, message]]
     if children := children_of(rank, world_size, width):

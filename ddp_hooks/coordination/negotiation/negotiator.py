@@ -37,8 +37,6 @@ STATUS_BITS = 8
 
 @dataclass(frozen=True)
 class CycleInput:
-    """Input of one rank."""
-
     pending: Mapping[str, Request]  # by name, in the order of requests
     flags: Mapping[str, int] = field(default_factory=dict)  # set bits of requests for "any", by name
     overdue: Collection[str] = ()  # names of late requests: missing ranks are to be named
@@ -122,9 +120,8 @@ class Negotiator:
     def _look_up(self, given: CycleInput) -> tuple[list[Request], int, int]:
         """Return requests for rank 0, bits of cached requests, and bits of cached requests that differ."""
         new, hits, stale = [], 0, 0
-        find = self.cache.find
         for name, request in given.pending.items():
-            entry = find(name)
+            entry = self.cache.find(name)
             if entry is None:
                 if name not in self._announced:
                     new.append(request)

@@ -18,10 +18,7 @@ class RequestTable:
         self._waiting: dict[str, dict[int, Request]] = {}  # by name, in the order of the first request; by rank
 
     def answer(self, questions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """Return ready requests, in the order of the table, refused ones, and ranks that waiting ones wait for.
-
-        ``questions`` are those of all ranks, in their order; see ``Negotiator``.
-        """
+        """Return ready requests, in the order of the table, refused ones, and ranks that waiting ones wait for."""
         for rank, question in enumerate(questions):
             for request in unpack(question["new"]):
                 self._waiting.setdefault(request.name, {})[rank] = request
@@ -70,7 +67,7 @@ class RequestTable:
                 failures.append(f"{name} was waited for too long: {sides}")
         return {
             "missing": {name: self._names_of(ranks) for name, ranks in missing.items() if name in overdue},
-            "failure": f"{failures[0]}{see('a-rank-is-missing')}" if failures else None,
+            "failure": next(iter(failures), None),
         }
 
     def _names_of(self, ranks: Collection[int]) -> list[int]:
