@@ -112,8 +112,6 @@ class Coordinator:
         self._handle = at_exit(self.close, self._abandon, self._is_stuck)
         self._control.thread.start()
 
-    # -- collectives ---------------------------------------------------------------------------------------------------
-
     def all_reduce(self, tensor: Tensor, name: str, mean: bool = False, priority: int = 0) -> Handle:
         """Sum ``tensor``, of the same shape and type on all ranks, in place.
 
@@ -163,7 +161,7 @@ class Coordinator:
     def all_to_all(self, tensor: Tensor, name: str, splits: Sequence[int] | None = None, priority: int = 0) -> Handle:
         """Send every rank its rows of ``tensor``, and return the rows for this rank, in the order of ranks.
 
-        ``tensor``, (sum of splits, …), begins with ``splits[0]`` rows for rank 0, and so on; None: equal numbers.
+        ``tensor``, (sum of splits, …), begins with ``splits[0]`` rows for rank 0; ``splits=None``: equal numbers.
         """
         rows = tensor.shape[0] if tensor.dim() else 0
         chosen = list(splits) if splits is not None else [rows // self.world_size] * self.world_size
@@ -247,8 +245,6 @@ class Coordinator:
         if not self._is_stuck():
             self._handle.remove()
 
-    # -- requests ------------------------------------------------------------------------------------------------------
-
     def _ask(
         self,
         operation: Operation,
@@ -319,8 +315,6 @@ class Coordinator:
                 tensors, now_s = [tensor for _, tensor in named], time.perf_counter()
                 queue.submit(Submission(request, tensors, partial.agreement, partial.began_s, now_s))
         return Handle(queue, partial.agreement, lambda: tensor)
-
-    # -- the end -------------------------------------------------------------------------------------------------------
 
     def _abandon(self, error: BaseException) -> None:
         self._lanes.abandon(error)

@@ -54,17 +54,14 @@ def equal_counts(names: Sequence[str], num_groups: int) -> list[list[str]]:
     return [list(names[begin:end]) for begin, end in itertools.pairwise(bounds)]
 
 
-def at_most_bytes(
-    nbytes: Mapping[str, int], limit_bytes: int, kinds: Mapping[str, object] | None = None
-) -> list[list[str]]:
+def at_most_bytes(nbytes: Mapping[str, int], limit_bytes: int, kinds: Mapping[str, object]) -> list[list[str]]:
     """Split names into runs of one kind and at most ``limit_bytes``; a larger tensor stands alone."""
     groups: list[list[str]] = []
     total, kind = 0, None
     for name, size in nbytes.items():
-        own_kind = None if kinds is None else kinds[name]
-        if not groups or total + size > limit_bytes or own_kind != kind:
+        if not groups or total + size > limit_bytes or kinds.get(name) != kind:
             groups.append([])
-            total, kind = 0, own_kind
+            total, kind = 0, kinds.get(name)
         groups[-1].append(name)
         total += size
     return groups

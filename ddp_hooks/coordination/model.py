@@ -103,9 +103,10 @@ def coordinate(
 class _Group:
     """Parameters of one type whose gradients travel as one all-reduce."""
 
-    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
+    def __init__(self, name: str, parameters: Mapping[str, nn.Parameter], coordinator: Coordinator) -> None:
         self.name = name
         self.parameters = parameters
+        self.coordinator = coordinator
         self.reset()
 
     def reset(self) -> None:
@@ -116,7 +117,7 @@ class _Group:
         self._slots: dict[str, Tensor] = {}  # views of ``flat``, in the shapes of parameters
 
     def pack(self, name: str, gradient: Tensor | None) -> None:
-        """Copy a gradient, or zeros: autograd may still use the memory of the gradient."""
+        """Copy a gradient, whose memory autograd may still use, or zeros; the last one requests the all-reduce."""
         if self.flat is None:
             shapes = [parameter.shape for parameter in self.parameters.values()]
             numels = [shape.numel() for shape in shapes]
@@ -125,10 +126,8 @@ class _Group:
             self._slots = {each: part.view(shape) for each, part, shape in parts}
         self._slots[name].zero_() if gradient is None else self._slots[name].copy_(gradient)
         self.missing.discard(name)
-
-    def request(self, coordinator: Coordinator) -> None:
-        assert self.flat is not None
-        self.handle = coordinator.all_reduce(self.flat, self.name, mean=True)
+        if not self.missing:
+            self.handle = self.coordinator.all_reduce(self.flat, self.name, mean=True)
 
     def hand_out(self, used: Collection[str]) -> None:
         """Wait for means, and copy them to ``.grad`` of used parameters."""
@@ -160,7 +159,8 @@ class CoordinatedModel:
         self._model = model
         self._parameters = parameters
         self._groups = [
-            _Group(f"group {index}", {name: parameters[name] for name in names}) for index, names in enumerate(members)
+            _Group(f"group {index}", {name: parameters[name] for name in names}, coordinator)
+            for index, names in enumerate(members)
         ]
         self._group_of = {name: each for each in self._groups for name in each.parameters}
         self._broadcasts_buffers = broadcast_buffers
@@ -242,10 +242,8 @@ class CoordinatedModel:
                 f"the gradient of {name} was complete, and was added to again, in one backward: checkpoint activations "
                 f"with use_reentrant=False, or reduce once, after backwards under no_sync(){see('coordinated-models')}"
             )
+        self._has_asked = self._has_asked or group.missing == {name}
         group.pack(name, parameter.grad)
-        if not group.missing:
-            self._has_asked = True
-            group.request(self.coordinator)
 
     @torch.no_grad()
     def _end_backward(self) -> None:
@@ -259,11 +257,9 @@ class CoordinatedModel:
         used_anywhere = {name for name, is_used in zip(self._parameters, used.tolist(), strict=True) if is_used}
         travelling = [group for group in self._groups if not used_anywhere.isdisjoint(group.parameters)]
         for group in travelling:
-            if group.handle is None:
-                for name in list(group.missing):
-                    # Gradients of earlier backwards count, too, but a parameter that no rank has used keeps its own.
-                    group.pack(name, self._parameters[name].grad if name in used_anywhere else None)
-                group.request(self.coordinator)
+            for name in list(group.missing):
+                # Gradients of earlier backwards count, too, but a parameter that no rank has used keeps its own.
+                group.pack(name, self._parameters[name].grad if name in used_anywhere else None)
         for group in travelling:
             group.hand_out(used_anywhere)
         self._used.clear()
@@ -321,7 +317,7 @@ def _copy_from_rank_0(model: nn.Module, group: dist.ProcessGroup) -> None:
     """Copy the parameters and buffers of rank 0 to all ranks, in few messages."""
     tensors = {str(index): each for index, each in enumerate((*model.parameters(), *model.buffers()))}
     nbytes = {name: each.nbytes for name, each in tensors.items()}
-    for names in at_most_bytes(nbytes, mebibytes(_BROADCAST_MB)):
+    for names in at_most_bytes(nbytes, mebibytes(_BROADCAST_MB), {}):
         chosen = [tensors[name] for name in names]
         message = _bytes_of(chosen)
         dist.broadcast(message, group=group, group_src=0)

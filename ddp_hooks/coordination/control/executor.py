@@ -15,7 +15,7 @@ from ddp_hooks.comm import (
     Recv,
     Round,
     Send,
-    Work,
+    ThreadWork,
     aligned_bounds,
     pairwise_exchange,
     ring_all_gather,
@@ -35,7 +35,7 @@ class Executor:
         self._lanes = lanes
         self._on_end = on_end  # called on a lane's thread, with the number of a message
 
-    def start(self, message: Message, mine: Sequence[Submission | None]) -> Work:
+    def start(self, message: Message, mine: Sequence[Submission | None]) -> ThreadWork:
         """Move a message; ``mine``: a submission of this rank for every request, or None if it has no more data."""
         requests = message.requests
         submissions = [each for each in mine if each is not None]
@@ -53,7 +53,9 @@ class Executor:
             self._reduce_scatter(lane, submissions[0], divisor, label)
         else:
             lane.run(_keep_result(submissions[0]), label)
-        return lane.run(without_messages(lambda: self._on_end(message.number, submissions)), label)
+        work = lane.run(without_messages(lambda: self._on_end(message.number, submissions)), label)
+        assert isinstance(work, ThreadWork), "tensors are on CPUs"
+        return work
 
     def _all_reduce(self, lane: Lane, tensors: Sequence[Tensor], divisor: int, label: str) -> None:
         """Reduce-scatter and all-gather a single contiguous tensor in place, and several tensors in a copy."""

@@ -124,7 +124,6 @@ class RequestQueue:
         facts.is_blocked = facts.is_blocked or is_urgent
 
     def facts(self) -> CycleFacts:
-        """Return the facts that decide when the next cycle begins."""
         is_waiting = self._num_waiting > 0
         is_untold = is_waiting and bool(self.pending) and not self._is_announced
         return replace(
@@ -153,7 +152,6 @@ class RequestQueue:
         self._facts = CycleFacts()
 
     def end_cycle(self, start_s: float, end_s: float, any_waiting_too_long: bool) -> None:
-        """Note a cycle; ``any_waiting_too_long``: a thread of any rank waits too long."""
         self._facts.others_wait = any_waiting_too_long
         self._facts.last_cycle_s, self._facts.cycle_length_s = end_s, end_s - start_s
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Round, ThreadWork, Work
+from ddp_hooks.comm import Round, ThreadWork
 from ddp_hooks.coordination.request import Request
 
 
@@ -20,26 +20,20 @@ class Agreement:
         self.name = name
         self.done = False  # the result is there, so that a wait returns at once
         self.decided = threading.Event()
-        self.work: Work | None = None
+        self.work: ThreadWork | None = None
         self._error: Exception | None = None
 
     @property
     def error(self) -> Exception | None:
         """Error that a wait would raise at once."""
-        return self._error if self._error is not None or self.work is None else error_of(self.work)
+        return self._error if self._error is not None or self.work is None else self.work.error_within(0)
 
-    def decide(self, work: Work | None = None, error: Exception | None = None) -> None:
+    def decide(self, work: ThreadWork | None = None, error: Exception | None = None) -> None:
         """Wake threads that wait; without work and error the result is there."""
         self.work, self._error = work, error
         if work is None and error is None:
             self.done = True
         self.decided.set()
-
-
-def error_of(work: Work) -> Exception | None:
-    """Return the error of work of a lane that has failed already."""
-    assert isinstance(work, ThreadWork), "tensors are on CPUs"
-    return work.error_within(0)
 
 
 @dataclass

@@ -13,13 +13,13 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from ddp_hooks.comm import LaneError, Lanes, LaneTimeout, Recorder, Work, mebibytes, see
+from ddp_hooks.comm import LaneError, Lanes, LaneTimeout, Recorder, ThreadWork, mebibytes, see
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.control.channel import ControlChannel
 from ddp_hooks.coordination.control.executor import Executor
 from ddp_hooks.coordination.control.request_queue import RequestQueue
 from ddp_hooks.coordination.control.send_queue import Message, SendQueue
-from ddp_hooks.coordination.control.submission import Submission, error_of
+from ddp_hooks.coordination.control.submission import Submission
 from ddp_hooks.coordination.negotiation.negotiator import CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.stats import PHASES, CoordinationStats
 
@@ -40,7 +40,7 @@ class ControlThread:
         self._executor = Executor(lanes, self._note_end)
         self._negotiator = Negotiator(channel.rank, channel.ranks, config.capacity, config.fan_out)
         self._send_queue = SendQueue(mebibytes(config.credit_mb), mebibytes(config.fusion_mb), config.mix_groups)
-        self._under_way: dict[int, Work] = {}  # by message number, where other messages wait for its end
+        self._under_way: dict[int, ThreadWork] = {}  # by message number, where other messages wait for its end
         self._ended_here: set[int] = set()  # numbers of these
 
     @torch.no_grad()
@@ -72,7 +72,7 @@ class ControlThread:
             with queue.changed:
                 queue.release_blocked()
                 for work in self._under_way.values() if queue.queued else ():  # others wait for the end of these
-                    if isinstance(error := error_of(work), LaneError):
+                    if isinstance(error := work.error_within(0), LaneError):
                         queue.fail(error)
                 if queue.error is not None:
                     return None
