@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import operator
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import astuple, dataclass, field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -38,10 +37,12 @@ class Traffic:
     busy_s: float = 0.0  # seconds in which the lane had work under way
 
     def __add__(self, other: Traffic) -> Traffic:
-        return Traffic(*map(operator.add, astuple(self), astuple(other)))
+        sent, received = self.sent_bytes + other.sent_bytes, self.received_bytes + other.received_bytes
+        return Traffic(sent, received, self.rounds + other.rounds, self.busy_s + other.busy_s)
 
     def __sub__(self, other: Traffic) -> Traffic:
-        return Traffic(*map(operator.sub, astuple(self), astuple(other)))
+        sent, received = self.sent_bytes - other.sent_bytes, self.received_bytes - other.received_bytes
+        return Traffic(sent, received, self.rounds - other.rounds, self.busy_s - other.busy_s)
 
     def count(self, exchange: Send | Recv) -> None:
         if isinstance(exchange, Recv):

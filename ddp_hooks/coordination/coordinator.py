@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import threading
 import time
 from collections.abc import Generator, Hashable, Mapping, Sequence
 from dataclasses import replace
@@ -22,6 +23,8 @@ from ddp_hooks.comm import (
     Recorder,
     Round,
     Span,
+    ThreadWork,
+    Work,
     agree,
     at_exit,
     mebibytes,
@@ -43,6 +46,7 @@ logger = logging.getLogger("ddp_hooks")
 
 _REQUESTS_PER_ENTRY = 2  # kept requests per entry of the response cache; steps repeat them
 _WORTH_S = 0.01  # of moving bytes: worth a cycle while no thread waits
+_LOOK_S = 0.5  # between two looks at work of others
 _MIB = 1 << 20
 
 
@@ -172,13 +176,13 @@ class Coordinator:
         algorithm = all_to_all_rows(tensor.contiguous(), chosen, self.rank, self.world_size)
         return self._ask("all_to_all", name, [(name, tensor)], algorithm=algorithm, priority=priority)
 
-    def exchange(self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Handle] = ()) -> Handle:
+    def exchange(
+        self, algorithm: Algorithm, name: str, priority: int = 0, after: Sequence[Work | Handle] = ()
+    ) -> Handle:
         """Run an algorithm of your own, :data:`ddp_hooks.comm.Algorithm`, when all ranks have requested theirs.
 
-        The request is made when the requests ``after``, of this coordinator, are done.
+        The request is made when the work ``after`` of this rank is done.
         """
-        if not all(isinstance(each, Handle) and each.queue is self._queue for each in after):
-            raise ValueError(f"{name}: after takes handles of this coordinator, got {list(after)}")
         return self._ask("exchange", name, [], priority=priority, algorithm=algorithm, after=after)
 
     def any(self, flags: Tensor, name: str, priority: int = 0) -> Handle:
@@ -252,17 +256,40 @@ class Coordinator:
         named: Sequence[tuple[str, Tensor]],
         flags: int = 0,
         algorithm: Generator[Round, None, Tensor | None] | None = None,
-        after: Sequence[Handle] = (),
+        after: Sequence[Work | Handle] = (),
         **settings: Any,
     ) -> Handle:
         request = self._request(operation, name, named, **settings)
-        tensors, followed = [tensor for _, tensor in named], [each.agreement for each in after]
+        tensors, followed = [tensor for _, tensor in named], [self._followed(work) for work in after if not work.done]
         with self._queue.changed:
             self._queue.refuse(name)
             now_s = time.perf_counter()
             submission = Submission(request, tensors, Agreement(name), now_s, now_s, flags, algorithm, followed)
             self._queue.submit(submission)
         return Handle(self._queue, submission.agreement, lambda: submission.output)
+
+    def _followed(self, work: Work | Handle) -> Agreement:
+        """Return an agreement that is decided when ``work`` is done."""
+        if isinstance(work, Handle) and work.queue is self._queue:
+            return work.agreement
+        agreement = Agreement(work.label)
+
+        def wait() -> None:
+            error: Exception | None = None
+            try:
+                if isinstance(work, ThreadWork):  # its wait() would report that this rank waits
+                    while not work.done and error is None:
+                        error = work.error_within(_LOOK_S)
+                else:
+                    work.wait()
+            except Exception as failure:
+                error = failure
+            agreement.decide(error=error)
+            self._channel.wake()
+
+        # Work of others calls nobody when it is done.
+        threading.Thread(target=wait, name=f"ddp_hooks wait for {work.label}", daemon=True).start()
+        return agreement
 
     def _request(
         self,

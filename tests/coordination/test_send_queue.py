@@ -167,6 +167,11 @@ def chains(rank: int, world_size: int) -> list[list[float]]:
         each.start()
     for each in threads:
         each.join(60)
+    other = Coordinator(config=config)
+    value = torch.tensor([float(rank)])
+    coordinator.exchange(pass_on(rank, world_size, value), "c", after=[other.all_reduce(torch.ones(5), "dense")]).wait()
+    results.append([float(value)])
+    other.close()
     coordinator.close()
     return results
 
@@ -177,7 +182,9 @@ def test_exchanges_follow_each_other(workers: WorkerPools, world_size: int) -> N
     if world_size == 1:
         return  # nobody to exchange with; pass_on would send to itself
     for rank, results in enumerate(workers(world_size).run(chains)):
-        assert results == [[float((rank - 2) % world_size)] * 30] * 2
+        *threads, beside = results
+        assert threads == [[float((rank - 2) % world_size)] * 30] * 2
+        assert beside == [float((rank - 1) % world_size)], "work of another coordinator wakes this one, too"
 
 
 def break_a_lane(rank: int, world_size: int) -> list[str]:

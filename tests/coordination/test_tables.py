@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import shard_embeddings
+from ddp_hooks import DearConfig, DearState, dear_hook, shard_embeddings
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig, coordinate
 from tests.support.embedding.twins import sum_and_divide
 from tests.support.workers import WorkerPools
@@ -117,3 +117,37 @@ def test_coordinators_that_do_not_fit(workers: WorkerPools) -> None:
     assert "the coordinator has ranks [0, 1, 2], and the tables have [0, 1]" in found[0][0]
     assert "coordinator is False on ranks [0], True on ranks [1, 2]" in found[0][1]
     assert "a coordinator has its own config" in found[0][2]
+
+
+def beside_dear(rank: int, world_size: int) -> float:
+    """How far the table is from plain DDP's, where delayed rows follow DeAR's gathers, work of other lanes."""
+    torch.manual_seed(5)
+    model = nn.Sequential(nn.Embedding(200, 12), nn.Flatten(), nn.Linear(36, 1)).double()
+    plain = copy.deepcopy(model)
+    coordinator = Coordinator(config=CONFIG)
+    tables = shard_embeddings(model, None, 100, torch.optim.SGD, coordinator=coordinator, lr=0.1)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
+    state = DearState(ddp, optimizer, DearConfig(timeout_s=20))
+    ddp.register_comm_hook(state, dear_hook)
+    other = DistributedDataParallel(plain)
+    other_optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
+    generator = torch.Generator().manual_seed(rank)
+    data = [torch.randint(0, 200, (8, 3), generator=generator) for _ in range(6)]
+    delayed = 0
+    for ids in tables.prefetch(data, lambda batch: {"0": batch}):
+        for each, steps in ((ddp, optimizer), (other, other_optimizer)):
+            steps.zero_grad()
+            each(ids).pow(2).mean().backward()
+            steps.step()
+        delayed += tables.stats().num_delayed_rows
+    assert delayed > 0, "some rows followed the gathers"
+    distance = (tables.full_state_dict()["0.weight"] - plain[0].weight).abs().max().item()
+    state.close()
+    tables.close()
+    coordinator.close()
+    return float(distance)
+
+
+def test_rows_follow_work_of_other_lanes(workers: WorkerPools) -> None:
+    assert max(workers(2).run(beside_dear)) < 1e-12

@@ -13,7 +13,6 @@ import threading
 import zlib
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -276,8 +275,10 @@ class ThreadLane:
         for exchange in next_round:
             receives = isinstance(exchange, Recv)
             post = self._group.recv if receives else self._group.send
-            with self._naming(exchange.peer):
+            try:
                 handle = post([exchange.tensor], exchange.peer, running.tag)
+            except RuntimeError as error:
+                raise self._failure_of(error, exchange.peer) from error
             (running.receiving if receives else running.sending).append((exchange, handle))
         return True
 
@@ -285,17 +286,15 @@ class ThreadLane:
         for exchange, handle in messages:
             way = "from" if isinstance(exchange, Recv) else "to"
             self._doing = f"{place}, {way} rank {self._global_ranks[exchange.peer]}"
-            with self._naming(exchange.peer):
+            try:
                 handle.wait()
+            except RuntimeError as error:
+                raise self._failure_of(error, exchange.peer) from error
             self.traffic.count(exchange)
 
-    @contextmanager
-    def _naming(self, peer: int) -> Iterator[None]:
-        """Let an error of a message say which rank failed first."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise self._failures.failure_of(error, self._global_ranks[peer], self.describe()) from error
+    def _failure_of(self, error: RuntimeError, peer: int) -> LaneError:
+        """Return an error that says which rank failed first."""
+        return self._failures.failure_of(error, self._global_ranks[peer], self.describe())
 
     def _scratch_for(self, piece: Slice, slot: int) -> Tensor:
         buffers = self._scratch.setdefault(piece.dtype, [torch.empty(0, dtype=piece.dtype)] * WINDOW)

@@ -62,6 +62,8 @@ class ThreadWork:
         self._finished.set()
 
     def wait(self) -> None:
+        if self._finished.is_set():  # as in most waits, without a lock
+            return self._raise_error()
         start_s, warned = time.monotonic(), False
         # The backend's own timeout fires first and says more; this one is for a lane that never came to this work.
         give_up_s = self._timeout_s * 1.25 + _POLL_S

@@ -87,7 +87,9 @@ def _note_start(submissions: Sequence[Submission]) -> None:
 
 def _keep_result(submission: Submission) -> Algorithm:
     assert submission.algorithm is not None
-    submission.result = yield from submission.algorithm
+    result = yield from submission.algorithm
+    if submission.request.operation != "exchange":  # a user's generator may return anything
+        submission.result = result
 
 
 def broadcast_tensor(tensor: Tensor, rank: int, world_size: int, root: int) -> Algorithm:

@@ -190,7 +190,7 @@ class RequestQueue:
 
         Waits for a decision end after ``1.25 * timeout_s + 1``; the control thread names missing ranks earlier.
         """
-        if not agreement.decided.is_set():
+        if not agreement.is_decided:
             with self.waiting():
                 self._wait_for_decision(agreement, self._timeout_s if timeout_s is None else timeout_s)
         if agreement.work is not None:
@@ -204,9 +204,9 @@ class RequestQueue:
 
     def _wait_for_decision(self, agreement: Agreement, timeout_s: float) -> None:
         failures, name, start_s, warned = self._channel.failures, agreement.name, time.monotonic(), False
-        while not agreement.decided.wait(_POLL_S):
+        while not agreement.wait(_POLL_S):
             failure = failures.failure_during(f"{name} cannot be done")
-            if failure is not None and not agreement.decided.is_set():
+            if failure is not None and not agreement.is_decided:
                 self.fail(failure)  # the control thread may hear of it much later
                 raise failure
             waited_s, state = time.monotonic() - start_s, self._channel.describe()

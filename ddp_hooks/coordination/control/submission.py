@@ -12,6 +12,8 @@ from torch import Tensor
 from ddp_hooks.comm import Round, ThreadWork
 from ddp_hooks.coordination.request import Request
 
+_events = threading.Lock()  # of all agreements: few threads wait at a time
+
 
 class Agreement:
     """Decision of all ranks about one request: work that moves it, or an error."""
@@ -19,7 +21,8 @@ class Agreement:
     def __init__(self, name: str) -> None:
         self.name = name
         self.done = False  # the result is there, so that a wait returns at once
-        self.decided = threading.Event()
+        self.is_decided = False
+        self._event: threading.Event | None = None  # of the threads that wait; most agreements have none
         self.work: ThreadWork | None = None
         self._error: Exception | None = None
 
@@ -33,7 +36,18 @@ class Agreement:
         self.work, self._error = work, error
         if work is None and error is None:
             self.done = True
-        self.decided.set()
+        with _events:
+            self.is_decided = True
+        if self._event is not None:
+            self._event.set()
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the decision; return False if there is none after ``seconds``."""
+        with _events:
+            if self.is_decided:
+                return True
+            self._event = self._event or threading.Event()
+        return self._event.wait(seconds)
 
 
 @dataclass
