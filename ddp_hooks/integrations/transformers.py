@@ -106,7 +106,7 @@ class CommHookMixin(_Trainer):
         models = self._attachment.hooked_models
         if self.args.auto_find_batch_size and isinstance(models.dense, DearConfig):
             # Every size wraps the model anew, which would lose shards of the optimizer.
-            logger.info('auto_find_batch_size=True: DeAR uses update="replicated", so ranks keep whole optimizer states')
+            logger.info('auto_find_batch_size: DeAR uses update="replicated", so ranks keep whole optimizer states')
             models.dense = replace(models.dense, update="replicated")
         clipping_of_frameworks["a Trainer"] = "its max_grad_norm"
         if self.args.ddp_find_unused_parameters is None:
