@@ -183,6 +183,8 @@ class Coordinator:
 
         The request is made when the work ``after`` of this rank is done.
         """
+        if not all(hasattr(each, "done") for each in after):
+            raise ValueError(f"{name}: after takes handles and work of lanes, got {list(after)}")
         return self._ask("exchange", name, [], priority=priority, algorithm=algorithm, after=after)
 
     def any(self, flags: Tensor, name: str, priority: int = 0) -> Handle:

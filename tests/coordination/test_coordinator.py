@@ -247,7 +247,7 @@ def test_groups(workers: WorkerPools) -> None:
                 "means are of floating-point numbers",
                 "flags in one row",
                 "on CPUs only so far, got one on meta",
-                "after takes handles of this coordinator",
+                "after takes handles and work of lanes",
             ),
             strict=True,
         ):
