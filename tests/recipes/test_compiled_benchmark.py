@@ -33,4 +33,4 @@ def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
     (result,) = Run.load(tmp_path / "compiled.json").results
     assert set(result["windows"]) == {"ddp-25mb:whole", "dear-25mb:whole", "dear-25mb:blocks"}
     assert all(window["graphs"] > 0 for windows in result["windows"].values() for window in windows)
-    assert "× compiled DDP" in capsys.readouterr().out and "| dear-25mb:blocks |" in page.read_text()
+    assert "graphs" in capsys.readouterr().out and "| dear-25mb:blocks |" in page.read_text()

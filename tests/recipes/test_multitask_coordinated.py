@@ -57,7 +57,7 @@ def test_tasks() -> None:
 def test_the_benchmark_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "page.md"
     conditional.BENCHMARK.run(["--quick", "--loopback", "--output", str(tmp_path), "--markdown", str(page)])
-    assert "Every rank uses two branches of its own, 2 workers, loopback" in capsys.readouterr().out
+    assert "Every rank uses two branches" in capsys.readouterr().out
     results = Run.load(tmp_path / "conditional.json").results
     assert [result["choice"] for result in results] == ["step", "rank"]
     for result in results:

@@ -51,4 +51,4 @@ def test_quick_run_on_loopback(tmp_path: Path, capsys: pytest.CaptureFixture[str
     merged = tmp_path / "merged.md"
     time_to_loss.BENCHMARK.run(["--results", *[str(tmp_path / "time_to_loss.json")] * 2, "--markdown", str(merged)])
     assert merged.read_text().count("## tiny, 2 workers, loopback") == 2
-    assert "s to loss" in capsys.readouterr().out and "topk:density=0.05" in page.read_text()
+    assert "variant" in capsys.readouterr().out and "topk:density=0.05" in page.read_text()
