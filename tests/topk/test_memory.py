@@ -21,11 +21,11 @@ WIDTH, LAYERS = 500, 48  # 48 MB
 
 
 def peak_bytes(rank: int, world_size: int, config: TopKConfig | None) -> float:
-    """In use at most in the third backward, beyond what was there before the model."""
+    """In use at most in the third backward, beyond the parameters."""
     gc.collect()  # DDP and its reducer refer to each other
-    before = used_heap_bytes()
     torch.manual_seed(0)
     layers = [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)]
+    before = used_heap_bytes()  # by now gloo's threads have let go of the last job's buckets
     ddp = DistributedDataParallel(nn.Sequential(*layers), bucket_cap_mb=8, gradient_as_bucket_view=True)
     state = TopKState(ddp, config) if config is not None else None
     if state is not None:
@@ -49,5 +49,5 @@ def test_one_copy_of_the_gradient(workers: WorkerPools, world_size: int) -> None
     config = TopKConfig(density=0.01, group_mb=16)  # three groups: a copy of one would show
     plain, ours = (workers(world_size).run(peak_bytes, each) for each in (None, config))
     for without, with_hook in zip(plain, ours, strict=True):
-        assert 2.0 <= without / parameters < 2.2  # parameters and gradients
+        assert 1.0 <= without / parameters < 1.2  # the gradients
         assert 0.9 < (with_hook - without) / parameters < 1.12  # the residual; selections, of two lanes at a time
