@@ -1,6 +1,6 @@
 """Synchronous data-parallel training, fast on ordinary networks, from plain PyTorch in one line."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 from ddp_hooks.comm import LaneError, LaneTimeout, Span
 from ddp_hooks.dear import DearConfig, DearState, DearStats, GradScaler, clip_grad_norm_, dear_hook
