@@ -128,7 +128,7 @@ def step_s(one: dict[str, Any], name: str) -> float:
 def least(one: dict[str, Any]) -> tuple[float, float | None]:
     """MB that a worker sends in a step whose dense gradients are summed exactly, and the seconds of such a step.
 
-    It sends 2 (P - 1) / P of the dense gradients (a ring, or any all-reduce in two halves), and the rows of tables both
+    It sends 2 (P - 1) / P of the dense gradients (in two halves, as every all-reduce here), and the rows of tables both
     ways. No step is shorter than that takes at the link's own rate; nor than computing and the first block's share of
     it, because that block's gradients come last in backward, and the next forward begins with its parameters.
     """

@@ -19,7 +19,7 @@ from recipes.benchmarks.variants import Sharding, parse_variant
 from recipes.common.pages import Page, Part, Table
 
 STOCK = "fsdp2:ahead=False"
-RING = "fsdp2-ext:block_mb=10"
+EXTENDED = "fsdp2-ext:block_mb=10"
 VARIANTS = (
     "ddp-5mb",
     "ddp-25mb",
@@ -27,22 +27,22 @@ VARIANTS = (
     STOCK,
     "fsdp2",
     "fsdp2-ext",
-    RING,
+    EXTENDED,
     "fsdp2-tuned",
-    f"{RING},defer=False",
+    f"{EXTENDED},defer=False",
     f"{STOCK},set_to_none=False",
-    f"{RING},set_to_none=False",
+    f"{EXTENDED},set_to_none=False",
     f"{STOCK},replicas=2",
-    f"{RING},replicas=2",
+    f"{EXTENDED},replicas=2",
     f"{STOCK},force_sums=True",
-    f"{RING},force_sums=True",
-    f"{RING},all_gather=bf16,reduce_scatter=bf16",
-    f"{RING},all_gather=int8,reduce_scatter=int8",
-    f"{RING},all_gather=int8,reduce_scatter=sparse",
+    f"{EXTENDED},force_sums=True",
+    f"{EXTENDED},all_gather=bf16,reduce_scatter=bf16",
+    f"{EXTENDED},all_gather=int8,reduce_scatter=int8",
+    f"{EXTENDED},all_gather=int8,reduce_scatter=sparse",
 )
 MODELS = ("resnet50", "densenet201", "bert", "llama")
 COLOURS = {"fsdp2": "tab:blue", "fsdp2-ext": "tab:orange", "fsdp2-tuned": "tab:red"}
-COLUMNS = ("variant", "s/step", "min–max", "× stock", "× ring", "÷ DeAR", "exposed", "CPU s", "MB")
+COLUMNS = ("variant", "s/step", "min–max", "× stock", "× extended", "÷ DeAR", "exposed", "CPU s", "MB")
 
 INTRODUCTION = f"""\
 The workloads of {{doc}}`dear_table2`, and a stack of Llama's shapes (8 layers of 512, 16,384 tokens, 42 million \
@@ -64,7 +64,7 @@ where an all-reduce follows every reduce-scatter. `force_sums=True`: gradients a
 
 LEGEND = f"""\
 * `× stock`: how many times faster than `{STOCK}`, in blocks of 25 MB, used alike (`set_to_none`, `replicas`, \
-`force_sums`); `× ring`: than `{RING}`.
+`force_sums`); `× extended`: than `{EXTENDED}`.
 * `÷ DeAR`: step time over that of DDP with DeAR.
 * `exposed`: step minus compute, in seconds. `CPU s`: processor seconds per step, all ranks together: two cores serve \
 all workers, so where these are near twice the step, the processor is the limit.
@@ -86,7 +86,7 @@ def table_of(result: dict[str, Any]) -> Table:
             f"{found.step_s:.3f}",
             f"{found.fastest_s:.3f}–{found.slowest_s:.3f}",
             ratio_to(_stock_of(name), found.step_s),
-            ratio_to(RING, found.step_s) if parse_variant(name).kind.startswith("fsdp2-") else "",
+            ratio_to(EXTENDED, found.step_s) if parse_variant(name).kind.startswith("fsdp2-") else "",
             f"{found.step_s / variants['dear'].step_s:.3f}" if "dear" in variants else "",
             f"{found.exposed_s:.3f}",
             f"{found.cpu_s:.2f}",
