@@ -5,14 +5,4 @@ from fsdp_ext.context import ExtStats
 from fsdp_ext.extension import Extension, extend, restore, shard_by_size
 from fsdp_ext.tuning import TuneConfig, Tuned, tune
 
-__all__ = [
-    "ExtConfig",
-    "ExtStats",
-    "Extension",
-    "TuneConfig",
-    "Tuned",
-    "extend",
-    "restore",
-    "shard_by_size",
-    "tune",
-]
+__all__ = ["ExtConfig", "ExtStats", "Extension", "TuneConfig", "Tuned", "extend", "restore", "shard_by_size", "tune"]

@@ -11,10 +11,9 @@ from typing import Protocol
 
 from ddp_hooks.comm import Span, see
 from ddp_hooks.comm.executors.slices import WINDOW, scatter_message_bytes
-from ddp_hooks.planning import bounds
 from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, timeslices
 from ddp_hooks.planning.network import Costs, Network, Phase, all_to_all, ring
-from ddp_hooks.planning.step import StepProfile
+from ddp_hooks.planning.step import StepProfile, dependency_bound_s
 
 _STEPS = 4  # simulated; communication under way at the end of the first ones shapes the later ones
 
@@ -60,7 +59,7 @@ def simulate(strategy: Strategy, step: StepProfile, network: Network, costs: Cos
         )
     step_s = (run.step_ends_s[-1] - run.step_ends_s[0]) / (_STEPS - 1)  # steps may differ
     exposed_s = step_s - step.compute_s - step.other_s
-    bound_s = bounds.dependency_bound_s(step, network.workers, network.bytes_per_s)
+    bound_s = dependency_bound_s(step, network.workers, network.bytes_per_s)
     spans = tuple(sorted(run.engine.spans, key=lambda span: span.start_s))
     sent_bytes, ends_s = run.host.between.sent_bytes / _STEPS, tuple(run.step_ends_s)
     return Prediction(strategy.name, step_s, exposed_s, sent_bytes, bound_s, spans, ends_s, strategy.line)

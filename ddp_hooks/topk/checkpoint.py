@@ -11,8 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ddp_hooks.comm import in_order_of, is_dense, shaped_like
-from ddp_hooks.topk.reduction.context import Context
-from ddp_hooks.topk.reduction.groups import GradientGroup, Kept
+from ddp_hooks.topk.reduction.groups import Context, GradientGroup, Kept
 
 _KINDS: tuple[Kept, ...] = ("residual", "velocity")
 _SAME_ON_EVERY_RANK = ("step", "order", "chosen", "group_mb", "tuned")

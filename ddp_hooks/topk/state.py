@@ -30,10 +30,10 @@ from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.choosing import VariantChooser
 from ddp_hooks.topk.config import TopKConfig
 from ddp_hooks.topk.reduction.backward import Backward, Phase
-from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.forward import ForwardPipeline
 from ddp_hooks.topk.reduction.group_reduction import DenseReduction, Gradients, GroupReduction, SparseReduction
 from ddp_hooks.topk.reduction.grouping import Grouping, begin_tuning
+from ddp_hooks.topk.reduction.groups import Context
 from ddp_hooks.topk.reduction.steps import Steps, TopKStats
 
 logger = logging.getLogger("ddp_hooks")

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ddp_hooks.planning.bounds import collective_s, dependency_bound_s
+from ddp_hooks.planning.step import collective_s, dependency_bound_s
 from recipes.benchmarks import workloads
 from recipes.benchmarks.harness import add_timing, run_job
 from recipes.benchmarks.variants import parse_settings, parse_variant, why_unavailable

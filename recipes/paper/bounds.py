@@ -1,4 +1,4 @@
-"""Lower bounds of a step by the equations of the DeAR paper; `ddp_hooks.planning.bounds` has one that knows the layers.
+"""Lower bounds of a step by the equations of the DeAR paper; `ddp_hooks.planning.step` has one that knows the layers.
 
 Pure functions of times in seconds, sizes in bytes and rates in bytes per second. Equations are numbered as in the paper
 (Zhang et al., "DeAR: Accelerating Distributed Deep Learning with Fine-Grained All-Reduce Pipelining").

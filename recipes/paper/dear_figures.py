@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, get_args
 
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Ddp, Network, Strategy, simulate
-from ddp_hooks.planning.bounds import collective_s
+from ddp_hooks.planning.step import collective_s
 from recipes.benchmarks.tuner_replay import Curve, SearchName, trials_needed
 from recipes.paper.bounds import baseline_bound_s, dear_bound_s
 from recipes.paper.dear_table2 import ALPHA_S, NETWORKS, SIZES_MB, TENSOR_WISE, the_papers_dear

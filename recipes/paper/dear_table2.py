@@ -20,7 +20,7 @@ from rich.table import Table
 
 from ddp_hooks.comm import AlphaBeta
 from ddp_hooks.planning import Network, simulate
-from ddp_hooks.planning.bounds import dependency_bound_s
+from ddp_hooks.planning.step import dependency_bound_s
 from recipes.paper.bounds import max_speedup
 from recipes.paper.models import ETHERNET_BYTES_S, INFINIBAND_BYTES_S, NAMES, WORKERS, step_of
 from recipes.paper.strategies import DearOfPaper

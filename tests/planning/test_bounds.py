@@ -8,7 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ddp_hooks.planning import StepProfile, bounds
+from ddp_hooks.planning import StepProfile
+from ddp_hooks.planning.step import collective_s, dependency_bound_s
 from recipes.benchmarks import workloads
 from recipes.benchmarks.workloads import profile_of_layers
 from recipes.paper.bounds import dear_bound_s
@@ -21,8 +22,8 @@ def step_of(*layers: tuple[float, float, tuple[int, ...]], num_bytes: tuple[int,
 
 
 def test_collective_moves_all_but_its_own_part() -> None:
-    assert bounds.collective_s(400, workers=4, bytes_per_s=100) == 3.0
-    assert bounds.collective_s(400, workers=1, bytes_per_s=100) == 0.0
+    assert collective_s(400, workers=4, bytes_per_s=100) == 3.0
+    assert collective_s(400, workers=1, bytes_per_s=100) == 0.0
 
 
 # Two workers at 1 byte/s: a tensor of 2 n bytes takes n seconds per reduce-scatter or gather.
@@ -44,8 +45,8 @@ def test_collective_moves_all_but_its_own_part() -> None:
     ],
 )
 def test_dependency_bound_by_hand(step: StepProfile, expected_s: float, expected_one_step_s: float) -> None:
-    assert bounds.dependency_bound_s(step, 2, 1.0) == expected_s
-    assert bounds.dependency_bound_s(step, 2, 1.0, gathers_wait_for_step=True) == expected_one_step_s
+    assert dependency_bound_s(step, 2, 1.0) == expected_s
+    assert dependency_bound_s(step, 2, 1.0, gathers_wait_for_step=True) == expected_one_step_s
 
 
 small_steps = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.integers(1, 2)), min_size=1, max_size=3).map(
@@ -58,7 +59,7 @@ small_steps = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3), st.intege
 
 @given(step=small_steps, one_step=st.booleans())
 def test_dependency_bound_equals_exhaustive_search(step: StepProfile, one_step: bool) -> None:
-    found = bounds.dependency_bound_s(step, 2, 1.0, gathers_wait_for_step=one_step)
+    found = dependency_bound_s(step, 2, 1.0, gathers_wait_for_step=one_step)
     assert found == best_of_all_schedules(step, one_step)
 
 
@@ -97,9 +98,9 @@ def minus_one(values: tuple[int, ...], index: int) -> tuple[int, ...]:
 @pytest.mark.parametrize("bytes_per_s", [0.1 * GBIT, GBIT, 10 * GBIT])
 def test_bounds_are_ordered(model: str, bytes_per_s: float) -> None:
     step = workloads.load(model).step_profile(slow=4)
-    link_s = 2 * bounds.collective_s(step.num_bytes, 4, bytes_per_s)
-    any_schedule = bounds.dependency_bound_s(step, 4, bytes_per_s)
-    one_step = bounds.dependency_bound_s(step, 4, bytes_per_s, gathers_wait_for_step=True)
+    link_s = 2 * collective_s(step.num_bytes, 4, bytes_per_s)
+    any_schedule = dependency_bound_s(step, 4, bytes_per_s)
+    one_step = dependency_bound_s(step, 4, bytes_per_s, gathers_wait_for_step=True)
     eq7 = dear_bound_s(step.forward_s, step.backward_s, link_s / 2, link_s / 2)
     assert max(link_s, step.compute_s) <= any_schedule + 1e-9
     assert any_schedule <= one_step + 1e-9
@@ -111,10 +112,10 @@ def test_bounds_are_ordered(model: str, bytes_per_s: float) -> None:
 @pytest.mark.parametrize("model", workloads.NAMES)
 def test_infinite_network_leaves_compute(model: str) -> None:
     workload = workloads.load(model)
-    found = bounds.dependency_bound_s(workload.step_profile(slow=3), 4, float("inf"))
+    found = dependency_bound_s(workload.step_profile(slow=3), 4, float("inf"))
     assert found == pytest.approx(3 * workload.compute_s)
 
 
 def test_unread_tensor_is_refused() -> None:
     with pytest.raises(ValueError, match="tensor 1 is read by no layer"):
-        bounds.dependency_bound_s(step_of((1, 2, (0,)), num_bytes=(4, 4)), 2, 1.0)
+        dependency_bound_s(step_of((1, 2, (0,)), num_bytes=(4, 4)), 2, 1.0)

@@ -803,7 +803,7 @@ _PLANNING = (
     ),
     Fault(
         "planning: a rank sends its own part, too",
-        "ddp_hooks/planning/bounds.py",
+        "ddp_hooks/planning/step.py",
         "return (workers - 1) / workers * num_bytes / bytes_per_s",
         "return num_bytes / bytes_per_s",
         ("tests/planning/test_bounds.py",),

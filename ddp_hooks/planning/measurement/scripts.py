@@ -27,9 +27,7 @@ class _Stop(BaseException):
     """Ends a script from within; no ``except Exception`` of its own catches it. A reason: it cannot be profiled."""
 
 
-def profile_script(
-    script: Path, arguments: Sequence[str], steps: int, warmup: int
-) -> tuple[StepProfile, nn.Module]:
+def profile_script(script: Path, arguments: Sequence[str], steps: int, warmup: int) -> tuple[StepProfile, nn.Module]:
     """Run a script as ``python script arguments`` does, until ``warmup + steps`` optimizer steps were seen.
 
     From the end of the warm-up on, DistributedDataParallel does not communicate: the script's result is of no use.

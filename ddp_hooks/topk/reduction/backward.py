@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, Work, bruck_all_gather, see, without_messages
-from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.group_reduction import Gradients, GroupReduction
-from ddp_hooks.topk.reduction.groups import GradientGroup, Place, runs_of
+from ddp_hooks.topk.reduction.groups import Context, GradientGroup, Place, runs_of
 
 
 class Phase(Enum):

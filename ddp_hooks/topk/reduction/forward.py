@@ -32,7 +32,7 @@ from ddp_hooks.intercept import (
 )
 from ddp_hooks.overlap import DeferredUpdates, FeedPipe
 from ddp_hooks.topk.reduction.backward import Backward, Phase
-from ddp_hooks.topk.reduction.context import Context
+from ddp_hooks.topk.reduction.groups import Context
 from ddp_hooks.topk.reduction.steps import Steps
 
 

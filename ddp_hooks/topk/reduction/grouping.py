@@ -9,8 +9,7 @@ from dataclasses import replace
 from torch import Tensor
 
 from ddp_hooks.comm import mebibytes, profile_link
-from ddp_hooks.topk.reduction.context import Context
-from ddp_hooks.topk.reduction.groups import GradientGroup, Members, form_groups
+from ddp_hooks.topk.reduction.groups import Context, GradientGroup, Members, form_groups
 from ddp_hooks.tuning import Groups, Tuning, begin, job_of
 
 

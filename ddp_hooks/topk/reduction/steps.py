@@ -11,9 +11,9 @@ from ddp_hooks.comm import see
 from ddp_hooks.intercept import co_optimizers
 from ddp_hooks.topk.choosing import VariantChooser
 from ddp_hooks.topk.reduction.backward import Backward, Phase
-from ddp_hooks.topk.reduction.context import Context
 from ddp_hooks.topk.reduction.group_reduction import DenseReduction
 from ddp_hooks.topk.reduction.grouping import Grouping
+from ddp_hooks.topk.reduction.groups import Context
 
 logger = logging.getLogger("ddp_hooks")
 
