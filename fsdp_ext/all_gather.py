@@ -82,8 +82,6 @@ class LaneAllGather(compat.AllGather):
 
 
 class _GatherWork(dist.Work):
-    """Gather that FSDP2 waits for."""
-
     def __init__(self, wait: Callable[[], None]) -> None:
         super().__init__()
         self._wait = wait
@@ -106,7 +104,6 @@ class NativeAllGather(compat.AllGather):
         self._exact = compat.DefaultAllGather()
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return memory for the collective."""
         return self._exact.allocate(*args, **kwargs)
 
     def __call__(

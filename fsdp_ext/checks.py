@@ -151,10 +151,9 @@ def _describe(value: object) -> str:
 
 
 def agree_to_extend(model: nn.Module, config: ExtConfig, extended: str) -> None:
-    """Compare the set-up of all ranks with these parameters; ``extended`` says how the model was extended before.
+    """Raise ValueError on all ranks with these parameters if the model cannot be extended, or if ranks differ.
 
-    Raises:
-        ValueError: on all ranks: the model cannot be extended, or ranks differ.
+    ``extended`` says how the model was extended before.
     """
     problem = find_problem(model, config, extended != "no")
     if not dist.is_initialized():

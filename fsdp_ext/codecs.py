@@ -72,7 +72,6 @@ class Int8Blocks:
             piece.add_(self._decode(scale, code, piece.numel()))
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
-        """See :meth:`Bf16.encode_with_residual`."""
         pieces = zip(self._pieces(residual, payload), self._pieces(values, payload), strict=True)
         for (piece, scale, code), (added, _, _) in pieces:
             self._encode(piece.add_(added), scale, code)

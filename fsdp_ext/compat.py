@@ -83,8 +83,7 @@ def communication_of(module: FSDPModule) -> tuple[Any, Any] | None:
 
 def num_shards(module: FSDPModule) -> int:
     """Return the number of ranks that shard the parameters outside of forward and backward."""
-    num_ranks: int = _group(module).mesh_info.shard_mesh_size
-    return num_ranks
+    return int(_group(module).mesh_info.shard_mesh_size)
 
 
 def is_replicated(module: FSDPModule) -> bool:

@@ -113,8 +113,6 @@ class Transport:
 
 
 class ExtContext:
-    """Everything that the communication objects of one model share."""
-
     def __init__(self, config: ExtConfig) -> None:
         self.config = config
         self.counts = ExtStats()  # collectives only

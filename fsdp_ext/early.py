@@ -38,8 +38,6 @@ _MOST_PLANS = 4  # each costs a reduce-scatter in vain: a loop that trains other
 
 
 class Phase(Enum):
-    """Lifecycle of a module's early reduce-scatters."""
-
     LEARNING = auto()  # the next reduce-scatter goes as a whole, and gives the plan
     TRIAL = auto()  # it goes in parts, none of them before FSDP2 asks
     ACTIVE = auto()  # parts go when their gradients are ready
@@ -59,8 +57,6 @@ class _Part(NamedTuple):
 
 
 class _Sent(NamedTuple):
-    """Part that is under way."""
-
     memory: Tensor  # (world_size, columns), reduced in place
     work: Work
     gradients: Tensor | None = None  # a copy of the values that were sent early

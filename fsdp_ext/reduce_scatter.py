@@ -107,7 +107,8 @@ class LaneReduceScatter(compat.ReduceScatter):
         if self._residuals is not None and (density < 1 or codec is not None):
             residual = self._residuals.prepare(partition.flat, scatters.group, op)
         if density < 1 and residual is not None:
-            algorithm = compressed.sparse_reduce_scatter(partition, residual, rank, density, config.entries, divisor)
+            wire = config.wire or "compact"
+            algorithm = compressed.sparse_reduce_scatter(partition, residual, rank, density, wire, divisor)
             # A module that ran twice is reduced twice in one backward, perhaps by two lanes.
             after = () if self._last_sparse is None else (self._last_sparse,)
             self._last_sparse = scatters.run(algorithm, self._name, after)
@@ -251,17 +252,15 @@ def _reason_before_views(facts: compat.GroupFacts, dtype: torch.dtype, defer: bo
 class NativeReduceScatter(compat.ReduceScatter):
     """The backend's all-to-all of encoded gradients: each travels straight to the rank that needs it.
 
-    For accelerators. Everything is issued on the current stream, which FSDP2 has chosen and waits for.
+    For accelerators; see :class:`~fsdp_ext.all_gather.NativeAllGather` for its stream and its exact collective.
     """
 
     def __init__(self, config: ExtConfig, residuals: Residuals | None) -> None:
         self._config = config
         self._residuals = residuals
-        # Not its subclass: FSDP2 would let ``set_symm_mem_for_comm()`` put another object in the place of this one.
         self._exact = compat.DefaultReduceScatter()
 
     def allocate(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Return memory for the collective."""
         return self._exact.allocate(*args, **kwargs)
 
     def __call__(

@@ -229,7 +229,6 @@ class _Search:
         return slowest_s
 
     def _time(self, model: nn.Module, setting: _Setting) -> float:
-        """Run the steps of one trial; return this rank's seconds per step."""
         extension = extend(model, setting.config) if setting.config is not None else None
         clock = StepClock(_device_of(model))
         for _ in range(self.tuner.dropped_steps):
@@ -277,8 +276,6 @@ def _device_of(model: nn.Module) -> torch.device:
 
 @dataclass(frozen=True)
 class _TunedEntry(Entry):
-    """Entry of a profile with the result of a search."""
-
     tuned: Tuned
 
     def packed(self) -> dict[str, Any]:

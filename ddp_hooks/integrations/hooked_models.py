@@ -81,10 +81,6 @@ class HookedModel:
         self._final_residual: dict[str, Any] = {}
         self._parameters = {id(parameter) for parameter in managed_parameters(ddp).values()}
 
-    @property
-    def has_sharded_optimizer(self) -> bool:
-        return self.dear is not None and self.dear.has_sharded_optimizer
-
     def owns(self, parameter: Tensor) -> bool:
         return id(parameter) in self._parameters
 

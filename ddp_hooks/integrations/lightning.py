@@ -80,7 +80,7 @@ class _Hooked:
     def _parameters_of(self, optimizer: torch.optim.Optimizer) -> list[Tensor]:
         """Return the parameters of an optimizer; if it holds shards, the model's parameters."""
         models = self.hooked_models.of(_unwrapped(optimizer))
-        if not any(model.has_sharded_optimizer for model in models):
+        if not any(model.dear is not None and model.dear.has_sharded_optimizer for model in models):
             return [parameter for group in optimizer.param_groups for parameter in group["params"]]
         return [parameter for model in models for parameter in model.ddp.parameters() if parameter.requires_grad]
 

@@ -57,8 +57,6 @@ Config: TypeAlias = Part | Sequence[Part]
 
 
 class Combination(NamedTuple):
-    """Parts of a configuration."""
-
     dense: Dense | None  # hook of DDP's buckets; None: DDP's own all-reduce
     tables: Tables | None  # None: they stay whole
     extension: ExtConfig | None = None  # of FSDP2; excludes the other parts

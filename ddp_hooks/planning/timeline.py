@@ -62,7 +62,6 @@ class Timeline:
 
 
 def kind_of(span: Span) -> str:
-    """Return the kind of a span, a key of ``COLOURS``."""
     if span.track in COLOURS:
         return span.track
     return next((kind for kind in COLOURS if span.name.startswith(kind)), "other")

@@ -91,7 +91,6 @@ class EntryCodec:
 
     @property
     def _wire(self) -> torch.dtype:
-        """Type of the values in a message."""
         return self.dtype if self.format == "exact" else torch.bfloat16
 
     def _entries_nbytes(self, numel: int, capacity: int) -> int:

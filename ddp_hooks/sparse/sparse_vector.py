@@ -73,7 +73,6 @@ def add(first: SparseVector, second: SparseVector) -> SparseVector:
 
 
 def total(vectors: Sequence[SparseVector]) -> SparseVector:
-    """Return the sum of vectors, formed from left to right."""
     return functools.reduce(add, vectors)
 
 

@@ -11,8 +11,6 @@ _NUM_SIZES = 64  # grid on which groups are compared
 
 
 class Groups(NamedTuple):
-    """Groups that a size forms."""
-
     num_groups: int
     members: Hashable  # equal for two sizes that form the same groups
 
@@ -28,8 +26,6 @@ class Candidate(NamedTuple):
 
 
 class Observation(NamedTuple):
-    """Measured throughput of a candidate."""
-
     candidate: int  # index
     throughput: float  # steps per second
 

@@ -29,8 +29,6 @@ _SAME_LINK = 2.0  # two measurements of one link may differ by this factor
 
 @dataclass(frozen=True)
 class Trial:
-    """Measurement of one size."""
-
     mb: float
     num_groups: int
     step_s: float  # median seconds per step, of the slowest rank
@@ -64,8 +62,6 @@ class Job:
 
 @dataclass(frozen=True)
 class Entry:
-    """Results of one job."""
-
     job: Job
     trials: tuple[Trial, ...]
     chosen: float | None  # size; None: the search has not ended

@@ -21,9 +21,7 @@ _FIXED_DEVIATION = 0.05  # so this part of the first throughput serves instead
 
 @dataclass(frozen=True)
 class Posterior:
-    """Prediction for every candidate."""
-
-    improvement: list[float]  # expected, over the best by more than xi, in standard deviations of the trials
+    improvement: list[float]  # of each candidate, over the best by more than xi, in standard deviations of the trials
     gain: list[float]  # expected improvement over the best, as a part of it
 
 

@@ -32,8 +32,6 @@ logger = logging.getLogger("ddp_hooks")
 
 
 class Tunable(Protocol):
-    """Fusion size of a hook."""
-
     def groups_of(self, mb: float) -> Groups:
         """Return the groups that a size would form; called from another thread, also during a step."""
 
@@ -49,7 +47,6 @@ class StepClock:
         self._marks: list[Any] = []  # seconds of the host, or torch.cuda.Event
 
     def restart(self) -> None:
-        """Forget all steps; the next one begins now."""
         self._marks.clear()
         self.tick()
 
@@ -73,8 +70,6 @@ class StepClock:
 
 
 class Phase(Enum):
-    """Purpose of the present steps."""
-
     SETTLING = auto()
     DECIDING = auto()
     MEASURING = auto()

@@ -257,7 +257,7 @@ def optimizer_is_sharded(rank: int, world_size: int, folder: str, optim: str) ->
     with as_torchrun_does(rank, world_size):
         trainer = make(Path(folder), DEAR, gpt2(), optim=optim)
         trainer.train()
-        found = hooked(trainer).has_sharded_optimizer
+        found = hooked(trainer).dear.has_sharded_optimizer
         states = list(hooked(trainer).optimizer.state.values())
         finish(trainer)
     values = [value for state in states for value in state.values() if isinstance(value, Tensor)]

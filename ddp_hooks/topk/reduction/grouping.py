@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
@@ -27,8 +28,9 @@ class Grouping:
         self._finds_unused = finds_unused
         self._order = list(reversed(range(len(context.names))))  # most backwards go this way
         self._seen: dict[int, None] | None = {}  # parameters in the order of the first backward; None: order is fixed
+        this = weakref.ref(self)  # the collector does not see through a parameter's hooks
         self._watches = [
-            parameter.register_post_accumulate_grad_hook(_noting(self, index))
+            parameter.register_post_accumulate_grad_hook(partial(_note, this, index))
             for index, parameter in enumerate(context.parameters)
         ]
         self.apply(self.mb)
@@ -96,15 +98,10 @@ class Grouping:
             self.close()
 
 
-def _noting(grouping: Grouping, index: int) -> Callable[[Tensor], None]:
-    reference = weakref.ref(grouping)  # the collector does not see through a parameter's hooks
-
-    def note(_: Tensor) -> None:
-        alive = reference()
-        if alive is not None:
-            alive.note(index)
-
-    return note
+def _note(this: weakref.ref[Grouping], index: int, _: Tensor) -> None:
+    grouping = this()
+    if grouping is not None:
+        grouping.note(index)
 
 
 def begin_tuning(context: Context, grouping: Grouping) -> Tuning | None:
