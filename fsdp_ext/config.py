@@ -108,6 +108,10 @@ class ExtConfig:
         return next((density for pattern, density in self.density.items() if fnmatchcase(module, pattern)), 1.0)
 
     @property
+    def entries(self) -> Format:
+        return self.wire if self.wire is not None else "compact"
+
+    @property
     def block_numel(self) -> int:
         return self.block if self.block is not None else _BLOCK
 

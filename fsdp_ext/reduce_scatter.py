@@ -107,8 +107,7 @@ class LaneReduceScatter(compat.ReduceScatter):
         if self._residuals is not None and (density < 1 or codec is not None):
             residual = self._residuals.prepare(partition.flat, scatters.group, op)
         if density < 1 and residual is not None:
-            wire = config.wire or "compact"
-            algorithm = compressed.sparse_reduce_scatter(partition, residual, rank, density, wire, divisor)
+            algorithm = compressed.sparse_reduce_scatter(partition, residual, rank, density, config.entries, divisor)
             # A module that ran twice is reduced twice in one backward, perhaps by two lanes.
             after = () if self._last_sparse is None else (self._last_sparse,)
             self._last_sparse = scatters.run(algorithm, self._name, after)

@@ -34,10 +34,7 @@ class EntryCodec:
     may_be_dense: bool = False  # send all elements of a block, without indices, where that is not longer
 
     def nbytes(self, numel: int, capacity: int) -> int:
-        """Return the length of a message for up to ``capacity`` entries of a block of ``numel`` elements.
-
-        A message for no entries is empty.
-        """
+        """Return the length of a message for up to ``capacity`` entries of a block; 0 for no entries."""
         if self._is_dense(numel, capacity):
             return numel * self._wire.itemsize
         return self._entries_nbytes(numel, capacity)

@@ -35,16 +35,13 @@ def restore(
     mine: Sequence[Mapping[str, Any]],
     everyones: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Replace residuals and velocities by the sums of the states ``mine``.
-
-    A group that has a residual on one rank has one on all ranks, so ``everyones`` says which groups have one.
-    """
+    """Replace residuals and velocities by the sums of the states ``mine``."""
     group_of = {index: group for group in groups for index in group.members}
     for group in groups:
         group.clear()
     for index, (name, like) in enumerate(zip(context.names, context.parameters, strict=True)):
         group = group_of[index]
-        if any(name in state["residual"] for state in everyones):
+        if any(name in state["residual"] for state in everyones):  # a group has one on all ranks or on none
             group.ensure_residual()
         for kind in _KINDS:
             found = [state[kind][name] for state in mine if name in state[kind]]
@@ -64,10 +61,7 @@ def fingerprint(saved: Mapping[str, Any], own: bool) -> dict[str, Any]:
 def find_problem(
     saved: Sequence[Mapping[str, Any]], own_rank: int | None, world_size: int, context: Context
 ) -> str | None:
-    """Return the reason why states cannot be loaded, with a remedy; None if they can.
-
-    ``own_rank``: the rank, if it loads its own state; None: the states are those of all ranks.
-    """
+    """Return the reason why states cannot be loaded; without ``own_rank`` they are those of all ranks."""
     if not saved:
         return "there is no state to load"
     problem = next((found for state in saved if (found := _problem_of_content(state, context))), None)

@@ -103,11 +103,7 @@ class Tuning:
         return self.phase is Phase.FINISHED
 
     def stepped(self) -> None:
-        """Record the end of a step; called on all ranks, with no communication under way. Sometimes collective.
-
-        Raises:
-            LaneError, LaneTimeout: a rank failed, or took no part in an exchange.
-        """
+        """Record the end of a step; called on all ranks, with no communication under way. Sometimes collective."""
         if self.finished:
             return
         self._clock.tick()

@@ -115,10 +115,7 @@ class Backward:
             self.restore_unused(self.unused)
 
     def restore_unused(self, among: Collection[int]) -> None:
-        """Return results of parameters that no rank has used: DDP leaves their gradients as they were.
-
-        ``among``: parameters of groups that are complete.
-        """
+        """Return results of unused parameters ``among`` those that have arrived: DDP leaves their gradients alone."""
         for reduction in self.reductions if self.unused else []:
             for index, start in reduction.group.offsets.items():
                 if index in self.unused and index in among:
