@@ -39,7 +39,7 @@ from ddp_hooks.comm.torch_compat.ddp import (
     sparse_parameters,
 )
 from ddp_hooks.embedding.exchange.gradients import RowSum, mean_of_rows
-from ddp_hooks.embedding.exchange.packing import as_rows, exchange_parts, message_bytes, new_message, parts_of
+from ddp_hooks.embedding.exchange.lookup import as_rows, exchange_parts, message_bytes, new_message, parts_of
 from ddp_hooks.intercept.causes import LocalGradients
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ddp_hooks.comm import Algorithm, Round, num_rounds, run_on_fabric
 from ddp_hooks.comm.executors.fabric import RankTraffic
-from ddp_hooks.coordination.negotiation.bitvector import (
+from ddp_hooks.coordination.negotiation.messages import (
     VectorBuffers,
     and_of_all,
     indices,

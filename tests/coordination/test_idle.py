@@ -23,7 +23,7 @@ import torch.distributed as dist
 from ddp_hooks.comm import run_on_fabric
 from ddp_hooks.coordination import Coordinator, CoordinatorConfig
 from ddp_hooks.coordination.control.cycle_policy import PATIENCE_S
-from ddp_hooks.coordination.negotiation.bitvector import vector_nbytes
+from ddp_hooks.coordination.negotiation.messages import vector_nbytes
 from ddp_hooks.coordination.negotiation.negotiator import STATUS_BITS, CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec
 from tests.support.workers import WorkerPools

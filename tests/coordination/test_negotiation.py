@@ -13,7 +13,7 @@ import pytest
 
 from ddp_hooks.comm import num_rounds, run_on_fabric
 from ddp_hooks.comm.executors.fabric import RankTraffic
-from ddp_hooks.coordination.negotiation.bitvector import vector_nbytes
+from ddp_hooks.coordination.negotiation.messages import vector_nbytes
 from ddp_hooks.coordination.negotiation.negotiator import STATUS_BITS, CycleInput, CycleResult, Negotiator
 from ddp_hooks.coordination.request import Request, TensorSpec
 

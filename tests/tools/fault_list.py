@@ -654,14 +654,14 @@ _COORDINATION = (
     ),
     Fault(
         "coordination: the last bits do not travel",
-        "ddp_hooks/coordination/negotiation/bitvector.py",
+        "ddp_hooks/coordination/negotiation/messages.py",
         "return max(1, -(-num_bits // 8))",
         "return max(1, num_bits // 8)",
         ("tests/coordination/test_bitvector.py",),
     ),
     Fault(
         "coordination: only the last vector that came counts",
-        "ddp_hooks/coordination/negotiation/bitvector.py",
+        "ddp_hooks/coordination/negotiation/messages.py",
         'bits &= int.from_bytes(incoming, "little")',
         'bits = int.from_bytes(incoming, "little")',
         ("tests/coordination/test_bitvector.py",),

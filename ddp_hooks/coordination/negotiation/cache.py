@@ -10,7 +10,7 @@ import heapq
 from collections import OrderedDict
 from typing import NamedTuple
 
-from ddp_hooks.coordination.negotiation.bitvector import indices
+from ddp_hooks.coordination.negotiation.messages import indices
 from ddp_hooks.coordination.request import Request
 
 

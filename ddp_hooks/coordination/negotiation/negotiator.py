@@ -18,9 +18,8 @@ from collections.abc import Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ddp_hooks.comm import Algorithm, Round
-from ddp_hooks.coordination.negotiation.bitvector import VectorBuffers, and_of_all, indices, or_of_all
 from ddp_hooks.coordination.negotiation.cache import ResponseCache
-from ddp_hooks.coordination.negotiation.messages import broadcast, gather
+from ddp_hooks.coordination.negotiation.messages import VectorBuffers, and_of_all, broadcast, gather, indices, or_of_all
 from ddp_hooks.coordination.negotiation.request_table import RequestTable
 from ddp_hooks.coordination.request import Request, pack, unpack
 

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Algorithm, Round
-from ddp_hooks.embedding.exchange.lookup import BatchRows, Ids, Lookup
-from ddp_hooks.embedding.exchange.packing import as_rows, exchange_parts
+from ddp_hooks.embedding.exchange.lookup import BatchRows, Ids, Lookup, as_rows, exchange_parts
 from ddp_hooks.embedding.table import Table
 
 Mask = npt.NDArray[np.bool_]

@@ -83,9 +83,7 @@ class OptimizerHooks:
         if not inside_making_state():  # torch zeroes the gradients that it has made itself
             self._scheduler.drop_gradients()
 
-    def _before_followed_step(
-        self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any
-    ) -> tuple[Any, Any] | None:
+    def _before_followed_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> tuple[Any, Any] | None:
         if is_inner_step(optimizer) or makes_state(kwargs):
             return None
         # The user's closure runs backward; the tables' step follows inside of it, so that no hook zeroes between them.

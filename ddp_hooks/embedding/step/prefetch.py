@@ -82,9 +82,7 @@ class PrefetchedLoader(Generic[Batch]):
     Everything else (``len``, ``dataset``, ``sampler``, ``set_epoch``, …) is the loader's.
     """
 
-    def __init__(
-        self, queue: PrefetchQueue, loader: Iterable[Batch], rows_of: Callable[[Batch], BatchRows]
-    ) -> None:
+    def __init__(self, queue: PrefetchQueue, loader: Iterable[Batch], rows_of: Callable[[Batch], BatchRows]) -> None:
         self._queue = queue
         self._loader = loader
         self._rows_of = rows_of

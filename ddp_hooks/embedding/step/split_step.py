@@ -42,9 +42,7 @@ def problem_of_optimizer(optimizer_class: Any, options: Mapping[str, Any]) -> st
                 f"or use SparseAdam"
             )
     if optimizer_class is not RowwiseAdamW and options.get("weight_decay"):
-        return (
-            f"weight_decay of {name} does not work with gradients of a few rows: leave it out, or use RowwiseAdamW"
-        )
+        return f"weight_decay of {name} does not work with gradients of a few rows: leave it out, or use RowwiseAdamW"
     return None
 
 
