@@ -110,7 +110,6 @@ class _Group:
         self.reset()
 
     def reset(self) -> None:
-        """Forget the gradients of a backward."""
         self.handle: Handle | None = None  # of the all-reduce
         self.missing = set(self.parameters)  # gradients that are not in ``flat``
         self.flat: Tensor | None = None  # (numel,)
@@ -314,7 +313,6 @@ def _check_coordinator(coordinator: Coordinator | None, config: object, group: d
 
 
 def _copy_from_rank_0(model: nn.Module, group: dist.ProcessGroup) -> None:
-    """Copy the parameters and buffers of rank 0 to all ranks, in few messages."""
     tensors = {str(index): each for index, each in enumerate((*model.parameters(), *model.buffers()))}
     nbytes = {name: each.nbytes for name, each in tensors.items()}
     for names in at_most_bytes(nbytes, mebibytes(_BROADCAST_MB), {}):

@@ -26,8 +26,7 @@ class TensorSpec:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        dtype = getattr(torch, self.dtype.removeprefix("torch."))
-        assert isinstance(dtype, torch.dtype)
+        dtype: torch.dtype = getattr(torch, self.dtype.removeprefix("torch."))
         return dtype
 
 
@@ -81,7 +80,6 @@ def pack(requests: Sequence[Request]) -> list[Any]:
 
 
 def unpack(items: Sequence[Any]) -> list[Request]:
-    """Reverse :func:`pack`."""
     return [
         Request(name, operation, tuple(TensorSpec(n, tuple(shape), dtype) for n, shape, dtype in specs), *rest)
         for name, operation, specs, *rest in items

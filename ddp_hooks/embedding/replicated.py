@@ -139,8 +139,7 @@ class EmbeddingState:
         if self._local is not None:
             self._local.close()
         self._lanes.close()
-        ddp = self._ddp()
-        if ddp is not None:
+        if (ddp := self._ddp()) is not None:
             leave_to_another(ddp, set())
 
     def _end_backward(self) -> None:
@@ -257,8 +256,7 @@ def _find_problem(ddp: Any, timeout_s: object, stall_warning_s: object) -> str |
             "the DDP module already has a communication hook, and takes only one: drop one of the two. To replace a "
             "state, close() it, and wrap the model again"
         )
-    changed = problem_of_reduced_set(ddp, "EmbeddingState")
-    if changed is not None:
+    if (changed := problem_of_reduced_set(ddp, "EmbeddingState")) is not None:
         return changed
     if not sparse_parameters(ddp):
         return (

@@ -174,8 +174,7 @@ def _named(places: Sequence[tuple[str, nn.Embedding]], which: Which) -> list[nn.
 def _problem_of_selection(selected: Iterable[Selected], config: TableConfig) -> str | None:
     for one in selected:
         for path, module in one.places:
-            reason = _reason_against(module)
-            if reason is not None:
+            if (reason := _reason_against(module)) is not None:
                 return f"{path} cannot be sharded: {reason}"
         if len({module.padding_idx for _, module in one.places}) > 1:
             names = ", ".join(path for path, _ in one.places)

@@ -91,8 +91,13 @@ class RequiresGradSync:
     def attach(self, root: nn.Module) -> None:
         for table in self._tables:
             names = table.name.split(".")
-            around = [root.get_submodule(".".join(names[:end])) for end in reversed(range(len(names)))]
-            self._around[table.index] = _surroundings_among(around, root)
+            for end in reversed(range(len(names))):
+                module = root.get_submodule(".".join(names[:end]))
+                trained = [weakref.ref(each) for each in module.parameters() if each.requires_grad]
+                if trained:
+                    name = "the model" if module is root else type(module).__name__
+                    self._around[table.index] = _Surroundings(name, trained)
+                    break
 
     def set(self, index: int, requires_grad: bool) -> None:
         self._tables[index].weight.requires_grad_(requires_grad)
@@ -111,14 +116,6 @@ class RequiresGradSync:
                     f'tables.requires_grad_(True, ["{name}"]) to go on training it'
                     f"{see('set-up-changed-later')}"
                 )
-
-
-def _surroundings_among(modules: Sequence[nn.Module], root: nn.Module) -> _Surroundings:
-    for module in modules:
-        trained = [weakref.ref(parameter) for parameter in module.parameters() if parameter.requires_grad]
-        if trained:
-            return _Surroundings("the model" if module is root else type(module).__name__, trained)
-    return _Surroundings("", [])
 
 
 def scatter_columns(table: Table, full: Tensor) -> Algorithm:

@@ -75,8 +75,7 @@ class EmbeddingTables:
                 no hooks.
         """
         self._scheduler.refuse_closed()
-        problem = find_problem_of_hooks(optimizer)
-        if problem is not None:
+        if (problem := find_problem_of_hooks(optimizer)) is not None:
             raise ValueError(problem)
         held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
         stale = [t.name for t, weight in zip(self._tables, self._replaced, strict=True) if id(weight()) in held]

@@ -566,8 +566,8 @@ _EMBEDDING = (
     Fault(
         "embedding: rows split for another batch are delayed",
         "ddp_hooks/embedding/step/split_step.py",
-        "return several or any(sent.exchange.upcoming is not upcoming for sent in self._sent)",
-        "return several",
+        "if several or any(sent.exchange.upcoming is not upcoming for sent in self._sent):",
+        "if several:",
         ("tests/embedding/test_exact.py",),
         "other_loops",
         has_slipped=True,
@@ -683,8 +683,8 @@ _COORDINATION = (
     Fault(
         "coordination: the least urgent leaves first",
         "ddp_hooks/coordination/control/send_queue.py",
-        "key=lambda message: (-message.priority, message.number)",
-        "key=lambda message: (message.priority, message.number)",
+        "key=lambda message: (-message.requests[0].priority, message.number)",
+        "key=lambda message: (message.requests[0].priority, message.number)",
         ("tests/coordination/test_send_queue.py",),
     ),
     Fault(

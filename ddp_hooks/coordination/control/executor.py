@@ -50,7 +50,12 @@ class Executor:
                 tensors += zeros if submission is None else submission.tensors
             self._all_reduce(lane, tensors, divisor, label)
         elif requests[0].operation == "reduce_scatter":
-            self._reduce_scatter(lane, submissions[0], divisor, label)
+            (tensor,), world_size = submissions[0].tensors, self._lanes.world_size
+            rows = tensor.clone(memory_format=torch.contiguous_format)  # the caller's tensor stays as it is
+            share = rows.numel() // world_size
+            submissions[0].result = rows.chunk(world_size)[self._lanes.rank]
+            partition = Partition(rows.view(-1), tuple(share * rank for rank in range(world_size + 1)))
+            lane.reduce_scatter([partition], label, divisor)
         else:
             lane.run(_keep_result(submissions[0]), label)
         work = lane.run(without_messages(lambda: self._on_end(message.number, submissions)), label)
@@ -68,15 +73,6 @@ class Executor:
         lane.reduce_scatter([partition], label, divisor)
         lane.all_gather([partition], label)
         lane.run(without_messages(lambda: None if in_place else copy_all(tensors, parts)), label)
-
-    def _reduce_scatter(self, lane: Lane, submission: Submission, divisor: int, label: str) -> None:
-        """Reduce-scatter a copy: the caller's tensor stays as it is."""
-        (tensor,), world_size = submission.tensors, self._lanes.world_size
-        rows = tensor.clone(memory_format=torch.contiguous_format)
-        share = rows.numel() // world_size
-        partition = Partition(rows.view(-1), tuple(share * rank for rank in range(world_size + 1)))
-        submission.result = rows.chunk(world_size)[self._lanes.rank]
-        lane.reduce_scatter([partition], label, divisor)
 
 
 def _note_start(submissions: Sequence[Submission]) -> None:

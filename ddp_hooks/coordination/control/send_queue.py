@@ -48,10 +48,6 @@ class Message:
     number: int  # counts messages, the same on every rank
     requests: tuple[Request, ...]
 
-    @property
-    def priority(self) -> int:
-        return self.requests[0].priority
-
     def cost(self, credit_bytes: int) -> float:
         """Return the bytes of the credit that the message takes."""
         nbytes = sum(request.known_nbytes for request in self.requests)
@@ -90,7 +86,7 @@ class SendQueue:
 
     def take(self) -> list[Message]:
         """Return the messages that leave now: the largest priority first, in agreed order among equals."""
-        self.waiting.sort(key=lambda message: (-message.priority, message.number))
+        self.waiting.sort(key=lambda message: (-message.requests[0].priority, message.number))
         if not self.holds_back:
             taken, self.waiting = self.waiting, []
             return taken

@@ -9,7 +9,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -113,13 +113,14 @@ class ControlThread:
 
     def _apply(self, announced: CycleInput, result: CycleResult) -> None:
         """Turn agreed requests into work or errors, in the same order on every rank."""
-        queue, pending = self._queue, self._queue.pending
+        queue, pending, send_queue = self._queue, self._queue.pending, self._send_queue
         with queue.changed:
+            now_s = time.perf_counter()
             if queue.error is not None:
                 return
             for name, ranks in result.missing.items():
                 if name in pending:
-                    waited_s = time.perf_counter() - pending[name].asked_s
+                    waited_s = now_s - pending[name].asked_s
                     logger.warning("waited %.0f s for %s: ranks %s have not asked for it", waited_s, name, ranks)
                 elif self._channel.ranks[self._channel.rank] in ranks:
                     logger.warning("other ranks wait for %s, which this rank has not asked for", name)
@@ -139,7 +140,16 @@ class ControlThread:
             if result.all_joined and queue.joined is not None:
                 queue.joined.decide()
                 queue.joined = None
-            leaving = self._leaving(result, mine)
+            send_queue.end(result.ended)
+            for number in result.ended:
+                self._ended_here.discard(number)
+                self._under_way.pop(number, None)
+            for message in send_queue.add(result.ready):
+                queue.queued[message.number] = [mine[request.name] for request in message.requests]
+            for submission in mine.values():
+                if submission is not None:
+                    submission.agreed_s = now_s
+            leaving = [(message, queue.queued.pop(message.number)) for message in send_queue.take()]
             if queue.queued and not self._ended_here <= set(announced.ended):
                 queue.request_cycle(is_urgent=True)  # messages wait that were not there when these ended
             if queue.closing and not queue.has_unsent and (announced.pending or not announced.closing):
@@ -149,21 +159,6 @@ class ControlThread:
             self._start(message, submissions)
         if result.failure is not None:
             queue.fail(LaneError(f"{result.failure}{see('a-rank-is-missing')}"))
-
-    def _leaving(
-        self, result: CycleResult, mine: Mapping[str, Submission | None]
-    ) -> list[tuple[Message, list[Submission | None]]]:
-        send_queue, queued, now_s = self._send_queue, self._queue.queued, time.perf_counter()
-        send_queue.end(result.ended)
-        for number in result.ended:
-            self._ended_here.discard(number)
-            self._under_way.pop(number, None)
-        for message in send_queue.add(result.ready):
-            queued[message.number] = submissions = [mine[request.name] for request in message.requests]
-            for submission in submissions:
-                if submission is not None:
-                    submission.agreed_s = now_s
-        return [(message, queued.pop(message.number)) for message in send_queue.take()]
 
     def _start(self, message: Message, submissions: Sequence[Submission | None]) -> None:
         work = self._executor.start(message, submissions)

@@ -33,7 +33,6 @@ class ResponseCache:
         return self._entries.get(name)
 
     def entries(self) -> list[Entry]:
-        """Return all entries, by number."""
         return sorted(self._entries.values(), key=lambda entry: entry.bit)
 
     def use(self, bits: int) -> list[Request]:

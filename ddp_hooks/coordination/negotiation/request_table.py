@@ -40,14 +40,9 @@ class RequestTable:
                     f"ranks ask for different collectives under the name {name!r}: {found}{see('ranks-differ')}"
                 )
         answer: dict[str, Any] = {"ready": pack(ready), "refused": refused}
-        if any(question["waiting"] for question in questions):
-            done = refused.keys() | {request.name for request in ready}
-            answer |= self._missing(questions, joined, done)
-        return answer
-
-    def _missing(
-        self, questions: Sequence[Mapping[str, Any]], joined: Collection[int], done: Collection[str]
-    ) -> dict[str, Any]:
+        if not any(question["waiting"] for question in questions):
+            return answer
+        done = refused.keys() | {request.name for request in ready}
         having: dict[str, set[int]] = {}
         for rank, question in enumerate(questions):
             for name, works_without_data in question["waiting"]:
@@ -65,10 +60,8 @@ class RequestTable:
                 asking, lacking = self._names_of(having[name]), self._names_of(ranks)
                 sides = f"ranks {asking} have asked for it, ranks {lacking} have not"
                 failures.append(f"{name} was waited for too long: {sides}")
-        return {
-            "missing": {name: self._names_of(ranks) for name, ranks in missing.items() if name in overdue},
-            "failure": next(iter(failures), None),
-        }
+        late = {name: self._names_of(ranks) for name, ranks in missing.items() if name in overdue}
+        return {**answer, "missing": late, "failure": next(iter(failures), None)}
 
     def _names_of(self, ranks: Collection[int]) -> list[int]:
         return [self._ranks[rank] for rank in sorted(ranks)]

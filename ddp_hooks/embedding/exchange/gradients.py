@@ -85,12 +85,9 @@ class GradientExchange:
         rank, weight = self.table.rank, self.table.weight.detach()
         self.num_prior = int(self._is_prior[rank].sum())
         self.num_delayed = len(self._rows[rank]) - self.num_prior
-        (self.prior,) = yield from _exchange([self._part(self._is_prior)])
+        (self.prior,) = yield from _exchange([self.part(prior=True)])
         if not self.called or all(mask.all() for mask in self._is_prior):
             self.receive_delayed(RowSum(weight.new_zeros(0, dtype=torch.int64), weight[:0]))
-
-    def delayed_part(self) -> _Part:
-        return self._part([~mask for mask in self._is_prior])
 
     def receive_delayed(self, rows: RowSum) -> None:
         self.delayed, self._values, self._touched = rows, None, None
@@ -136,8 +133,9 @@ class GradientExchange:
             is_next[rows] = True
         return [is_next[rows] for rows in self._rows]
 
-    def _part(self, masks: Sequence[Mask]) -> _Part:
+    def part(self, prior: bool) -> _Part:
         assert self._values is not None and self._touched is not None
+        masks = self._is_prior if prior else [~mask for mask in self._is_prior]
         own = np.flatnonzero(masks[self.table.rank])
         rows = [rows[mask] for rows, mask in zip(self._rows, masks, strict=True)]
         return _Part(self, rows, _take(self._values, own), _take(self._touched, own))
@@ -146,7 +144,7 @@ class GradientExchange:
 def send_delayed(exchanges: Sequence[GradientExchange]) -> Algorithm:
     """Exchange the delayed rows of several tables in one message per rank; fills their ``delayed``."""
     left = [exchange for exchange in exchanges if exchange.delayed is None]
-    sums = yield from _exchange([exchange.delayed_part() for exchange in left])
+    sums = yield from _exchange([exchange.part(prior=False) for exchange in left])
     for exchange, rows in zip(left, sums, strict=True):
         exchange.receive_delayed(rows)
 

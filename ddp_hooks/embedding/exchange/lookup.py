@@ -223,7 +223,6 @@ def parts_of(message: Tensor, nbytes: Sequence[int]) -> list[Tensor]:
 
 
 def as_rows(part: Tensor, num_rows: int, num_columns: int, dtype: torch.dtype) -> Tensor:
-    """View a part of a message as (num_rows, num_columns)."""
     return part.view(dtype).view(num_rows, num_columns)
 
 

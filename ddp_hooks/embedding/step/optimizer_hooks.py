@@ -125,8 +125,7 @@ def _before_any_step(hooks: OptimizerHooks) -> RemovableHandle:
     reference = weakref.ref(hooks)  # torch keeps the hook until somebody removes it
 
     def look(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        present = reference()
-        if present is not None:
+        if (present := reference()) is not None:
             present.refuse_stock_scaler(optimizer)
 
     handle = register_optimizer_step_pre_hook(look)

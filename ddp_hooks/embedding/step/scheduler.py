@@ -232,13 +232,6 @@ class StepScheduler:
         had_gradients = self.split_step.has_gradients
         if had_gradients:
             self.expected.clear()  # else it is the step of another model, before this one's backward
-        self._refuse_stale_gradients(had_gradients)
-        self.split_step.begin(self.lookups.ahead)
-        if had_gradients:
-            self._gradients = GradientState.APPLIED
-            self.lookups.look_ahead(flushes=not self._synchronizes)
-
-    def _refuse_stale_gradients(self, had_gradients: bool) -> None:
         if had_gradients and self.zeroing.was_zeroed():
             raise RuntimeError(
                 "the model's gradients were zeroed between backward and this step, and those of the tables were not: "
@@ -256,6 +249,10 @@ class StepScheduler:
                 "a second step with the same gradients, which the tables have applied and not kept: call zero_grad() "
                 f"and run a backward before it{see('tables-miss-a-step')}"
             )
+        self.split_step.begin(self.lookups.ahead)
+        if had_gradients:
+            self._gradients = GradientState.APPLIED
+            self.lookups.look_ahead(flushes=not self._synchronizes)
 
     def end_step(self, urgent: Sequence[Work] = ()) -> None:
         """Send delayed rows behind the next batch's vectors and other urgent work."""

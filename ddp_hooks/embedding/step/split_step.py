@@ -58,8 +58,7 @@ class TableUpdates:
 
     def begin(self) -> None:
         for group in self._optimizer.param_groups:
-            problem = problem_of_optimizer(type(self._optimizer), group)
-            if problem is not None:
+            if (problem := problem_of_optimizer(type(self._optimizer), group)) is not None:
                 raise ValueError(f"the tables' optimizer was changed: {problem} (OneCycleLR: cycle_momentum=False)")
         self.deferred.note_settings()
         self._counts = {}
@@ -177,7 +176,10 @@ class SplitStep:
         if not self.has_gradients:
             return
         self.updates.begin()
-        if self._must_be_complete(upcoming):
+        # No row may be delayed if gradients were read, come from several backwards, or were split for another batch.
+        tables = [sent.exchange.table.index for sent in self._sent]
+        several = bool(self._sums) or len(set(tables)) < len(tables)
+        if several or any(sent.exchange.upcoming is not upcoming for sent in self._sent):
             parts = self.complete()
         else:
             self._wait_for_prior()
@@ -211,12 +213,6 @@ class SplitStep:
         # A forward under inference_mode() may come here; optimizers cannot keep tensors that are made in it.
         with torch.inference_mode(False), self._tally.updates.measure(self._channels.recorder, "delayed updates"):
             self.updates.apply({one.exchange.table.index: one.scaled(one.exchange.delayed) for one in sent})
-
-    def _must_be_complete(self, upcoming: BatchRows | None) -> bool:
-        # No row may be delayed if gradients were read, come from several backwards, or were split for another batch.
-        tables = [sent.exchange.table.index for sent in self._sent]
-        several = bool(self._sums) or len(set(tables)) < len(tables)
-        return several or any(sent.exchange.upcoming is not upcoming for sent in self._sent)
 
     def _wait_for_prior(self) -> None:
         for sent in self._sent:
