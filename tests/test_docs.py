@@ -42,6 +42,9 @@ def names_for(page: str, path: str) -> dict[str, Any]:
     return {"Net": kind, "model": kind(), "loader": loader, "path": path, "folder": folder, "loss_of": _loss_of}
 
 
+_NOT_OURS = ("DistributedSampler(drop_last=True)", "join()")  # of the cheat sheet's table
+
+
 class _Net(nn.Sequential):
     def __init__(self) -> None:
         super().__init__(nn.Linear(8, 32), nn.Tanh(), nn.Linear(32, 4))
@@ -74,6 +77,7 @@ def _loss_of(output: Tensor) -> Tensor:
         ("tuning.md", 3),
         ("planner.md", 2),
         ("fsdp.md", 6),
+        ("coming_from.md", 3),
         ("coordination.md", 5),
     ],
 )
@@ -82,28 +86,36 @@ def test_every_block_of_a_page_runs(workers: WorkerPools, tmp_path: Path, page: 
     assert counts == [len(blocks_of(page))] * 2 and counts[0] >= least
 
 
-def run_tour(rank: int, world_size: int, folder: str) -> tuple[int, float, float]:
+def run_cheat_sheet(rank: int, world_size: int, folder: str) -> tuple[int, float, float]:
     """How many blocks ran, and how much the hooks of two frameworks' loops have sent, in MiB."""
     from tests.support.integrations.launched import as_torchrun_does, gpt2
     from tests.support.integrations.lightning_modules import loader, module
     from tests.support.integrations.trainers import make
 
     with as_torchrun_does(rank, world_size):
-        names = names_for("tour.md", f"{folder}/checkpoint.pt")
+        names = names_for("cheat_sheet.md", f"{folder}/checkpoint.pt")
         trainer = make(Path(folder), None, gpt2())
         quiet = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False}
         settings = {"accelerator": "cpu", "devices": world_size, "max_steps": 2, "enable_checkpointing": False, **quiet}
         names |= {"trainer": trainer, "module": module(), "batches": loader(8), "settings": settings}
-        blocks = run_blocks("tour.md", names)
-        sent_mb = [numbers["ddp_hooks/sent_mb"] for numbers in (trainer.comm_hook_stats(), names["numbers"])]
+        blocks = run_blocks("cheat_sheet.md", names)
+        sent_mb = trainer.comm_hook_stats()["ddp_hooks/sent_mb"], names["fit"].strategy.stats()["ddp_hooks/sent_mb"]
         trainer._detach()
     return len(blocks), sent_mb[0], sent_mb[1]
 
 
-def test_every_block_of_the_tour_runs(workers: WorkerPools, tmp_path: Path) -> None:
-    for num_blocks, *sent_mb in workers(2).run(run_tour, str(tmp_path)):
-        assert num_blocks == len(blocks_of("tour.md")) >= 8
+def test_every_block_of_the_cheat_sheet_runs(workers: WorkerPools, tmp_path: Path) -> None:
+    for num_blocks, *sent_mb in workers(2).run(run_cheat_sheet, str(tmp_path)):
+        assert num_blocks == len(blocks_of("cheat_sheet.md")) >= 8
         assert all(sent > 0 for sent in sent_mb), "no hook was at work"
+
+
+def test_the_cheat_sheets_table_has_lines_that_run() -> None:
+    rows = re.findall(r"^\| (?!---|your loop)(.*) \|$", (DOCS / "cheat_sheet.md").read_text(), re.MULTILINE)
+    program = "\n".join(blocks_of("cheat_sheet.md"))
+    lines = [line for row in rows for line in re.findall(r"`([^`]*\(.*?)`", row.split(" | ")[1])]
+    assert len(rows) >= 20 and len(lines) >= 14
+    assert not [line for line in lines if line not in program and line not in _NOT_OURS]
 
 
 def test_every_page_is_in_one_toctree() -> None:
