@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from ddp_hooks.comm import Algorithm, Send, num_rounds, run_on_fabric
-from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
+from ddp_hooks.comm.algorithms.bruck import reduce_scatter_steps
 from ddp_hooks.sparse import BlockSelector
 from ddp_hooks.sparse.codec import EntryCodec
 from ddp_hooks.sparse.common import Plan

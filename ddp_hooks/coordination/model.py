@@ -18,12 +18,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import agree, mebibytes, see
-from ddp_hooks.comm.torch_compat.autograd import (
-    current_backward,
-    in_backward,
-    inside_reentrant_checkpoint,
-    queue_engine_callback,
-)
+from ddp_hooks.comm.torch_compat import is_inside
+from ddp_hooks.comm.torch_compat.autograd import current_backward, in_backward, queue_engine_callback
 from ddp_hooks.comm.torch_compat.ddp import expects_sparse_gradient
 from ddp_hooks.coordination.config import CoordinatorConfig
 from ddp_hooks.coordination.control.request_queue import Handle
@@ -219,7 +215,7 @@ class CoordinatedModel:
     @torch.no_grad()
     def _note_gradient(self, name: str, parameter: Tensor) -> None:
         """Request the group of a parameter whose gradient is ready, if it is complete."""
-        if inside_reentrant_checkpoint():
+        if is_inside("torch.utils.checkpoint", "backward"):  # of a checkpoint with use_reentrant=True
             raise RuntimeError(
                 f"the gradient of {name} comes from a backward inside of another one, of which ranks may make "
                 f"different numbers: checkpoint activations with use_reentrant=False{see('coordinated-models')}"

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm.torch_compat.frames import is_inside
+from ddp_hooks.comm.torch_compat import is_inside
 from ddp_hooks.comm.torch_compat.state_dict import inside_state_dict_api
 from ddp_hooks.embedding.checkpoint import TableCheckpoint
 from ddp_hooks.embedding.step.scheduler import StepScheduler

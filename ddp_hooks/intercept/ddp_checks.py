@@ -8,10 +8,9 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm.torch_compat.ddp import (
     comm_hook_registered,
     delays_all_reduce,
-    first_managed_sparse_parameter,
     managed_parameters,
     problem_of_reduced_set,
-    uses_mixed_precision,
+    sparse_parameters,
 )
 from ddp_hooks.comm.torch_compat.distributed import backend_of
 
@@ -35,7 +34,7 @@ def find_problem_of_optimizer_type(optimizer: object, state: str) -> str | None:
 
 def find_problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
     """Look at the settings by which DDP keeps gradients from a hook."""
-    if uses_mixed_precision(ddp):
+    if getattr(ddp, "mixed_precision", None) is not None:
         return "DDP's mixed_precision takes the one communication hook for itself: use torch.autocast instead"
     if comm_hook_registered(ddp):
         return (
@@ -46,7 +45,8 @@ def find_problem_of_ddp(ddp: DistributedDataParallel) -> str | None:
         return "skip_all_reduce_unused_params keeps buckets from the hook: leave it out"
     if delays_all_reduce(ddp):
         return "delay_all_reduce_named_params keeps parameters from the hook: leave it out"
-    sparse = first_managed_sparse_parameter(ddp)
+    managed = managed_parameters(ddp)
+    sparse = next((name for name in sparse_parameters(ddp) if name in managed), None)
     if sparse is not None:
         return (
             f"{sparse} has sparse gradients, with only the rows that are used: construct it with sparse=False, split "

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from ddp_hooks.comm import see
-from ddp_hooks.comm.torch_compat.compiler import is_scripted
 
 _REASON = "ddp_hooks waits for parameters between graphs: compile with fullgraph=False"
 
@@ -51,7 +50,7 @@ def refuse_assigned_parameters(root: nn.Module, parameters: Collection[nn.Parame
     return [
         module.register_load_state_dict_pre_hook(refuse)
         for module in root.modules()
-        if not is_scripted(module)  # it takes no hooks, and keeps its parameters
+        if not isinstance(module, torch.jit.ScriptModule)  # it takes no hooks, and keeps its parameters
         and any(id(parameter) in reduced for parameter in module.parameters(recurse=False))
     ]
 

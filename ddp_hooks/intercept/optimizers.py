@@ -19,7 +19,7 @@ from torch import optim
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle as HookHandle
 
-from ddp_hooks.comm.torch_compat.handles import RemovableHandle
+from ddp_hooks.comm.torch_compat import RemovableHandle
 from ddp_hooks.comm.torch_compat.optimizer import calls_hooks, step_hooks
 from ddp_hooks.comm.torch_compat.overrides import without_overrides
 

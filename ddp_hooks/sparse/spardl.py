@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Recv, Send, bruck_all_gather, round_of
-from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
+from ddp_hooks.comm.algorithms.bruck import reduce_scatter_steps
 from ddp_hooks.sparse.codec import EntryCodec
 from ddp_hooks.sparse.common import Exchange, Plan
 from ddp_hooks.sparse.error_feedback import ErrorFeedback

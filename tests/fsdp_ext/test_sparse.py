@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Replicate
 
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
+from ddp_hooks.comm.algorithms.bruck import reduce_scatter_steps
 from ddp_hooks.sparse.common import block_counts
 from fsdp_ext import ExtConfig, Extension, extend, restore
 from fsdp_ext.compressed import even_partition, sparse_reduce_scatter

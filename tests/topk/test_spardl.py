@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import num_rounds, run_on_fabric
-from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
+from ddp_hooks.comm.algorithms.bruck import reduce_scatter_steps
 from ddp_hooks.sparse import SparseSum, SparseVector, Sparsity
 from ddp_hooks.sparse.codec import EntryCodec
 from ddp_hooks.sparse.common import block_counts

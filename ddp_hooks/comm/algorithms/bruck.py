@@ -40,6 +40,18 @@ def all_gather_steps(worker: int, size: int) -> tuple[Step, ...]:
     return tuple(steps)
 
 
+@lru_cache(maxsize=1024)
+def reduce_scatter_steps(worker: int, size: int) -> tuple[Step, ...]:
+    """Return the rounds of Spar-Reduce-Scatter: those of the all-gather backwards (zhao2024spardl, section III-B2).
+
+    Workers and blocks of one team are numbered from 0 on a circle (the paper counts from 1). Sending bag i of a worker
+    holds ``2^(i - 1)`` blocks, beginning ``2^(i - 1)`` after its own; the last bag, which goes first, holds the rest
+    (Example 1 and Fig. 5). In every round the worker still holds the blocks that it receives (Theorem 1).
+    """
+    gathers = reversed(all_gather_steps(worker, size))
+    return tuple(Step(gather.source, gather.incoming, gather.target, gather.outgoing) for gather in gathers)
+
+
 def bruck_all_gather(
     mine: Tensor, sizes: Sequence[int], members: Sequence[int], position: int
 ) -> Generator[Round, None, list[Tensor]]:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.torch_compat.frames import frames_of, is_inside
+from ddp_hooks.comm.torch_compat import frames_of
 
 
 def queue_engine_callback(function: Callable[[], None]) -> None:
@@ -67,8 +67,3 @@ def inside_another_backward() -> bool:
     """Return True if the backward that runs was called from inside of another one, on this thread."""
     runs = frames_of("torch.autograd.graph", "_engine_run_backward")
     return len(list(itertools.islice(runs, 2))) > 1
-
-
-def inside_reentrant_checkpoint() -> bool:
-    """Return True inside of the backward that ``checkpoint(use_reentrant=True)`` runs in a backward."""
-    return is_inside("torch.utils.checkpoint", "backward")

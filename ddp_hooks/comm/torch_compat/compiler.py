@@ -8,8 +8,7 @@ from typing import Any
 
 import torch
 
-from ddp_hooks.comm.torch_compat.frames import frames_of
-from ddp_hooks.comm.torch_compat.handles import RemovableHandle
+from ddp_hooks.comm.torch_compat import RemovableHandle, frames_of
 
 
 def inside_compiled_region() -> bool:
@@ -43,11 +42,6 @@ def is_compiled(module: torch.nn.Module) -> bool:
     if compiler is not None and isinstance(module, compiler.OptimizedModule):
         return True
     return hasattr(module.__dict__.get("forward"), "_torchdynamo_orig_callable")
-
-
-def is_scripted(module: torch.nn.Module) -> bool:
-    """Return True if the module's code runs in TorchScript's interpreter."""
-    return isinstance(module, torch.jit.ScriptModule)
 
 
 def before_call(module: torch.nn.Module, hook: Callable[..., None]) -> RemovableHandle:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm.torch_compat.frames import is_inside
+from ddp_hooks.comm.torch_compat import is_inside
 
 _left_to_another: weakref.WeakKeyDictionary[DistributedDataParallel, set[str]] = weakref.WeakKeyDictionary()
 
@@ -76,12 +76,6 @@ def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Param
     }
 
 
-def first_managed_sparse_parameter(ddp: DistributedDataParallel) -> str | None:
-    """Return the name of a parameter with a sparse bucket that is left to no other hook; None if there is none."""
-    managed = managed_parameters(ddp)
-    return next((name for name in sparse_parameters(ddp) if name in managed), None)
-
-
 def ddp_in_forward() -> DistributedDataParallel | None:
     """Return the DDP module whose forward runs, or None."""
     ddp = DistributedDataParallel._get_active_ddp_module()
@@ -91,11 +85,6 @@ def ddp_in_forward() -> DistributedDataParallel | None:
 def ddp_prepares_forward() -> bool:
     """Return True if DDP, on this thread, is about to call its module; it may make new buckets and copy gradients."""
     return is_inside(DistributedDataParallel.__module__, "_pre_forward")
-
-
-def uses_mixed_precision(ddp: DistributedDataParallel) -> bool:
-    """Return True if DDP casts parameters and gradients by itself, which takes the one slot for a hook."""
-    return getattr(ddp, "mixed_precision", None) is not None
 
 
 def places_gradients_one_by_one(ddp: DistributedDataParallel) -> bool:

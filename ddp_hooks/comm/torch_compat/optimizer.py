@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm.advice import see
-from ddp_hooks.comm.torch_compat.frames import frames_of, is_inside
+from ddp_hooks.comm.torch_compat import frames_of, is_inside
 
 
 def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:

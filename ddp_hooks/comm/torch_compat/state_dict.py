@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ddp_hooks.comm.torch_compat.frames import frames_of, is_inside
+from ddp_hooks.comm.torch_compat import frames_of, is_inside
 
 _MODULE = "torch.distributed.checkpoint.state_dict"
 _MAKES_STATE = "_init_optim_state"

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ddp_hooks.comm import mebibytes
-from ddp_hooks.comm.algorithms.bruck import all_gather_steps
-from ddp_hooks.comm.algorithms.spar_schedule import reduce_scatter_steps
+from ddp_hooks.comm.algorithms.bruck import all_gather_steps, reduce_scatter_steps
 from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
 from ddp_hooks.planning.network import Round, Rounds
 from ddp_hooks.planning.simulation import Run, Strategy
