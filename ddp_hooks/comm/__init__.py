@@ -1,7 +1,6 @@
 """One way to talk: algorithms as generators, three executors, lanes, accounting and agreement."""
 
 from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
-from ddp_hooks.comm.advice import see, wrong_state
 from ddp_hooks.comm.agreement import agree, compare
 from ddp_hooks.comm.algorithms.bruck import bruck_all_gather, num_rounds
 from ddp_hooks.comm.algorithms.collectives import (
@@ -31,7 +30,9 @@ from ddp_hooks.comm.validation import (
     check_whole,
     positive,
     refuse_unused,
+    see,
     whole,
+    wrong_state,
 )
 
 __all__ = [  # noqa: RUF022 - by topic

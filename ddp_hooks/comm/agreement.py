@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
-from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.meeting import gather_objects
+from ddp_hooks.comm.validation import see
 
 VERIFY = "DDP_HOOKS_VERIFY"
 
@@ -38,12 +38,8 @@ def compare(
     Sends a digest of 32 bytes per rank; the entries themselves travel only when digests differ. Messages say that ranks
     wait in ``subject``. ``patience`` has ``timeout_s`` and ``stall_warning_s``, as settings do.
 
-    Returns:
-        The problem of some ranks or of all, and the first entry that differs, with its values and the ranks that hold
-        each: at most one of the two, in the same words on all ranks.
-
-    Raises:
-        LaneTimeout, LaneError: see :func:`~ddp_hooks.comm.gather_objects`.
+    Returns the problem of some ranks or of all, or the first entry that differs, with its values and the ranks that
+    hold each, in the same words on all ranks. Raises as :func:`~ddp_hooks.comm.gather_objects` does.
     """
     lines = {name: str(value) for name, value in entries.items()}
     lines[VERIFY] = os.environ.get(VERIFY) or "0"  # or some ranks would wait for others' lines

@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import LaneError, died, last_words, lost_ranks
 from ddp_hooks.comm.torch_compat import RemovableHandle
 from ddp_hooks.comm.torch_compat.distributed import default_store, serves
+from ddp_hooks.comm.validation import see
 
 logger = logging.getLogger("ddp_hooks")
 

@@ -21,14 +21,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm.advice import see
-from ddp_hooks.comm.torch_compat.distributed import (
-    NETWORK_ERRORS,
-    NOTICE_TAG,
-    connection_is_broken,
-    default_store,
-    serves,
-)
+from ddp_hooks.comm.torch_compat.distributed import NOTICE_TAG, connection_is_broken, default_store, serves
+from ddp_hooks.comm.validation import see
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -55,7 +49,8 @@ def is_lost_connection(error: BaseException | None) -> bool:
     if not isinstance(error, RuntimeError) or isinstance(error, LaneError):
         return False
     signs = ("gloo/transport", "connection closed by peer", "connection reset by peer", "broken pipe")
-    return isinstance(error, NETWORK_ERRORS) or any(sign in str(error).lower() for sign in signs)
+    network_errors = (dist.DistNetworkError, dist.DistBackendError)
+    return isinstance(error, network_errors) or any(sign in str(error).lower() for sign in signs)
 
 
 def describe_waits(calls: Mapping[int, str], silent: Iterable[int], are_messages: bool = False) -> str:
@@ -127,39 +122,13 @@ def _wait_key(rank: int) -> str:
     return f"ddp_hooks/waiting/{rank}"
 
 
-class FailureNotices:
-    """Notices of a failure to all ranks of a gloo group, which arrive whether anybody waits or not.
-
-    Every rank posts a receive from each other rank at the beginning, and looks at the memory when it has a reason to.
-    So a late rank reads the report of a rank that has ended since, perhaps with the rendezvous store.
-    """
-
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
-        peers = [peer for peer in range(dist.get_world_size(group)) if peer != dist.get_rank(group)]
-        self._boxes = {peer: torch.zeros(_NOTICE_BYTES, dtype=torch.uint8) for peer in peers}
-        self._handles: list[Any] = [group.recv([box], peer, NOTICE_TAG) for peer, box in self._boxes.items()]
-
-    def send(self, text: str) -> None:
-        """Send ``text`` to all ranks that are left; once."""
-        notice = torch.cat([packed(text, _NOTICE_BYTES - 1), torch.ones(1, dtype=torch.uint8)])
-        for peer in self._boxes:
-            with contextlib.suppress(RuntimeError):  # the connection is broken
-                self._handles.append(self._group.send([notice], peer, NOTICE_TAG))
-
-    def first(self) -> str | None:
-        """Return a notice that has arrived, or None."""
-        for box in self._boxes.values():
-            if box[-1] == 1:  # it comes last
-                return unpacked(box[:-1])
-        return None
-
-
 class FailureStore:
     """Reports and reads the first failure in the store under ``prefix``, and the waits of ranks; ranks are global.
 
-    A note of a failure is ``reporter:culprit``, or ``rank:rank:reason`` from a rank that ends. The connections of
-    ``group`` carry notices of failures; None if gloo does not carry it.
+    A note of a failure is ``reporter:culprit``, or ``rank:rank:reason`` from a rank that ends. It also travels on the
+    connections of ``group``, unless None, whether anybody waits or not: every rank posts a receive from each other rank
+    at the beginning, and looks at the memory when it has a reason to. So a late rank reads the note of a rank that has
+    ended since, perhaps with the store.
     """
 
     def __init__(
@@ -170,8 +139,13 @@ class FailureStore:
         self.knows = False  # of a failure
         self._store = store
         self._rank = rank
-        self._group = group
-        self._notices = FailureNotices(group) if group is not None else None
+        self._group = group  # None where gloo does not carry it
+        self._boxes: dict[int, Tensor] = {}  # for the note of each other rank
+        self._handles: list[Any] = []
+        for peer in range(len(ranks)):
+            if group is not None and ranks[peer] != rank:
+                box = self._boxes[peer] = torch.zeros(_NOTICE_BYTES, dtype=torch.uint8)
+                self._handles.append(group.recv([box], peer, NOTICE_TAG))
         self._blamed_until_s: float | None = None  # another rank lost the connection to this one; see _own_timeout()
         self._gave_up: LaneTimeout | None = None  # the first message of this rank that timed out
         _stores.add(self)
@@ -199,10 +173,7 @@ class FailureStore:
         return note, dead_store
 
     def failure_of(self, error: Exception, peer: int, description: str) -> LaneError:
-        """Report a broken connection; return the error to raise for ``error`` of the backend or a socket.
-
-        ``description`` names rank, lane, work, round and peer of the message.
-        """
+        """Report a broken connection; return the error to raise for ``error`` of the backend or a socket."""
         text = str(error).splitlines()[0]
         if "timed out" in text.lower() or "timeout" in text.lower():
             hint = self.report_wait(description)
@@ -289,7 +260,7 @@ class FailureStore:
     def close(self) -> None:
         """Report and read no more failures, and let go of the group."""
         _stores.discard(self)
-        self._group = self._notices = None
+        self._group, self._boxes, self._handles = None, {}, []
 
     def exit_barrier(self, deadline_s: float) -> bool:
         """Wait until all ranks are here, one failed, or the store or the time is gone; return True if all are here."""
@@ -304,7 +275,11 @@ class FailureStore:
             return False
 
     def _notice(self) -> str | None:
-        return self._notices.first() if self._notices is not None else None
+        """Return a note that has arrived, or None."""
+        for box in self._boxes.values():
+            if box[-1] == 1:  # it comes last
+                return unpacked(box[:-1])
+        return None
 
     def _lost(self) -> list[int]:
         return lost_ranks(self._group, self.ranks) if self._group is not None else []
@@ -314,8 +289,12 @@ class FailureStore:
         if self.knows:
             return
         self.knows = True
-        if self._notices is not None:
-            self._notices.send(note)
+        group = self._group
+        if group is not None:
+            notice = torch.cat([packed(note, _NOTICE_BYTES - 1), torch.ones(1, dtype=torch.uint8)])
+            for peer in self._boxes:
+                with contextlib.suppress(RuntimeError):  # the connection is broken
+                    self._handles.append(group.send([notice], peer, NOTICE_TAG))
         try:
             self._store.add(f"{self.prefix}/readers", 1)
             expect_readers(self._store, f"{self.prefix}/readers", len(self.ranks) - 1)

@@ -23,7 +23,6 @@ from typing import Any, NamedTuple
 
 import torch.distributed as dist
 
-from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import (
     LaneError,
     LaneTimeout,
@@ -44,6 +43,7 @@ from ddp_hooks.comm.failure import (
     waits_of,
 )
 from ddp_hooks.comm.torch_compat.distributed import default_store
+from ddp_hooks.comm.validation import see
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -94,7 +94,6 @@ def gather_objects(item: Any, group: dist.ProcessGroup, what: str, patience: obj
 
     Args:
         item: anything that can be pickled; tensors are on the CPU.
-        group: the ranks, of any backend.
         what: the call as users know it, the same on every rank, such as ``"consolidate()"``; see :func:`calling`.
         patience: settings with ``timeout_s`` and ``stall_warning_s``; where these are none, those of :class:`Patience`.
 

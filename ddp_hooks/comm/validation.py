@@ -1,8 +1,8 @@
-"""Validators of settings; a value of the wrong type is invalid, not a TypeError.
+"""What users get wrong: validators of settings, and links from errors to the documentation.
 
 A setting is refused where the combination cannot do what the setting promises. A dataclass cannot tell a default from
 the same value that was given. So a setting that others can switch off has a default that promises nothing: None, or
-the behaviour without it.
+the behaviour without it. A value of the wrong type is invalid, not a TypeError.
 """
 
 from __future__ import annotations
@@ -10,6 +10,24 @@ from __future__ import annotations
 import math
 from dataclasses import fields
 from typing import Any
+
+_PAGE = "docs/troubleshooting.md"
+
+
+def see(anchor: str, quoted: object = None) -> str:
+    """Return the end of an error's message: ``" (see docs/troubleshooting.md#anchor)"``, the section that explains it.
+
+    Return nothing if another error, ``quoted`` at the end of the message, names a section itself.
+    """
+    return "" if f"(see {_PAGE}#" in str(quoted) else f" (see {_PAGE}#{anchor})"
+
+
+def wrong_state(hook: str, made_by: str, found: object) -> TypeError:
+    """Return the error of ``hook`` with ``found`` in place of the state that the expression ``made_by`` makes."""
+    return TypeError(
+        f"{hook} got {type(found).__name__} as its state: call ddp.register_comm_hook({made_by}, {hook})"
+        f"{see('gradients-were-not-reduced')}"
+    )
 
 
 def above(value: object, bound: float) -> bool:

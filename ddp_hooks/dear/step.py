@@ -24,9 +24,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import LinkProfile, Recorder, Work, agree, mebibytes, see
-from ddp_hooks.comm.torch_compat.autograd import increment_versions, queue_engine_callback
+from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.comm.torch_compat.compiler import inside_compiled_region
-from ddp_hooks.comm.torch_compat.ddp import ddp_in_forward, managed_parameters, places_gradients_one_by_one
+from ddp_hooks.comm.torch_compat.ddp import ddp_in_forward, managed_parameters
 from ddp_hooks.comm.torch_compat.optimizer import evaluated_once, is_inner_step, with_closure
 from ddp_hooks.comm.torch_compat.state_dict import makes_state, undo_making_state
 from ddp_hooks.dear import checks
@@ -80,7 +80,8 @@ class StepDriver:
         self.lanes, atom_bytes, fusion_bytes, link = open_lanes(
             config, group, device, self.recorder, model_bytes, replicates
         )
-        self._tracks = on_cpu and self.lanes.world_size > 1 and places_gradients_one_by_one(ddp)
+        at_once = ddp.static_graph or getattr(ddp, "batched_grad_copy", False)  # DDP fills a bucket in one go
+        self._tracks = on_cpu and self.lanes.world_size > 1 and not at_once
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
         rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
         self.layout = ModelLayout(self.parameters, ddp.module, self.lanes.world_size, rule, atom_bytes, self._tracks)
@@ -334,7 +335,7 @@ class StepDriver:
             return
         memory = self.update.end_step(self.gradients)
         self.checkpoint.invalidate()
-        increment_versions(self.parameters.tensors)
+        torch.autograd.graph.increment_version(self.parameters.tensors)
         if memory is not None:
             self.pipe.launched(self._submit_gathers(memory))
         for co_optimizer in self.co_optimizers:

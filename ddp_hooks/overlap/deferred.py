@@ -58,8 +58,8 @@ class DeferredUpdates:
                     "the optimizer's param_groups are not those that it had when the hook's state was created: change "
                     f"them before, or wrap the model again{see('set-up-changed-later')}"
                 )
-        if self._finish is not None:
-            let_state_wait(self._optimizer, self._finish_unless_running)
+        if self._finish is not None and not isinstance(self._optimizer.state, PendingState):
+            self._optimizer.state = PendingState(self._optimizer.state, self._finish_unless_running)
         self._settings = [
             {key: copied(value) for key, value in group.items() if key != "params"}
             for group in self._optimizer.param_groups
@@ -189,9 +189,3 @@ for _name in (
     *("get", "items", "keys", "values", "pop", "popitem", "clear", "setdefault", "update", "copy"),
 ):
     setattr(PendingState, _name, _waiting(_name))
-
-
-def let_state_wait(optimizer: torch.optim.Optimizer, wait: Callable[[], None]) -> None:
-    """Put a :class:`PendingState` in the place of ``optimizer.state``, unless there is one."""
-    if not isinstance(optimizer.state, PendingState):
-        optimizer.state = PendingState(optimizer.state, wait)

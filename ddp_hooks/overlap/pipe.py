@@ -178,30 +178,27 @@ class FeedPipe:
     def _await(self, groups: Iterable[int]) -> None:
         """Wait for groups; the reader's modes, function transforms and tracers do not see how."""
         with unobserved() if is_observed() else nullcontext():
-            self._await_unobserved(groups)
-
-    def _await_unobserved(self, groups: Iterable[int]) -> None:
-        complete = []
-        try:
-            for group in groups:
-                work = self._works[group]
-                if work is None:
-                    continue
-                if not work.done:
-                    with self.stall.measure(self._recorder, work.label):
-                        work.wait()
-                self._works[group] = None
-                self._num_in_flight -= 1
-                for index in self._groups[group]:
-                    self._missing[index] -= 1
-                    if not self._missing[index]:
-                        complete.append(index)
-        finally:  # also where a gather has failed: its parameters go on raising, those before it are there
+            complete = []
             try:
-                if complete:
-                    self._complete(complete)
-            finally:  # not before: a thread that finishes has to wait for the updates of another one
-                self.in_flight = self._num_in_flight > 0
+                for group in groups:
+                    work = self._works[group]
+                    if work is None:
+                        continue
+                    if not work.done:
+                        with self.stall.measure(self._recorder, work.label):
+                            work.wait()
+                    self._works[group] = None
+                    self._num_in_flight -= 1
+                    for index in self._groups[group]:
+                        self._missing[index] -= 1
+                        if not self._missing[index]:
+                            complete.append(index)
+            finally:  # also where a gather has failed: its parameters go on raising, those before it are there
+                try:
+                    if complete:
+                        self._complete(complete)
+                finally:  # not before: a thread that finishes has to wait for the updates of another one
+                    self.in_flight = self._num_in_flight > 0
 
     def _complete(self, indices: Sequence[int]) -> None:
         # Nobody must read a parameter in the middle of its update, so it goes on waiting. On accelerators torch looks

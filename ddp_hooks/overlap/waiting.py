@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm.torch_compat.overrides import before_transforms, makes_parameter, without_overrides
+from ddp_hooks.comm.torch_compat.overrides import before_transforms, without_overrides
 
 _PROPERTIES = (
     "shape", "dtype", "device", "layout", "grad", "requires_grad", "is_leaf", "grad_fn", "ndim", "nbytes",
@@ -62,7 +62,8 @@ class Waiting:
         if func in METADATA and cls.own_class is nn.Parameter:
             with without_overrides():
                 return func(*args, **kwargs)
-        is_construction = func is Tensor.detach and makes_parameter(sys._getframe(1))
+        # nn.Parameter(tensor) compares classes before and after detach().
+        is_construction = func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
         has_others = not all(issubclass(kind, Waiting) for kind in types)  # another class has to see the call, too
         on_host = is_construction or has_others or func in _PRINTING  # until the parameter has its own class
         arrived = cls.wait_in(args, on_host)
@@ -86,16 +87,11 @@ class Waiting:
 
 def waiting_class(own_class: type[nn.Parameter], wait_for: Callable[[Tensor, bool], bool]) -> type[nn.Parameter]:
     """Return a subclass of ``own_class`` whose instances wait by ``wait_for``."""
-    before_transforms(_wait_for)
+    before_transforms(_wait_in)
     # A graph must contain no wait. Not a decorator: that would import the compiler with this module.
     wait_in = staticmethod(torch.compiler.disable(_wait_in, reason="a parameter is still on its way"))
     members = {"own_class": own_class, "wait_for": staticmethod(wait_for), "wait_in": wait_in}
     return type(own_class.__name__, (Waiting, own_class), members)
-
-
-def _wait_for(tensor: Any) -> None:
-    if isinstance(tensor, Waiting):
-        _wait_in([tensor], on_host=True)
 
 
 def _wait_in(values: Iterable[Any], on_host: bool) -> bool:

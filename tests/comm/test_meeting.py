@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor
 
 from ddp_hooks.comm import (
     Patience,
@@ -81,18 +82,21 @@ def test_a_rank_that_timed_out_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_failure_that_others_told_of_came_first() -> None:
-    class Notices:
-        def first(self) -> str:
-            return "2:3"
+    boxes: dict[int, Tensor] = {}
+    sent: dict[int, str] = {}
 
-        def send(self, text: str) -> None:
-            sent.append(text)
+    class Group:
+        def recv(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+            boxes[peer] = tensors[0]
 
-    sent: list[str] = []
-    failures = failure.FailureStore(dist.HashStore(), "test", 1, [0, 1, 2, 3])
-    failures._notices = Notices()  # type: ignore[assignment]
+        def send(self, tensors: list[Tensor], peer: int, tag: int) -> None:
+            sent[peer] = failure.unpacked(tensors[0][:-1])
+
+    group: Any = Group()
+    failures = failure.FailureStore(dist.HashStore(), "test", 1, [0, 1, 2, 3], group)
+    boxes[2][:3], boxes[2][-1] = failure.packed("2:3", 3), 1
     assert "rank 3" in failures.report_peer(0), "the connection to rank 0 broke later"
-    assert sent == ["2:3"]
+    assert sent == dict.fromkeys((0, 2, 3), "2:3")
     failures.close()
 
 

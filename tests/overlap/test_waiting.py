@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ddp_hooks.comm import Recorder
 from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.overlap import FeedPipe
-from ddp_hooks.overlap.deferred import let_state_wait
+from ddp_hooks.overlap.deferred import PendingState
 from ddp_hooks.overlap.waiting import METADATA, Waiting
 
 OLD, NEW = 1.0, 2.0
@@ -432,7 +432,7 @@ def test_the_optimizers_state_waits_for_updates_to_come() -> None:
         lambda state: pickle.dumps(state),
         lambda state: state.clear(),
     ):
-        let_state_wait(optimizer, lambda: finished.append("updates"))
+        optimizer.state = PendingState(optimizer.state, lambda: finished.append("updates"))
         finished.clear()
         use(optimizer.state)
         assert finished

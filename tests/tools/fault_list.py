@@ -111,8 +111,8 @@ _COMM = (
     Fault(
         "comm: gradients and parameters have the same tags",
         "ddp_hooks/comm/executors/thread_lane.py",
-        "return _SLICE_KINDS.index(kind) * _TAGS_PER_SLICE_KIND + number",
-        "return number",
+        "tag = _SLICE_KINDS.index(submission.kind) * _TAGS_PER_SLICE_KIND + number",
+        "tag = number",
         ("tests/comm/test_lanes.py",),
     ),
     Fault(
@@ -176,8 +176,8 @@ _COMM = (
     Fault(
         "comm: a closed failures keeps its group",
         "ddp_hooks/comm/failure.py",
-        "self._group = self._notices = None",
-        "self._group = None",
+        "self._group, self._boxes, self._handles = None, {}, []",
+        "self._boxes, self._handles = {}, []",
         ("tests/embedding/test_steps.py",),
         choose="closing",
     ),

@@ -57,13 +57,8 @@ def bruck_all_gather(
 ) -> Generator[Round, None, list[Tensor]]:
     """Gather every member's message on every member (zhao2024spardl, Fig. 3b).
 
-    Args:
-        mine: (sizes[position],), this member's message.
-        sizes: length of each member's message, in elements.
-        members: the ranks that take part; ``members[position]`` runs this generator.
-
-    Returns:
-        The messages in the order of the members; views of memory that belongs to the caller.
+    The rank ``members[position]`` runs this generator, with ``mine``, of ``sizes[position]`` elements. Returns the
+    messages in the order of the members: views of memory that belongs to the caller.
     """
     held: dict[int, Tensor] = {position: mine}
     for target, outgoing, source, incoming in all_gather_steps(position, len(members)):

@@ -22,12 +22,9 @@ _WIDE_BYTES = 4  # of an element; sums of narrower floating-point types are form
 def direct_reduce_scatter(chunks: Sequence[Tensor], rank: int, scratch: Tensor, divisor: int = 1) -> Algorithm:
     """Sum ``chunks[rank]`` over all ranks, ``((g0 + g1) + g2) + ...``, and divide the sum, in place.
 
-    Args:
-        chunks: one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank. ``chunks[rank]`` ends as
-            the sum, the others stay as they are. float16 and bfloat16 are summed in float32, and rounded once.
-        rank: the rank that runs this generator.
-        scratch: at least ``(P - 1) * chunks[rank].numel()`` elements of the same type; overwritten.
-        divisor: number of ranks for a mean; here the sum is still in the cache.
+    The 1-D ``chunks[c]`` has the same length on every rank. ``chunks[rank]`` ends as the sum, the others stay as they
+    are. float16 and bfloat16 are summed in float32, and rounded once. ``scratch`` has the same type, and at least
+    ``(P - 1) * chunks[rank].numel()`` elements; it is overwritten.
     """
     return reduce_scatter_among(range(len(chunks)), rank, [[chunk] for chunk in chunks], scratch, divisor)
 
@@ -78,11 +75,9 @@ def all_gather_among(members: Sequence[int], position: int, parts: Sequence[Sequ
 
 
 def pairwise_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], rank: int) -> Algorithm:
-    """Send ``outgoing[q]`` to every rank q and receive ``incoming[q]`` from it, in one round.
+    """Send the 1-D ``outgoing[q]`` to every other rank q and receive ``incoming[q]`` from it, in one round.
 
-    Args:
-        outgoing, incoming: one 1-D tensor per rank, possibly empty; entries at ``rank`` are ignored. The length of
-            ``outgoing[q]`` here equals the length of ``incoming[rank]`` on q.
+    The length of ``outgoing[q]``, possibly 0, is that of ``incoming[rank]`` on q.
     """
     others = [(rank + step) % len(outgoing) for step in range(1, len(outgoing))]
     receives = [Recv(source, incoming[source]) for source in reversed(others)]

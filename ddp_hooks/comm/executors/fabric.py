@@ -8,7 +8,7 @@ still send it.
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -45,15 +45,10 @@ _Mailboxes: TypeAlias = dict[tuple[int, int], deque[tuple[Tensor, float]]]
 def run_on_fabric(
     algorithms: Sequence[Algorithm], cost: AlphaBeta | None = None, handling_s: float = 0.0
 ) -> list[RankTraffic]:
-    """Run ``algorithms[r]`` as rank r, all in this process, until every one has ended.
+    """Run ``algorithms[r]`` as rank r, all in this process, until every one has ended; return each rank's traffic.
 
-    Args:
-        algorithms: one generator per rank; their tensors are changed as the algorithms say.
-        cost: the price of a message; links are full duplex, and a rank's messages in one direction follow each other.
-        handling_s: seconds that a rank takes for each message that it receives, one after the other.
-
-    Returns:
-        The traffic of every rank, with its clock at the end.
+    Links are full duplex, and a rank's messages in one direction follow each other. ``handling_s`` is what a rank takes
+    for each message that it receives, one after the other.
 
     Raises:
         FabricError: the ranks wait for messages that nobody sends, a message's two sides differ in size or dtype, or
@@ -61,15 +56,16 @@ def run_on_fabric(
     """
     mailboxes: _Mailboxes = defaultdict(deque)
     ranks = [_Rank(rank, each, mailboxes, cost or AlphaBeta(), handling_s) for rank, each in enumerate(algorithms)]
-    running = deque(ranks)
+    running = deque((rank, rank.run()) for rank in ranks)
     idle_turns = 0
     while running:
-        rank = running.popleft()
-        idle_turns = 0 if rank.advance() else idle_turns + 1
-        if not rank.ended:
-            running.append(rank)
+        rank, turns = running.popleft()
+        moved = next(turns, None)
+        idle_turns = idle_turns + 1 if moved is False else 0
+        if moved is not None:
+            running.append((rank, turns))
         if idle_turns > len(running):
-            waits = [f"rank {each.rank} waits for a message from {each.waiting[0].peer}" for each in running]
+            waits = [f"rank {each.rank} waits for a message from {each.waiting[0].peer}" for each, _ in running]
             raise FabricError(f"deadlock: {'; '.join(waits)}")
     left_over = {route: len(box) for route, box in mailboxes.items() if box}
     if left_over:
@@ -87,31 +83,23 @@ class _Rank:
     traffic: RankTraffic = field(default_factory=RankTraffic)
     waiting: deque[Recv] = field(default_factory=deque)  # in this round
     sent: list[tuple[Send, Tensor]] = field(default_factory=list)  # with what each message held when it was sent
-    is_in_round: bool = False
     round_end_s: float = 0.0
-    ended: bool = False
 
-    def advance(self) -> bool:
-        """Go as far as messages allow; return True if this rank moved."""
-        progressed = False
-        while True:
-            if not self.is_in_round:
-                progressed = True
-                next_round = next(self.algorithm, None)
-                if next_round is None:
-                    self.ended = True
-                    self._refuse_changes()
-                    return True
-                self.is_in_round = True
-                self._post(next_round)
-            while self.waiting and self.mailboxes[self.waiting[0].peer, self.rank]:
-                self._receive(self.waiting.popleft())
-                progressed = True
-            if self.waiting:
-                return progressed
+    def run(self) -> Iterator[bool]:
+        """Go as far as messages allow, then yield: True if this rank has moved since it yielded last."""
+        for next_round in self.algorithm:
+            moved = True
+            self._post(next_round)
+            while self.waiting:
+                if self.mailboxes[self.waiting[0].peer, self.rank]:
+                    self._receive(self.waiting.popleft())
+                    moved = True
+                else:
+                    yield moved
+                    moved = False
             self.traffic.clock_s = self.round_end_s
             self.traffic.rounds += 1
-            self.is_in_round = False
+        self._refuse_changes()
 
     def _post(self, exchanges: Round) -> None:
         self.round_end_s = self.traffic.clock_s

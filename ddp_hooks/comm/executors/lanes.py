@@ -18,7 +18,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm.accounting import Recorder, Traffic
-from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.algorithms.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.comm.executors.small import SmallExchange
@@ -29,6 +28,7 @@ from ddp_hooks.comm.exit_handler import while_all_live
 from ddp_hooks.comm.failure import FailureStore, LaneError, is_lost_connection, shortened
 from ddp_hooks.comm.meeting import broadcast_object, call_named, gather_objects
 from ddp_hooks.comm.torch_compat.distributed import backend_of, default_store, destroy_group, new_group_like
+from ddp_hooks.comm.validation import see
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -44,15 +44,8 @@ Lane: TypeAlias = ThreadLane | StreamLane
 class Lanes:
     """A number of lanes over the ranks of one group; work goes to them in turn, the same on every rank.
 
-    Every rank submits the same work in the same order; nothing else is needed for agreement.
-
-    Args:
-        group: the ranks; its backend decides the kind of lane. Creating the lanes is collective over it.
-        num_lanes: how many, to begin with; at least one.
-        device: where the tensors will be.
-        settings: slices and timeouts.
-        recorder: where lanes note spans, for a timeline.
-        backend: what carries them; None: what the group uses for such a device.
+    Every rank submits the same work in the same order; nothing else is needed for agreement. Creating and growing lanes
+    is collective over ``group``.
     """
 
     failures: FailureStore  #: reports of ranks that failed
@@ -60,11 +53,11 @@ class Lanes:
     def __init__(
         self,
         group: dist.ProcessGroup,
-        num_lanes: int,
-        device: torch.device,
+        num_lanes: int,  # >= 1
+        device: torch.device,  # of the tensors
         settings: LaneSettings,
         recorder: Recorder,
-        backend: str | None = None,
+        backend: str | None = None,  # None: the one that the group uses for such a device
     ) -> None:
         self.group = group
         self.rank = dist.get_rank(group)
@@ -77,7 +70,7 @@ class Lanes:
         self._lanes: list[Lane] = []
         self._groups: list[dist.ProcessGroup] = []
         self._small: list[ThreadLane] = []  # a lane of its own for small sums, when there is the first
-        self._num_small = 0
+        self._small_numbers = itertools.count()
         self._submitted = 0
         self._ending: list[threading.Thread] = []
         self._stuck_streams = False
@@ -87,9 +80,11 @@ class Lanes:
 
     def grow(self, num_lanes: int) -> None:
         """Add lanes until there are ``num_lanes``; collective."""
-        while len(self._lanes) < num_lanes:
-            index = len(self._lanes)
-            group = self._new_group(f"ddp_hooks lane {index}")
+        for index in range(len(self), num_lanes):
+            name = f"ddp_hooks lane {index}"
+            make = partial(new_group_like, self.group, self.backend, self._settings.timeout_s, name)
+            # A thread has a CUDA device of its own, which NCCL would take.
+            group = make() if self.native else while_all_live(make, self.group, f"the making of {name}")
             self._groups.append(group)
             if index == 0:
                 ranks = dist.get_process_group_ranks(group)
@@ -99,11 +94,6 @@ class Lanes:
                 self._lanes.append(StreamLane(group, self._device))
             else:
                 self._lanes.append(ThreadLane(index, group, self._settings, self.failures, self._recorder))
-
-    def _new_group(self, name: str) -> dist.ProcessGroup:
-        make = partial(new_group_like, self.group, self.backend, self._settings.timeout_s, name)
-        # A thread has a CUDA device of its own, which NCCL would take.
-        return make() if self.native else while_all_live(make, self.group, f"the making of {name}")
 
     def __len__(self) -> int:
         return len(self._lanes)
@@ -124,16 +114,9 @@ class Lanes:
     def reduce_small(self, value: Tensor, what: str, largest: bool = False) -> Tensor:
         """Return the sum of ``value`` over the ranks, in their order, or its largest elements; collective.
 
-        For a few numbers in a step. On CPUs one round of P - 1 messages per rank, which do not queue behind other work.
-
-        Args:
-            value: same shape and dtype on every rank; not changed.
-            what: call as users know it, the same on every rank; see :func:`~ddp_hooks.comm.calling`.
-            largest: return the largest elements in place of sums; none may be NaN.
-
-        Raises:
-            LaneError: a rank died, or ranks have called different things.
-            LaneTimeout: some rank has not called this within ``timeout_s``.
+        For a few numbers in a step, of the same shape and dtype on every rank, none NaN for ``largest``. On CPUs one
+        round of P - 1 messages per rank, which do not queue behind other work. Raises as :meth:`gather_objects` does;
+        ``what`` is the call as users know it, the same on every rank.
         """
         what = call_named(what)
         if self.world_size == 1:
@@ -147,8 +130,7 @@ class Lanes:
             # Beside the first lane, on its connections: tags keep their messages apart.
             self._small.append(ThreadLane(SMALL_SUMS, self._groups[0], self._settings, self.failures, self._recorder))
         exchange = SmallExchange(value.detach().cpu(), what, self.rank, self.world_size)
-        tag = special_tag(_SMALL, self._num_small)
-        self._num_small += 1
+        tag = special_tag(_SMALL, next(self._small_numbers))
         self._small[0].run(exchange.run(), what, tag=tag).wait()
         return exchange.result(dist.get_process_group_ranks(self.group), largest).to(value.device)
 

@@ -33,11 +33,11 @@ class SmallExchange:
         self._large: list[Tensor] | None = None
 
     def run(self) -> Algorithm:
-        yield from self._exchange(self._heads)
+        yield from pairwise_exchange([self._heads[self._rank]] * self._world_size, self._heads, self._rank)
         if self._data.numel() > _INLINE_BYTES and len(set(self._calls())) == 1:
             self._large = [torch.empty_like(self._data) for _ in self._heads]
             self._large[self._rank] = self._data
-            yield from self._exchange(self._large)
+            yield from pairwise_exchange([self._data] * self._world_size, self._large, self._rank)
 
     def result(self, ranks: Sequence[int], largest: bool = False) -> Tensor:
         """Return the sum in the order of ranks, or the largest values: the same bits on every rank.
@@ -52,9 +52,6 @@ class SmallExchange:
         for value in values[1:]:
             result = torch.maximum(result, value) if largest else result.add_(value)
         return result
-
-    def _exchange(self, buffers: Sequence[Tensor]) -> Algorithm:
-        return pairwise_exchange([buffers[self._rank]] * self._world_size, buffers, self._rank)
 
     def _calls(self) -> list[tuple[str, str]]:
         """Return every rank's call, and size and dtype of its value."""

@@ -55,8 +55,7 @@ class StreamLane:
             tails = self._tails(partitions)
             if tails:
                 joined = torch.cat(tails)
-                last = dist.get_global_rank(self._group, self._world_size - 1)
-                dist.broadcast(joined, src=last, group=self._group)
+                dist.broadcast(joined, group=self._group, group_src=self._world_size - 1)
                 copy_all(tails, joined.split([tail.numel() for tail in tails]))
         self._count(partitions)
         return work
@@ -67,20 +66,14 @@ class StreamLane:
         """Run ``algorithm`` as batches of point-to-point messages, which have no tags."""
         with self._submitting(f"exchange of {label}", after) as work:
             for next_round in algorithm:
-                operations = [
-                    dist.P2POp(
-                        dist.irecv if isinstance(exchange, Recv) else dist.isend,
-                        exchange.tensor,
-                        group=self._group,
-                        group_peer=exchange.peer,
-                    )
-                    for exchange in next_round
-                ]
+                operations = []
+                for exchange in next_round:
+                    post = dist.irecv if isinstance(exchange, Recv) else dist.isend
+                    operations.append(dist.P2POp(post, exchange.tensor, group=self._group, group_peer=exchange.peer))
+                    self.traffic.count(exchange)
                 for request in dist.batch_isend_irecv(operations) if operations else []:
                     request.wait()
                 self.traffic.rounds += 1
-                for exchange in next_round:
-                    self.traffic.count(exchange)
         return work
 
     def all_reduce(self, value: Tensor, op: dist.ReduceOp.RedOpType, label: str) -> StreamWork:

@@ -21,13 +21,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ddp_hooks.comm.accounting import Recorder, Traffic
-from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.agreement import first_difference, is_checking
 from ddp_hooks.comm.algorithms.collectives import Partition, ring_all_gather
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send
 from ddp_hooks.comm.executors.slices import WINDOW, Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.executors.work import ThreadWork, Work, WorkGroup
 from ddp_hooks.comm.failure import FailureStore, LaneError, packed, unpacked
+from ddp_hooks.comm.validation import see
 
 # Tags below those of special exchanges are those of slices: two bits for their kind, then a counter.
 _TAGS_PER_SLICE_KIND, _TAGS_PER_SPECIAL_KIND = 1 << 28, 1 << 20
@@ -48,24 +48,16 @@ _WHOLE: Part = (0, 1)
 class LaneSettings:
     """Settings of lanes.
 
-    Args:
-        slice_bytes: largest message of an all-gather. Messages of reduce-scatters have at most
-            ``min(slice_bytes / 3, 2 * slice_bytes / (P - 1))``: a lane receives at most ``4 * slice_bytes`` of a
-            dtype at a time.
-        timeout_s: seconds without progress after which a wait fails.
-        stall_warning_s: seconds after which a wait is logged, with what it waits for.
-        verify: ranks compare every collective before it moves, on CPUs; see :mod:`ddp_hooks.comm.agreement`.
-        tag_by_label: on CPUs tags come from labels, so ranks that submit in different orders time out instead of
-            exchanging wrong data.
-        node_size: ranks per node, on CPUs; with more than one, collectives run on two levels.
+    Messages of all-gathers have at most ``slice_bytes``, those of reduce-scatters at most
+    ``min(slice_bytes / 3, 2 * slice_bytes / (P - 1))``: a lane receives at most four slices of a dtype at a time.
     """
 
     slice_bytes: int = 1 << 20
-    timeout_s: float = 600.0
-    stall_warning_s: float = 60.0
-    verify: bool = field(default_factory=is_checking)
-    tag_by_label: bool = False
-    node_size: int = 1
+    timeout_s: float = 600.0  #: without progress, after which a wait fails
+    stall_warning_s: float = 60.0  #: after which a wait is logged, with what it waits for
+    verify: bool = field(default_factory=is_checking)  #: on CPUs ranks compare every collective before it moves
+    tag_by_label: bool = False  #: on CPUs ranks that submit in different orders time out, and exchange no wrong data
+    node_size: int = 1  #: ranks per node, on CPUs; with more than one, collectives run on two levels
 
 
 def special_tag(kind: int, number: int) -> int:
@@ -157,7 +149,7 @@ class ThreadLane:
         return self._thread
 
     def describe(self) -> str:
-        """Return the rank, lane, work, round and peer that the thread waits for, for messages."""
+        """Return what the thread waits for, for messages."""
         return f"rank {self._global_ranks[self._rank]}, lane {self._index}: {self._doing}"
 
     def _submit(
@@ -211,7 +203,7 @@ class ThreadLane:
             assert isinstance(other, ThreadWork)
             if not other.done:
                 self._doing = f"{label}, which is to follow {other.label}"
-                other.wait_as_a_lane()
+                other.wait(in_lane=True)
 
     def _verify(self, submission: _Submission) -> None:
         """Raise on all ranks if they are about to move different things."""
@@ -252,18 +244,17 @@ class ThreadLane:
         for piece in submission.slices:
             if self._stopping:
                 raise LaneError(f"{self.describe()} was cut short, because this rank ends{see('a-rank-died')}")
-            tag = self._next_tag(submission.kind, slot) if piece.tag is None else piece.tag
+            tag = piece.tag
+            if tag is None:
+                # The slot keeps buffers apart, and the counter slices of one slot. The kind keeps gradients from
+                # meeting parameters where one rank has skipped a step: both then wait, and say for what.
+                number = (self._num_slices * WINDOW + slot) % _TAGS_PER_SLICE_KIND
+                tag = _SLICE_KINDS.index(submission.kind) * _TAGS_PER_SLICE_KIND + number
             self._num_slices += 1
             running = _Running(piece.start(self._scratch_for(piece, slot)), tag)
             if self._advance(running):
                 window.append(running)
                 return
-
-    def _next_tag(self, kind: str, slot: int) -> int:
-        # The slot keeps buffers apart, and the counter slices of one slot. The kind keeps gradients from meeting
-        # parameters where one rank has skipped a step: both then wait, and say for what.
-        number = (self._num_slices * WINDOW + slot) % _TAGS_PER_SLICE_KIND
-        return _SLICE_KINDS.index(kind) * _TAGS_PER_SLICE_KIND + number
 
     def _advance(self, running: _Running) -> bool:
         """Post the slice's next round; False when the slice is complete."""
@@ -278,7 +269,8 @@ class ThreadLane:
             try:
                 handle = post([exchange.tensor], exchange.peer, running.tag)
             except RuntimeError as error:
-                raise self._failure_of(error, exchange.peer) from error
+                peer = self._global_ranks[exchange.peer]
+                raise self._failures.failure_of(error, peer, self.describe()) from error
             (running.receiving if receives else running.sending).append((exchange, handle))
         return True
 
@@ -289,12 +281,9 @@ class ThreadLane:
             try:
                 handle.wait()
             except RuntimeError as error:
-                raise self._failure_of(error, exchange.peer) from error
+                peer = self._global_ranks[exchange.peer]
+                raise self._failures.failure_of(error, peer, self.describe()) from error
             self.traffic.count(exchange)
-
-    def _failure_of(self, error: RuntimeError, peer: int) -> LaneError:
-        """Return an error that says which rank failed first."""
-        return self._failures.failure_of(error, self._global_ranks[peer], self.describe())
 
     def _scratch_for(self, piece: Slice, slot: int) -> Tensor:
         buffers = self._scratch.setdefault(piece.dtype, [torch.empty(0, dtype=piece.dtype)] * WINDOW)

@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.failure import FailureStore, LaneError, LaneTimeout
+from ddp_hooks.comm.validation import see
 
 logger = logging.getLogger("ddp_hooks")
 
@@ -61,48 +61,37 @@ class ThreadWork:
         self.finished_s = time.perf_counter()
         self._finished.set()
 
-    def wait(self) -> None:
-        if self._finished.is_set():  # as in most waits, without a lock
-            return self._raise_error()
+    def wait(self, in_lane: bool = False) -> None:
+        """Wait; ``in_lane`` without a timeout, as the waiter for the dependent work has its own."""
+        if self.done:  # as in most waits, without a lock
+            return
         start_s, warned = time.monotonic(), False
         # The backend's own timeout fires first and says more; this one is for a lane that never came to this work.
         give_up_s = self._timeout_s * 1.25 + _POLL_S
         while not self._finished.wait(_POLL_S):
+            # A rank whose own connections stand hears of a failure here.
+            failure = self._failures.failure_during(f"{self._describe()} cannot end")
+            if failure is not None:
+                raise failure
+            if in_lane:
+                continue
             waited_s = time.monotonic() - start_s
-            self._raise_failure()
-            if waited_s >= self._stall_warning_s and not warned:
+            if waited_s >= (give_up_s if warned else self._stall_warning_s):
+                place = self._describe()
+                text = f"waited {waited_s:.0f} s for {self.label}; {place}. {self._failures.report_wait(place)}"
+                if warned:
+                    raise LaneTimeout(f"{text}{see('a-wait-timed-out')}")
                 warned = True
-                hint = self._failures.report_wait(self._describe())
-                logger.warning("waited %.0f s for %s; %s. %s", waited_s, self.label, self._describe(), hint)
-            if waited_s >= give_up_s:
-                hint = self._failures.report_wait(self._describe())
-                raise LaneTimeout(
-                    f"waited {waited_s:.0f} s for {self.label}; {self._describe()}. {hint}{see('a-wait-timed-out')}"
-                )
+                logger.warning("%s", text)
         if warned and self._error is None:  # a wait that failed stays on record, for ranks that still wait
             self._failures.end_wait()
-        self._raise_error()
-
-    def wait_as_a_lane(self) -> None:
-        """Wait without a timeout, in a lane; the waiter on the dependent work enforces its own."""
-        while not self._finished.wait(_POLL_S):
-            self._raise_failure()
-        self._raise_error()
+        if self._error is not None:
+            raise type(self._error)(str(self._error)) from self._error
 
     def error_within(self, seconds: float) -> LaneError | None:
         """Return the error that ended the collective; None if it succeeds or has not ended after ``seconds``."""
         self._finished.wait(seconds)
         return self._error
-
-    def _raise_failure(self) -> None:
-        """Raise if a rank has failed; where this rank's own connections stand it hears of it here."""
-        failure = self._failures.failure_during(f"{self._describe()} cannot end")
-        if failure is not None:
-            raise failure
-
-    def _raise_error(self) -> None:
-        if self._error is not None:
-            raise type(self._error)(str(self._error)) from self._error
 
 
 @dataclass(eq=False)

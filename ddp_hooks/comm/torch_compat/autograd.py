@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 from ddp_hooks.comm.torch_compat import frames_of
 
@@ -56,11 +55,6 @@ def current_backward() -> int:
 def in_backward() -> bool:
     """Return True if this thread runs a backward."""
     return current_backward() != -1
-
-
-def increment_versions(tensors: Iterable[Tensor]) -> None:
-    """Tell autograd that the tensors' values changed, so that graphs built before raise in their backward."""
-    torch.autograd.graph.increment_version(list(tensors))
 
 
 def inside_another_backward() -> bool:

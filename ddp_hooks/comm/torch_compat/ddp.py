@@ -26,8 +26,7 @@ def ignored_parameter_names(ddp: DistributedDataParallel) -> set[str]:
 def problem_of_reduced_set(ddp: DistributedDataParallel, state: str) -> str | None:
     """Return why the parameters that DDP reduces are not those that the model trains now; None if they are.
 
-    DDP's reducer keeps the list that it was given when the model was wrapped. Messages name ``state``, the class that
-    is being made.
+    DDP's reducer keeps the list that it was given when the model was wrapped. Messages name the class ``state``.
     """
     ignored = ignored_parameter_names(ddp)
     names = {id(p): name for name, p in ddp.module.named_parameters() if name not in ignored}
@@ -69,11 +68,7 @@ def sparse_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parame
 def managed_parameters(ddp: DistributedDataParallel) -> dict[str, torch.nn.Parameter]:
     """Return the parameters that DDP reduces, by name; shared ones once; without those left to another hook."""
     ignored = ignored_parameter_names(ddp) | _left_to_another.get(ddp, set())
-    return {
-        name: parameter
-        for name, parameter in ddp.module.named_parameters()
-        if parameter.requires_grad and name not in ignored
-    }
+    return {name: p for name, p in ddp.module.named_parameters() if p.requires_grad and name not in ignored}
 
 
 def ddp_in_forward() -> DistributedDataParallel | None:
@@ -85,11 +80,6 @@ def ddp_in_forward() -> DistributedDataParallel | None:
 def ddp_prepares_forward() -> bool:
     """Return True if DDP, on this thread, is about to call its module; it may make new buckets and copy gradients."""
     return is_inside(DistributedDataParallel.__module__, "_pre_forward")
-
-
-def places_gradients_one_by_one(ddp: DistributedDataParallel) -> bool:
-    """Return True if a gradient lies in its bucket as soon as DDP's hook for it has run."""
-    return not (ddp.static_graph or getattr(ddp, "batched_grad_copy", False))
 
 
 def comm_hook_registered(ddp: DistributedDataParallel) -> bool:

@@ -21,7 +21,6 @@ import torch.distributed.nn.functional
 NOTICE_TAG = (1 << 31) - 2
 """Tag of messages about failures; tags of lanes are lower."""
 _NOBODYS_TAG = (1 << 31) - 1
-NETWORK_ERRORS: tuple[type[Exception], ...] = (dist.DistNetworkError, dist.DistBackendError)
 # Their names since torch 2.13, and before.
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -45,10 +44,9 @@ def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, nam
 
 @contextmanager
 def _names_that_are_used_once() -> Iterator[None]:
-    """Give groups that only their ranks know of names that none has had.
+    """Before torch 2.14, give groups that only their ranks know of names that none has had.
 
-    Before torch 2.14 such a name counts the groups that exist. A group made after another is gone gets its name, meets
-    what it has left in the store, and waits for ever.
+    Others get the name of a group that is gone, meet what it has left in the store, and wait for ever.
     """
     module: Any = dist.distributed_c10d
     name_of = getattr(module, "_hash_ranks_to_str", None)

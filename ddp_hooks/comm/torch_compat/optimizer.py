@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.advice import see
 from ddp_hooks.comm.torch_compat import frames_of, is_inside
+from ddp_hooks.comm.validation import see
 
 
 def calls_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -41,10 +41,7 @@ def with_closure(
 
 
 def evaluated_once(closure: Callable[[], Any], then: Callable[[], None], who: str) -> Callable[[], Any]:
-    """Return a closure that runs the user's, then ``then``; a second evaluation in one step raises RuntimeError.
-
-    ``who`` names the state that supports one evaluation.
-    """
+    """Return a closure that runs the user's, then ``then``; a second evaluation in one step raises RuntimeError."""
     evaluations = 0
 
     def evaluate() -> Any:

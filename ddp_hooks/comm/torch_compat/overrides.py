@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import FrameType
 from typing import Any
 
 import torch
@@ -25,11 +24,6 @@ DATA_MAY_BE_SET: tuple[Any, ...] = (torch._has_compatible_shallow_copy_type,)
 def without_overrides() -> AbstractContextManager[Any]:
     """Let functions treat tensors of all classes as plain tensors: no ``__torch_function__`` is asked."""
     return torch._C.DisableTorchFunctionSubclass()
-
-
-def makes_parameter(frame: FrameType | None) -> bool:
-    """Return True if ``frame`` runs ``nn.Parameter(tensor)``, which compares classes before and after ``detach()``."""
-    return frame is not None and frame.f_code is torch.nn.Parameter.__new__.__code__
 
 
 def is_observed() -> bool:
@@ -60,8 +54,8 @@ def unobserved() -> Iterator[None]:
         torch._C._set_tracing_state(tracing)  # type: ignore[attr-defined]
 
 
-def before_transforms(wait: Callable[[Tensor], None]) -> None:
-    """Call ``wait(tensor)`` before ``torch.func``'s transforms wrap a tensor: they ask no ``__torch_function__``."""
+def before_transforms(wait: Callable[[list[Tensor], bool], object]) -> None:
+    """Call ``wait([tensor], True)`` before ``torch.func``'s transforms wrap one: they ask no ``__torch_function__``."""
     from torch._functorch import eager_transforms, vmap
 
     for module, name in ((eager_transforms, "_wrap_for_grad"), (vmap, "_add_batch_dim")):
@@ -69,7 +63,7 @@ def before_transforms(wait: Callable[[Tensor], None]) -> None:
         if not hasattr(wrap, "_waits"):
 
             def wait_and_wrap(tensor: Tensor, *args: Any, wrap: Callable[..., Tensor] = wrap) -> Tensor:
-                wait(tensor)
+                wait([tensor], True)
                 return wrap(tensor, *args)
 
             wait_and_wrap._waits = True  # type: ignore[attr-defined]

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import see
-from ddp_hooks.comm.torch_compat.autograd import increment_versions
 from ddp_hooks.comm.torch_compat.compiler import inside_compiled_region
 from ddp_hooks.comm.torch_compat.optimizer import is_inner_step, with_closure
 from ddp_hooks.intercept import (
@@ -168,7 +167,7 @@ class ForwardPipeline:
             return
         pending.phase = Phase.UPDATING
         self._aside.put_back()
-        increment_versions(self._parameters)
+        torch.autograd.graph.increment_version(self._parameters)
         self._pipe.launched(pending.works)
 
     # -- arrival ----------------------------------------------------------------------------------------------------
