@@ -184,8 +184,6 @@ def test_a_copy_of_the_defaults_is_right(config: Any) -> None:
 
 
 def test_defaults() -> None:
-    assert DearConfig(fusion="layers").layers_per_group == 4
-    assert DearConfig(fusion="layers", fusion_layers=2).layers_per_group == 2
     assert TopKConfig().density_at(0) == 0.01 and TopKConfig(algorithm="dense").density_at(0) == 1.0
     assert TopKConfig(warmup_steps=2).density_at(0) == 0.25 and TopKConfig(warmup_steps=2).density_at(2) == 0.01
     sparse, rounded = ExtConfig(reduce_scatter="sparse"), ExtConfig(reduce_scatter="int8")

@@ -16,8 +16,6 @@ Update: TypeAlias = Literal["sharded", "replicated", "auto"]
 Collective: TypeAlias = Literal["direct", "two-level", "auto"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
-_LAYERS = 4  # of a group, with fusion="layers"
-
 
 @dataclass(frozen=True)
 class DearConfig:
@@ -126,8 +124,3 @@ class DearConfig:
         without_effect = find_setting_without_effect(self)
         if without_effect is not None:
             raise ValueError(without_effect)
-
-    @property
-    def layers_per_group(self) -> int:
-        """``fusion_layers``, or its default."""
-        return self.fusion_layers if self.fusion_layers is not None else _LAYERS

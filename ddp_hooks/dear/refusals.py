@@ -51,13 +51,3 @@ def refuse_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
         "DearState was closed, and this optimizer still holds shards: make a new optimizer over the model's parameters"
         f"{see('the-state-was-closed')}"
     )
-
-
-def refuse_join(*_: Any, **__: Any) -> Any:
-    """Raise: in the place of ``join`` and ``join_hook`` of a DDP module."""
-    raise RuntimeError(
-        "join() cannot work with DearState: a rank that has run out of data makes no forward, in which parameters "
-        "are gathered. Give every rank the same number of batches: DistributedSampler(drop_last=True), or stop with "
-        "the rank that has the fewest (itertools.islice(loader, smallest), all-reduced with ReduceOp.MIN)"
-        f"{see('uneven-batches')}"
-    )

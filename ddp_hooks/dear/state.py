@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,13 +21,14 @@ from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.phase import Phase
 from ddp_hooks.dear.stats import DearStats, ScalarWriter, StatsLog
 from ddp_hooks.dear.step import StepDriver
-from ddp_hooks.dear.update.clipping import GradientShards, clip_grad_norm_, gradients_of
+from ddp_hooks.dear.update.clipping import clip_grad_norm_, gradients_of
 from ddp_hooks.intercept import (
     NonCopyableHook,
     around_step,
     co_optimizers,
     extend_zero_grad,
     refuse_assigned_parameters,
+    refuse_join,
     when_step_fails,
 )
 from ddp_hooks.planning.atoms import Fusion, FusionRule
@@ -140,7 +142,7 @@ class DearState:
         Between backward and ``optimizer.step()``; all ranks do it.
         """
         clip_value = float(clip_value)  # as torch does, before ranks begin to do something together
-        sources: list[GradientShards] = [self, *self.co_optimizers]
+        sources: list[co_optimizers.GradientShards] = [self, *self.co_optimizers]
         for source in sources:
             with source.reduced_gradients() as shards, torch.no_grad():
                 for gradient in gradients_of(shards):
@@ -331,7 +333,8 @@ class DearState:
             ddp.register_forward_hook(NonCopyableHook(driver.after_forward), always_call=True),
         ]
         handles += refuse_assigned_parameters(ddp, driver.parameters.tensors)
-        ddp.join = ddp.join_hook = refusals.refuse_join  # type: ignore[method-assign]
+        why = "makes no forward, in which parameters are gathered"
+        ddp.join = ddp.join_hook = partial(refuse_join, "DearState", why)  # type: ignore[method-assign]
         handles.append(extend_zero_grad(optimizer, driver.zero_grad))
         handles.append(when_step_fails(optimizer, driver.step_failed))
         handles.append(at_exit(self.close, driver.lanes.abandon, self._is_stuck))

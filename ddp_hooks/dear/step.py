@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, cast
 
@@ -55,6 +55,8 @@ from ddp_hooks.tuning import Groups, Tuning, begin, job_of
 
 logger = logging.getLogger("ddp_hooks")
 
+_LAYERS = 4  # of a group, with fusion="layers"
+
 
 class StepDriver:
     """Runs a training step: its methods are hooks of DDP, the optimizer and the model."""
@@ -83,7 +85,7 @@ class StepDriver:
         at_once = ddp.static_graph or getattr(ddp, "batched_grad_copy", False)  # DDP fills a bucket in one go
         self._tracks = on_cpu and self.lanes.world_size > 1 and not at_once
         fusion_mb = config.fusion_mb if config.fusion_mb is not None else fusion_bytes / mebibytes(1)
-        rule = FusionRule(config.fusion, fusion_mb, config.layers_per_group)
+        rule = FusionRule(config.fusion, fusion_mb, config.fusion_layers or _LAYERS)
         self.layout = ModelLayout(self.parameters, ddp.module, self.lanes.world_size, rule, atom_bytes, self._tracks)
         self.update = self._choose_update(replicates)
         self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
@@ -208,13 +210,10 @@ class StepDriver:
                 "optimizer.step() was called from compiled code, which cannot wait for gradients: compile the model "
                 f"alone, and call optimizer.step() outside{see('how-step-is-called')}"
             )
-        replaced = with_closure(args, kwargs, self._attaching)
+        replaced = with_closure(args, kwargs, lambda f: evaluated_once(f, self._begin_step, "DeAR supports"))
         if replaced is None:
             self._begin_step()
         return replaced
-
-    def _attaching(self, closure: Callable[[], Any]) -> Callable[[], Any]:
-        return evaluated_once(closure, self._begin_step, "DeAR supports")
 
     def _begin_step(self) -> None:
         self.refuse_closed()

@@ -3,7 +3,7 @@
 from ddp_hooks.intercept import co_optimizers, ddp_checks
 from ddp_hooks.intercept.co_optimizers import CoOptimizer
 from ddp_hooks.intercept.guards import GradientGuard, SuspendedGuards, clipping_of_frameworks, is_suspended
-from ddp_hooks.intercept.module_hooks import NonCopyableHook, refuse_assigned_parameters
+from ddp_hooks.intercept.module_hooks import NonCopyableHook, refuse_assigned_parameters, refuse_join
 from ddp_hooks.intercept.optimizers import ELEMENTWISE, PARAMETERWISE, around_step, extend_zero_grad, when_step_fails
 
 __all__ = [
@@ -20,5 +20,6 @@ __all__ = [
     "extend_zero_grad",
     "is_suspended",
     "refuse_assigned_parameters",
+    "refuse_join",
     "when_step_fails",
 ]

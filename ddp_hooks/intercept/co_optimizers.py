@@ -8,7 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,21 @@ from torch import Tensor, nn
 from ddp_hooks.comm import Work
 
 
-class CoOptimizer(Protocol):
+@runtime_checkable
+class GradientShards(Protocol):
+    """Gradients of which every rank holds a part; :class:`~ddp_hooks.DearState` is one."""
+
+    def reduced_gradients(self) -> AbstractContextManager[list[nn.Parameter]]:
+        """Return this rank's shards, with their reduced gradients as ``.grad`` while the context lasts."""
+
+    def sum_over_ranks(self, value: Tensor) -> Tensor:
+        """Return the sum of a small tensor over the ranks; collective."""
+
+    def largest_over_ranks(self, value: Tensor) -> Tensor:
+        """Return the largest values of a small tensor over the ranks; collective."""
+
+
+class CoOptimizer(GradientShards, Protocol):
     """Gradients and updates of its own, beside the model's optimizer; see :class:`~ddp_hooks.EmbeddingTables`."""
 
     def follow(self, optimizer: torch.optim.Optimizer) -> None: ...
@@ -32,12 +46,6 @@ class CoOptimizer(Protocol):
     def on_grads_restored(self) -> None: ...
 
     def zero_grad(self) -> None: ...
-
-    def reduced_gradients(self) -> AbstractContextManager[list[nn.Parameter]]: ...
-
-    def sum_over_ranks(self, value: Tensor) -> Tensor: ...
-
-    def largest_over_ranks(self, value: Tensor) -> Tensor: ...
 
 
 # The module that a co-optimizer belongs to, and the optimizer that it follows.

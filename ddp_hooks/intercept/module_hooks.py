@@ -55,6 +55,15 @@ def refuse_assigned_parameters(root: nn.Module, parameters: Collection[nn.Parame
     ]
 
 
+def refuse_join(state: str, why: str, *_: Any, **__: Any) -> Any:
+    """Raise: in the place of ``join`` and ``join_hook`` of a DDP module."""
+    raise RuntimeError(
+        f"join() cannot work with {state}: a rank that has run out of data {why}. Give every rank the same number of "
+        "batches: DistributedSampler(drop_last=True), or stop with the rank that has the fewest "
+        f"(itertools.islice(loader, smallest), all-reduced with ReduceOp.MIN){see('uneven-batches')}"
+    )
+
+
 def _refuse(module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any], *_: Any) -> None:
     if local_metadata.get("assign_to_params_buffers"):
         raise ValueError(

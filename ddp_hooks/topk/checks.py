@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import agree, see
+from ddp_hooks.comm import agree
 from ddp_hooks.comm.torch_compat.ddp import managed_parameters
 from ddp_hooks.intercept import ddp_checks
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
@@ -39,15 +37,6 @@ def agree_on_setup(
         entries = ddp_checks.fingerprint(ddp, config) | {"a gradient scaler": "none" if scaler is None else "given"}
     agree(entries, problem, group, "the set-up of TopKState", config)
     return group
-
-
-def refuse_join(*_: Any, **__: Any) -> Any:
-    """Raise a RuntimeError in place of ``join`` and ``join_hook`` of a DDP module."""
-    raise RuntimeError(
-        "join() cannot work with TopKState: a rank that has run out of data selects nothing. Give every rank the same "
-        "number of batches: DistributedSampler(drop_last=True), or stop with the rank that has the fewest"
-        f"{see('uneven-batches')}"
-    )
 
 
 def _problem_of_dtypes(ddp: DistributedDataParallel) -> str | None:

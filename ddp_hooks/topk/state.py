@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import agree, at_exit, see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
-from ddp_hooks.intercept import PARAMETERWISE, co_optimizers
+from ddp_hooks.intercept import PARAMETERWISE, co_optimizers, refuse_join
 from ddp_hooks.intercept.causes import LocalGradients, why_not_ended
 from ddp_hooks.sparse import EntryCodec, Sparsity
 from ddp_hooks.topk import checkpoint, checks
@@ -94,7 +95,7 @@ class TopKState:
         self._local: LocalGradients | None = None
         if lanes.world_size > 1:
             self._local = LocalGradients(ddp, context.parameters, context.names, "TopKState", "topk_hook")
-        ddp.join = ddp.join_hook = checks.refuse_join  # type: ignore[method-assign]
+        ddp.join = ddp.join_hook = partial(refuse_join, "TopKState", "selects nothing")  # type: ignore[method-assign]
         if config.algorithm in ("spardl", "auto") and config.teams == lanes.world_size > 1 and lanes.rank == 0:
             logger.warning(
                 "as many teams as ranks: each reduces by itself, and more is left out; fewer teams lose less accuracy"

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, embedding_hook, topk_hook
-from ddp_hooks.dear.layout.shards import held_in_shards
+from ddp_hooks.dear.layout.placement import held_in_shards
 from ddp_hooks.intercept import GradientGuard
 from tests.support.dear.misuse import sgd
 from tests.support.dear.twins import CONFIG
@@ -470,12 +470,12 @@ def test_a_module_is_converted_with_its_guards(convert: Any) -> None:
 
 
 def test_a_guard_says_first_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ddp_hooks.dear.layout.shards.clipping_of_frameworks", {})
+    monkeypatch.setattr("ddp_hooks.dear.layout.placement.clipping_of_frameworks", {})
     for function, remedy in (("linalg_vector_norm", "state.clip_grad_norm_"), ("x_non_finite_check", "GradScaler")):
         advice = held_in_shards(function)
         assert remedy in advice[:100] and len(advice) < 330, advice
         assert not any(name in advice for name in ("Trainer", "Accelerate", "Lightning"))
     known = {"Accelerate": "accelerator.clip_grad_norm_()"}
-    monkeypatch.setattr("ddp_hooks.dear.layout.shards.clipping_of_frameworks", known)
+    monkeypatch.setattr("ddp_hooks.dear.layout.placement.clipping_of_frameworks", known)
     assert "Accelerate clips by accelerator.clip_grad_norm_()" in held_in_shards("mul_")
 

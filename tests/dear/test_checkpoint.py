@@ -254,7 +254,7 @@ def load_wrongly(rank: int, world_size: int) -> list[str]:
 def test_states_of_other_models_are_refused(workers: WorkerPools) -> None:
     for groups, shapes in workers(2).run(load_wrongly):
         assert "param_groups" in groups and "saved for this model" in groups
-        assert "exp_avg of layers.0.weight is saved with shape (3, 3)" in shapes
+        assert "exp_avg of layers.0.weight has shape (3, 3)" in shapes
 
 
 def settings_change_after_consolidation(rank: int, world_size: int) -> tuple[float, int, str]:

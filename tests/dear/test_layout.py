@@ -14,8 +14,7 @@ from torch import nn
 from ddp_hooks.comm import in_order_of, is_dense
 from ddp_hooks.dear.layout.memory import ManagedParameters, flatten, overlapping, unflatten
 from ddp_hooks.dear.layout.model_layout import ModelLayout
-from ddp_hooks.dear.layout.placement import Layout
-from ddp_hooks.dear.layout.shards import held_in_shards
+from ddp_hooks.dear.layout.placement import Layout, held_in_shards
 from ddp_hooks.intercept import GradientGuard
 from ddp_hooks.planning.atoms import FusionRule, ParameterShape, cut_bucket, fuse
 

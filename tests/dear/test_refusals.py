@@ -215,9 +215,10 @@ def misuse(rank: int, world_size: int, case: str) -> str:
         ddp(*batch).backward()
 
         def twice(*_: Any) -> None:
-            wrapped_closure = state._driver._attaching(lambda: torch.zeros(()))
-            wrapped_closure()
-            wrapped_closure()
+            replaced = state._driver.before_step(optimizer, (), {"closure": lambda: torch.zeros(())})
+            assert replaced is not None
+            replaced[1]["closure"]()
+            replaced[1]["closure"]()
 
         message = message_of(twice)
     elif case == "assigned":

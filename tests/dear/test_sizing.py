@@ -48,6 +48,7 @@ def node_and_rounds(rank: int, world_size: int, config: DearConfig, hosts: str) 
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.5)
     with mock.patch.object(sizing.socket, "gethostname", lambda: hosts[rank]):
         state = DearState(ddp, optimizer, replace(config, slice_mb=1))
+    assert state._driver.layout.rule.layers == 4  # the default of fusion_layers
     ddp.register_comm_hook(state, dear_hook)
     for step in range(4):
         before = state._driver.lanes.traffic.rounds

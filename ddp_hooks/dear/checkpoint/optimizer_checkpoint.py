@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ddp_hooks.comm import agree, calling, read_metadata, see
 from ddp_hooks.comm.torch_compat.state_dict import StateDictCall
-from ddp_hooks.dear.checkpoint.reshard import State, cut_state
+from ddp_hooks.dear.checkpoint.reshard import State
 from ddp_hooks.dear.checkpoint.sharded_checkpoint import (
     SETTINGS,
     Settings,
@@ -27,11 +27,10 @@ from ddp_hooks.dear.checkpoint.sharded_checkpoint import (
 )
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout.memory import ManagedParameters
-from ddp_hooks.dear.layout.placement import ParameterRange, Placement
-from ddp_hooks.dear.layout.shards import MASTER_KEY
+from ddp_hooks.dear.layout.placement import MASTER_KEY, ParameterRange, Placement
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.dear.update.sharded import ShardedUpdate
-from ddp_hooks.dear.update.spread_tensor import SpreadTensor
+from ddp_hooks.dear.update.spread_state import SpreadTensor, cut_state, refuse_other_shapes
 
 
 class OptimizerCheckpoint:
@@ -154,7 +153,7 @@ class OptimizerCheckpoint:
                 if saved is None:
                     continue
                 if isinstance(slot, int):
-                    self._refuse_other_shapes(saved, slot)
+                    refuse_other_shapes(saved, self._parameters.tensors[slot], self._parameters.names[slot])
                     ours[slot] = saved
                 else:
                     others[number] = saved
@@ -192,8 +191,10 @@ class OptimizerCheckpoint:
                     )
         spread = self._spread
         if spread is None:
-            ranges = [ParameterRange(index, 0, numel) for index, numel in enumerate(self._parameters.numels)]
-            states = {elements: self._whole_state(elements) for elements in ranges}
+            states = {}
+            for index, parameter in enumerate(self._parameters.tensors):
+                elements = ParameterRange(index, 0, parameter.numel())
+                states[elements] = cut_state(self._optimizer.state.get(parameter, {}), parameter, elements)
         else:
             _, states = spread.held_states()
         return {**named_entries(states, self._parameters.names), SETTINGS: self._settings().packed()}
@@ -238,14 +239,13 @@ class OptimizerCheckpoint:
     def _settings(self) -> Settings:
         parameters = zip(self._parameters.names, self._parameters.tensors, strict=True)
         layouts = {name: (tuple(p.shape), tuple(p.stride())) for name, p in parameters}
-        return Settings([_settings_of(group) for group in self._optimizer.param_groups], layouts)
+        groups = [
+            {key: value for key, value in group.items() if key not in ("params", "param_names")}
+            for group in self._optimizer.param_groups
+        ]
+        return Settings(groups, layouts)
 
     # -- between the formats ------------------------------------------------------------------------------------------
-
-    def _whole_state(self, elements: ParameterRange) -> State:
-        parameter = self._parameters.tensors[elements.parameter]
-        state = self._optimizer.state.get(parameter, {})
-        return cut_state(state, parameter, elements)
 
     def _state_dict_of(self, states: Mapping[int, State]) -> dict[str, Any]:
         """Return the ``state_dict`` that plain DDP would have, with the present settings."""
@@ -275,15 +275,6 @@ class OptimizerCheckpoint:
         tensors = self._parameters.tensors
         return placement, {e: cut_state(saved_of[e.parameter], tensors[e.parameter], e) for e in ranges}
 
-    def _refuse_other_shapes(self, saved: State, index: int) -> None:
-        shape = self._parameters.tensors[index].shape
-        for key, value in saved.items():
-            if isinstance(value, Tensor) and value.dim() > 0 and value.shape != shape:
-                raise ValueError(
-                    f"{key} of {self._parameters.names[index]} is saved with shape {tuple(value.shape)}, but the "
-                    f"parameter has {tuple(shape)}: load a state that was saved for this model"
-                )
-
 
 def _is_plain_copy(state: State, slot: int | Tensor, parameters: Sequence[Tensor]) -> bool:
     """Return True if a state is only a master that rounding has not changed: some optimizers expect all or nothing."""
@@ -307,8 +298,3 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _on_cpu(item) for key, item in value.items()}
     return [_on_cpu(item) for item in value] if isinstance(value, list) else value
-
-
-def _settings_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings of a parameter group."""
-    return {key: value for key, value in group.items() if key not in ("params", "param_names")}

@@ -12,10 +12,8 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, in_order_of, pairwise_exchange, shaped_like
+from ddp_hooks.comm import Lanes, pairwise_exchange, shaped_like
 from ddp_hooks.dear.layout.placement import ParameterRange, Placement, is_elementwise
-from ddp_hooks.dear.update.spread_tensor import SpreadTensor
-from ddp_hooks.overlap import copied
 
 State: TypeAlias = dict[str, Any]
 # parameter -> entries; a dtype if element-wise
@@ -163,21 +161,6 @@ def _exchange(
     for received, tensors in zip(receives, targets, strict=True):
         for target, values in zip(tensors, received.split([t.numel() for t in tensors]), strict=True):
             target.copy_(values)
-
-
-def cut_entry(key: str, value: Any, parameter: Tensor, elements: ParameterRange) -> Any:
-    """Return a copy of the part of one entry of a parameter's state that belongs to the range ``elements``."""
-    if isinstance(value, SpreadTensor):
-        return value.parts[elements].clone()
-    # Adam's step count of a scalar parameter has the parameter's own shape, but counts steps.
-    is_count = key == "step" and parameter.dim() == 0
-    if isinstance(value, Tensor) and value.shape == parameter.shape and not is_count:
-        return in_order_of(value, parameter)[elements.start : elements.end].clone()
-    return copied(value)
-
-
-def cut_state(state: State, parameter: Tensor, elements: ParameterRange) -> State:
-    return {key: cut_entry(key, value, parameter, elements) for key, value in state.items()}
 
 
 def shaped_state(index: int, parameter: Tensor, state: State) -> State:

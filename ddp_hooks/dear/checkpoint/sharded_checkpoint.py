@@ -45,18 +45,12 @@ class CheckpointKey(NamedTuple):
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings in a checkpoint beside the states, saved as one tensor of bytes.
-
-    Args:
-        param_groups: per group, its settings.
-        layouts: shape and strides of every parameter. Ranges are in storage order, so strides matter.
-    """
+    """Settings in a checkpoint beside the states, saved as one tensor of bytes."""
 
     param_groups: list[dict[str, Any]]
-    layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
+    layouts: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]  # shapes and strides: ranges are in storage order
 
     def packed(self) -> Tensor:
-        """Return bytes."""
         buffer = io.BytesIO()
         torch.save(vars(self), buffer)
         return torch.frombuffer(bytearray(buffer.getvalue()), dtype=torch.uint8)
@@ -123,11 +117,7 @@ def overlapping_entries(
     saved: Mapping[str, Any], ranges: Iterable[ParameterRange], names: Sequence[str]
 ) -> dict[str, Any]:
     """Return empty tensors for every saved entry that overlaps ``ranges``; ``saved`` maps names to metadata."""
-    by_parameter: dict[str, list[CheckpointKey]] = {}
-    for name in saved:
-        key = CheckpointKey.of(name)
-        if key is not None:
-            by_parameter.setdefault(key.parameter, []).append(key)
+    by_parameter = _keys_of(saved)
     wanted: dict[str, Any] = {}
     for elements in ranges:
         for key in by_parameter.get(names[elements.parameter], []):
@@ -141,15 +131,12 @@ def assemble(
     entries: Mapping[str, Any], ranges: Iterable[ParameterRange], names: Sequence[str]
 ) -> dict[ParameterRange, State]:
     """Return the states of ``ranges`` out of loaded entries."""
-    by_parameter: dict[str, list[tuple[CheckpointKey, Any]]] = {}
-    for name, value in entries.items():
-        key = CheckpointKey.of(name)
-        if key is not None:
-            by_parameter.setdefault(key.parameter, []).append((key, value))
+    by_parameter = _keys_of(entries)
     states: dict[ParameterRange, State] = {}
     for elements in ranges:
         state: State = {}
-        for key, value in by_parameter.get(names[elements.parameter], []):
+        for key in by_parameter.get(names[elements.parameter], []):
+            value = entries[str(key)]
             if key.end == 0:
                 state[key.key] = value.clone() if isinstance(value, Tensor) else value
                 continue
@@ -160,6 +147,14 @@ def assemble(
         if state:
             states[elements] = state
     return states
+
+
+def _keys_of(names: Iterable[str]) -> dict[str, list[CheckpointKey]]:
+    by_parameter: dict[str, list[CheckpointKey]] = {}
+    for key in map(CheckpointKey.of, names):
+        if key is not None:
+            by_parameter.setdefault(key.parameter, []).append(key)
+    return by_parameter
 
 
 def _blank(metadata: Any) -> Any:

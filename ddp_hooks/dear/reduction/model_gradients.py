@@ -18,7 +18,7 @@ from ddp_hooks.comm import see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.comm.torch_compat.overrides import without_overrides
 from ddp_hooks.dear.layout.memory import ManagedParameters
-from ddp_hooks.dear.layout.shards import Shards, held_in_shards
+from ddp_hooks.dear.layout.placement import Shards, held_in_shards
 from ddp_hooks.intercept import GradientGuard
 
 

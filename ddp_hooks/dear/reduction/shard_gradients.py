@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ddp_hooks.comm import Recorder, Stall, Work
 from ddp_hooks.comm.torch_compat.overrides import without_overrides
-from ddp_hooks.dear.layout.shards import Shard, Shards
+from ddp_hooks.dear.layout.placement import Shard, Shards
 from ddp_hooks.dear.reduction.model_gradients import ModelGradients
 from ddp_hooks.dear.reduction.reduction import Reduction
 from ddp_hooks.intercept.guards import METADATA, GradientGuard

@@ -13,8 +13,17 @@ from torch import Tensor
 from ddp_hooks.comm import Lanes, see
 from ddp_hooks.dear.checkpoint.reshard import State
 from ddp_hooks.dear.layout.memory import ManagedParameters
-from ddp_hooks.dear.layout.placement import Layout, ParameterRange, Placement, is_elementwise
-from ddp_hooks.dear.layout.shards import GRADIENT_KEY, MASTER_KEY, Shard, Shards, held_in_shards
+from ddp_hooks.dear.layout.placement import (
+    GRADIENT_KEY,
+    MASTER_KEY,
+    Layout,
+    ParameterRange,
+    Placement,
+    Shard,
+    Shards,
+    held_in_shards,
+    is_elementwise,
+)
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.intercept import GradientGuard
 
@@ -34,6 +43,7 @@ class Update(ABC):
     is_whole = True  # optimizer.state has every parameter's whole state
     waits_one_by_one: bool  # the optimizer may step while gradients travel
     gathers_under_forward: bool
+    placement: Placement  # ranges whose state every rank holds, or takes when it is loaded
 
     def __init__(self, optimizer: torch.optim.Optimizer, parameters: ManagedParameters, lanes: Lanes) -> None:
         self.shards = Shards()
@@ -134,11 +144,6 @@ class Update(ABC):
             )
 
     # -- the optimizer's state, for checkpoints ---------------------------------------------------------------------
-
-    @property
-    @abstractmethod
-    def placement(self) -> Placement:
-        """Ranges whose state every rank holds, or takes when it is loaded."""
 
     @abstractmethod
     def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:

@@ -5,9 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
 
 import torch
 import torch.distributed as dist
@@ -17,23 +16,9 @@ from ddp_hooks.comm import calling, gather_objects, see
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.update.base import Update
-from ddp_hooks.intercept.co_optimizers import CoOptimizer
+from ddp_hooks.intercept.co_optimizers import CoOptimizer, GradientShards
 
 logger = logging.getLogger("ddp_hooks")
-
-
-@runtime_checkable
-class GradientShards(Protocol):
-    """Gradients of which every rank holds a part; :class:`~ddp_hooks.DearState` is one."""
-
-    def reduced_gradients(self) -> AbstractContextManager[list[torch.nn.Parameter]]:
-        """Return this rank's shards, with their reduced gradients as ``.grad`` while the context lasts."""
-
-    def sum_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the sum of a small tensor over the ranks; collective."""
-
-    def largest_over_ranks(self, value: Tensor) -> Tensor:
-        """Return the largest values of a small tensor over the ranks; collective."""
 
 
 @calling("clip_grad_norm_()")

@@ -19,8 +19,7 @@ from torch import Tensor
 from ddp_hooks.comm import Lanes, see
 from ddp_hooks.dear.checkpoint.reshard import State, move_states, shaped_state
 from ddp_hooks.dear.layout.memory import ManagedParameters
-from ddp_hooks.dear.layout.placement import Layout, ParameterRange, Placement, Replicated
-from ddp_hooks.dear.layout.shards import GRADIENT_KEY, MASTER_KEY
+from ddp_hooks.dear.layout.placement import GRADIENT_KEY, MASTER_KEY, Layout, ParameterRange, Placement, Replicated
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.intercept import GradientGuard, SuspendedGuards
@@ -41,6 +40,7 @@ class ReplicatedUpdate(Update):
         finish: Callable[[], None],  # waits for gathers in flight, and so runs the updates that are still to come
     ) -> None:
         super().__init__(optimizer, parameters, lanes)
+        self.placement = Replicated(tuple(range(lanes.world_size)), parameters.numels)
         self.shows_gradients = not parameterwise
         deferred = parameterwise and lanes.world_size > 1  # one rank has nothing to wait for
         self._deferred = self.waits_one_by_one = self.gathers_under_forward = deferred
@@ -60,7 +60,7 @@ class ReplicatedUpdate(Update):
     def take_states(self, new_layout: Layout) -> dict[ParameterRange, State]:
         self._refuse_new_groups()
         kept = {s.range: {} if s.tensor.grad is None else {GRADIENT_KEY: s.tensor.grad} for s in self.shards}
-        self.shards.clear()
+        self.shards.of_atom = []
         layout, self._layout, self._bucket_views = self._layout, None, []
         self._views.clear()
         self._updates.forget_memory()
@@ -177,10 +177,6 @@ class ReplicatedUpdate(Update):
         for parameter in self._parameters.tensors:
             if parameter in self._optimizer.state:
                 self._optimizer.state[parameter].pop(MASTER_KEY, None)
-
-    @property
-    def placement(self) -> Placement:
-        return Replicated(tuple(range(self._lanes.world_size)), self._parameters.numels)
 
     def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:
         for index, parameter in enumerate(self._parameters.tensors):

@@ -11,8 +11,7 @@ from torch.amp.grad_scaler import OptState
 
 from ddp_hooks.comm import calling, see
 from ddp_hooks.dear.refusals import state_of
-from ddp_hooks.dear.update.clipping import GradientShards
-from ddp_hooks.intercept.co_optimizers import co_optimizers_of, would_leave_gradients
+from ddp_hooks.intercept.co_optimizers import GradientShards, co_optimizers_of, would_leave_gradients
 
 
 class GradScaler(torch.amp.GradScaler):

@@ -19,13 +19,22 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm import Lanes, in_order_of, see
-from ddp_hooks.dear.checkpoint.reshard import State, agree_on_entries, cut_state, move_states, shaped_state
+from ddp_hooks.dear.checkpoint.reshard import State, agree_on_entries, move_states, shaped_state
 from ddp_hooks.dear.layout.memory import ManagedParameters
-from ddp_hooks.dear.layout.placement import EvenSplit, Layout, ParameterRange, Placement, Replicated, is_elementwise
-from ddp_hooks.dear.layout.shards import GRADIENT_KEY, MASTER_KEY, Shard
+from ddp_hooks.dear.layout.placement import (
+    GRADIENT_KEY,
+    MASTER_KEY,
+    EvenSplit,
+    Layout,
+    ParameterRange,
+    Placement,
+    Replicated,
+    Shard,
+    is_elementwise,
+)
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.update.base import Update
-from ddp_hooks.dear.update.spread_state import SpreadState
+from ddp_hooks.dear.update.spread_state import SpreadState, cut_state
 from ddp_hooks.intercept import ELEMENTWISE
 from ddp_hooks.overlap import take_back
 
@@ -157,7 +166,7 @@ class ShardedUpdate(Update):
                 whole = self._state.own.pop(parameter, None)
                 if whole:
                     states.update({e: cut_state(whole, parameter, e) for e in ranges if e.parameter == index})
-        self.shards.clear()
+        self.shards.of_atom = []
         self._layout = None
         return states
 
@@ -312,7 +321,7 @@ class ShardedUpdate(Update):
         return self._layout is None and self._state.pending is None
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> Placement:  # type: ignore[override]
         return self._state.placement
 
 
