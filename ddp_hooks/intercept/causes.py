@@ -128,20 +128,17 @@ class LocalGradients:
         self._written: set[int] = set()  # parameters with gradients that are not reduced yet
         self._latest: LatestForward = "none"
         reference = weakref.ref(self)  # torch and the model keep hooks for as long as nobody removes them
-        self._handles: list[Any] = [
+        handles: list[Any] = [
             ddp.register_forward_pre_hook(NonCopyableHook(_calling(reference, LocalGradients._before_forward))),
             register_optimizer_step_pre_hook(_calling(reference, LocalGradients._before_step)),
             *(p.register_post_accumulate_grad_hook(_adding(i, self._written)) for i, p in enumerate(parameters)),
         ]
-        weakref.finalize(self, _remove, self._handles)
+        self.close = weakref.finalize(self, _remove, handles)
 
     def all_reduced(self) -> None:
         """DDP has handed over all buckets of a backward."""
         self._written.clear()
         self._latest = "none"
-
-    def close(self) -> None:
-        _remove(self._handles)
 
     def _before_forward(self, *_: Any) -> None:
         if torch.is_grad_enabled():

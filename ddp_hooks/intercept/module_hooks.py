@@ -31,8 +31,6 @@ class InertInCopies:
 
 
 class NonCopyableHook(InertInCopies):
-    """Hook that calls ``function``."""
-
     def __init__(self, function: Callable[..., Any]) -> None:
         self._function = function
         # A traced hook would act as it did when it was traced. Not a decorator: that would import the compiler here.

@@ -307,8 +307,8 @@ _DEAR = (
     Fault(
         "dear: a gradient is that of the shard beside it",
         "ddp_hooks/dear/reduction/shard_gradients.py",
-        "return flat.narrow(0, shards[0].offset, sum(lengths)).split(lengths)",
-        "return flat.narrow(0, 0, sum(lengths)).split(lengths)",
+        "means = reduced.narrow(0, shards[0].offset, sum(lengths)).split(lengths)",
+        "means = reduced.narrow(0, 0, sum(lengths)).split(lengths)",
         ("tests/dear/test_exact.py",),
         "twenty_steps",
     ),

@@ -34,8 +34,6 @@ from ddp_hooks.dear.update.spread_state import SpreadTensor, cut_state, refuse_o
 
 
 class OptimizerCheckpoint:
-    """Saves and loads the state of an optimizer that may hold shards."""
-
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
@@ -171,7 +169,6 @@ class OptimizerCheckpoint:
         self._update.drop_pending_states()
 
     def after_load(self, _: torch.optim.Optimizer) -> None:
-        """Move loaded states and masters to their shards."""
         loaded, self._loaded = self._loaded, None
         if loaded is not None:
             self._update.set_states(*loaded)
@@ -292,7 +289,6 @@ def _spread_in(saved: Any) -> list[SpreadTensor]:
 
 
 def _on_cpu(value: Any) -> Any:
-    """Return a copy of a ``state_dict``, or a part of it, with its tensors on the CPU."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

@@ -8,6 +8,7 @@ Plain tensors under names of their own need no private protocol of the library, 
 from __future__ import annotations
 
 import io
+import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -36,7 +37,6 @@ class CheckpointKey(NamedTuple):
 
     @staticmethod
     def of(name: str) -> CheckpointKey | None:
-        """Return the key with that name, or None if the name is of something else."""
         match = _NAME.fullmatch(name)
         if match is None:
             return None
@@ -57,7 +57,6 @@ class Settings:
 
     @staticmethod
     def unpacked(content: Tensor) -> Settings:
-        """Undo :meth:`packed`."""
         saved = torch.load(io.BytesIO(content.numpy().tobytes()), weights_only=True)
         return Settings(**saved)
 
@@ -79,12 +78,8 @@ class Settings:
 
 
 def find_misfit(saved: Iterable[str], numels: Mapping[str, int]) -> str | None:
-    """Return why saved entries do not fit parameters with these names and sizes; None if they do."""
     bounds: dict[tuple[str, str], list[tuple[int, int]]] = {}
-    for name in saved:
-        key = CheckpointKey.of(name)
-        if key is None:
-            continue
+    for key in itertools.chain.from_iterable(_keys_of(saved).values()):
         if key.parameter not in numels:
             return f"the checkpoint has state of {key.parameter}, which is no parameter of this model"
         if key.end > 0:
@@ -130,7 +125,6 @@ def overlapping_entries(
 def assemble(
     entries: Mapping[str, Any], ranges: Iterable[ParameterRange], names: Sequence[str]
 ) -> dict[ParameterRange, State]:
-    """Return the states of ``ranges`` out of loaded entries."""
     by_parameter = _keys_of(entries)
     states: dict[ParameterRange, State] = {}
     for elements in ranges:

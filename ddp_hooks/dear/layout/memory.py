@@ -35,7 +35,6 @@ class ManagedParameters:
         return len(self.tensors)
 
     def index_of(self, tensor: object) -> int | None:
-        """Return the index of a parameter; None for anything else."""
         return self._index_of.get(id(tensor))
 
     def gradients(self) -> list[Tensor | None]:

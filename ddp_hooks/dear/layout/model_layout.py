@@ -1,4 +1,4 @@
-"""Layout in force, and the fusion groups over it.
+"""Layout in force, and the fusion groups over it; nothing moves here.
 
 The layout follows DDP's buckets. Groups are formed twice over the same atoms: in the order of the backward for
 reduce-scatters, and in the order of the forward for gathers.
@@ -17,8 +17,6 @@ from ddp_hooks.planning.atoms import Atom, FusionRule, ParameterShape, cut_bucke
 
 
 class ModelLayout:
-    """Layout in force and its fusion groups; moves nothing."""
-
     def __init__(
         self,
         parameters: ManagedParameters,

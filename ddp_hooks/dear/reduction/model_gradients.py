@@ -23,8 +23,6 @@ from ddp_hooks.intercept import GradientGuard
 
 
 class ModelGradients:
-    """Puts guards in the place of gradients, and applies to shards what users do to the guards."""
-
     def __init__(self, parameters: ManagedParameters, shards: Shards) -> None:
         self.marks = parameters.gradients  # returns what stands at every parameter's .grad
         self._parameters = parameters.tensors

@@ -18,8 +18,6 @@ from ddp_hooks.planning.atoms import Atom
 
 
 class Reduction:
-    """Reduce-scatters of one backward."""
-
     def __init__(
         self, lanes: Lanes, model_layout: ModelLayout, ready: Mapping[int, Tensor], reduce_dtype: torch.dtype | None
     ) -> None:

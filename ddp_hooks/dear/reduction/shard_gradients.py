@@ -25,8 +25,6 @@ from ddp_hooks.intercept.guards import METADATA, GradientGuard
 
 
 class ShardGradients:
-    """Attaches the gradients of a :class:`~ddp_hooks.dear.reduction.reduction.Reduction` to shards."""
-
     def __init__(self, shards: Shards, model_gradients: ModelGradients, recorder: Recorder) -> None:
         self.stall = Stall()  # of waits for reduce-scatters
         self.in_place = False  # the gradients attached last lie where they were reduced, just as they will be used
@@ -87,7 +85,9 @@ class ShardGradients:
         wanted = shards[0].tensor.dtype
         in_place = reduced is bucket and reduced.dtype == wanted
         sums = []
-        for shard, mean in zip(shards, _parts(reduced, shards), strict=True):
+        lengths = [shard.tensor.numel() for shard in shards]
+        means = reduced.narrow(0, shards[0].offset, sum(lengths)).split(lengths)  # a rank's shards are neighbours
+        for shard, mean in zip(shards, means, strict=True):
             base = shard.base
             if untouched and base is None and in_place:  # as in most steps
                 shard.tensor.grad = mean
@@ -130,12 +130,6 @@ class _ReducedGroup:
     sums: list[_Sum]
     is_complete: bool = False
     lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-def _parts(flat: Tensor, shards: Sequence[Shard]) -> Sequence[Tensor]:
-    """Return the parts of an atom's memory that belong to this rank's shards of it, which are neighbours."""
-    lengths = [shard.tensor.numel() for shard in shards]
-    return flat.narrow(0, shards[0].offset, sum(lengths)).split(lengths)
 
 
 class _Sum(NamedTuple):

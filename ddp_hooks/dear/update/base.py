@@ -173,5 +173,4 @@ class Update(ABC):
         return placed
 
     def _dtype_of(self, parameter: Tensor) -> torch.dtype:
-        """Return the type in which the optimizer has a parameter."""
-        return parameter.dtype
+        return parameter.dtype  # in which the optimizer has it

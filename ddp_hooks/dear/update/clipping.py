@@ -49,7 +49,13 @@ def clip_grad_norm_(
         RuntimeError: ``error_if_nonfinite``, and the norm is not finite; gradients are as they were.
     """
     max_norm, norm_type = checked_norm(max_norm, norm_type)
-    shards, tensors = _sort(sources)
+    shards: list[GradientShards] = []
+    tensors: list[Tensor] = []
+    for source in [sources] if isinstance(sources, GradientShards | Tensor) else sources:
+        if isinstance(source, GradientShards):
+            shards.append(source)
+        else:
+            tensors += [source] if isinstance(source, Tensor) else source
     shards += [beside for source in shards for beside in getattr(source, "co_optimizers", ()) if beside not in shards]
     replicated = gradients_of(tensors)
     with ExitStack() as stack:
@@ -122,21 +128,6 @@ def power_of(gradients: Sequence[Tensor], norm_type: float) -> Tensor:
         norm = norm.full_tensor()
     norm = norm.double()
     return norm**norm_type if norm_type < math.inf else norm
-
-
-def _sort(
-    sources: Iterable[GradientShards | Tensor | Iterable[Tensor]],
-) -> tuple[list[GradientShards], list[Tensor]]:
-    shards: list[GradientShards] = []
-    tensors: list[Tensor] = []
-    for source in [sources] if isinstance(sources, GradientShards | Tensor) else sources:
-        if isinstance(source, GradientShards):
-            shards.append(source)
-        elif isinstance(source, Tensor):
-            tensors.append(source)
-        else:
-            tensors += list(source)
-    return shards, tensors
 
 
 @dataclass
