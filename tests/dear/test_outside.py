@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks import DearState, dear_hook
-from ddp_hooks.dear.update.spread_state import SpreadTensor
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor
 from tests.support.dear.saving import differences, train_step, wrap
 from tests.support.dear.twins import CONFIG, whole_batches
 from tests.support.messages import message_of

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.dear.layout.placement import EvenSplit, ParameterRange
-from ddp_hooks.dear.update.spread_state import SpreadTensor, blocks_of
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor, blocks_of
 
 SHAPES = st.lists(st.integers(1, 5), max_size=4)
 

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
-from ddp_hooks.dear.update.spread_state import SpreadTensor
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor
 from tests.support.dear.loops import adamw_two_groups
 from tests.support.dear.saving import differences, train_step
 from tests.support.dear.twins import CONFIG, WholeNumbers

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ddp_hooks import DearConfig, TopKConfig
-from ddp_hooks.dear.update.spread_state import SpreadTensor
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor
 from tests.support.integrations.launched import (
     MODELS,
     as_torchrun_does,

@@ -35,9 +35,9 @@ def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
         "dear",
         fsdp.STOCK,
         f"{fsdp.STOCK},set_to_none=False",
-        fsdp.RING,
-        f"{fsdp.RING},set_to_none=False",
-        f"{fsdp.RING},all_gather=int8,reduce_scatter=int8",
+        fsdp.EXTENDED,
+        f"{fsdp.EXTENDED},set_to_none=False",
+        f"{fsdp.EXTENDED},all_gather=int8,reduce_scatter=int8",
         "fsdp2-tuned",
     ]
     fsdp.BENCHMARK.run(["--quick", "--loopback", "--variants", *variants, "--output", str(tmp_path)])

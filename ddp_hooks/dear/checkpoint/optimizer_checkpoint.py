@@ -30,7 +30,8 @@ from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import MASTER_KEY, ParameterRange, Placement
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.dear.update.sharded import ShardedUpdate
-from ddp_hooks.dear.update.spread_state import SpreadTensor, cut_state, refuse_other_shapes
+from ddp_hooks.dear.update.spread_state import cut_state, refuse_other_shapes
+from ddp_hooks.dear.update.spread_tensor import SpreadTensor
 
 
 class OptimizerCheckpoint:
