@@ -173,7 +173,10 @@ class FailureStore:
         return note, dead_store
 
     def failure_of(self, error: Exception, peer: int, description: str) -> LaneError:
-        """Report a broken connection; return the error to raise for ``error`` of the backend or a socket."""
+        """Report a broken connection; return the error to raise for ``error`` of the backend or a socket.
+
+        ``description`` begins with this rank, "rank 3, ".
+        """
         text = str(error).splitlines()[0]
         if "timed out" in text.lower() or "timeout" in text.lower():
             hint = self.report_wait(description)

@@ -61,7 +61,7 @@ def fingerprint(saved: Mapping[str, Any], own: bool) -> dict[str, Any]:
 def find_problem(
     saved: Sequence[Mapping[str, Any]], own_rank: int | None, world_size: int, context: Context
 ) -> str | None:
-    """Return the reason why states cannot be loaded; without ``own_rank`` they are those of all ranks."""
+    """Return the reason why states cannot be loaded, None if they can; without ``own_rank`` they are all ranks'."""
     if not saved:
         return "there is no state to load"
     problem = next((found for state in saved if (found := _problem_of_content(state, context))), None)

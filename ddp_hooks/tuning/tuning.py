@@ -103,7 +103,10 @@ class Tuning:
         return self.phase is Phase.FINISHED
 
     def stepped(self) -> None:
-        """Record the end of a step; called on all ranks, with no communication under way. Sometimes collective."""
+        """Record the end of a step; called on all ranks, with no communication under way. Sometimes collective.
+
+        Raises LaneError or LaneTimeout where another rank ended or did not come.
+        """
         if self.finished:
             return
         self._clock.tick()

@@ -93,7 +93,7 @@ def test_a_closed_state_leaves_nothing_that_could_abort_the_process_at_its_end()
 
 def test_a_forgotten_state_is_collected_and_ends_its_lanes() -> None:
     process = start(GIVE_EVERYTHING_BACK + CLOSE_AT_EXIT, "forget")
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=100)
     assert process.returncode == 0, errors
     before, after, num_closed = map(int, output.split())
     assert after == before, "threads of lanes or process groups are still there"

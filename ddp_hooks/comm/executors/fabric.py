@@ -47,8 +47,8 @@ def run_on_fabric(
 ) -> list[RankTraffic]:
     """Run ``algorithms[r]`` as rank r, all in this process, until every one has ended; return each rank's traffic.
 
-    Links are full duplex, and a rank's messages in one direction follow each other. ``handling_s`` is what a rank takes
-    for each message that it receives, one after the other.
+    ``cost`` is the price of a message. Links are full duplex, and a rank's messages in one direction follow each other.
+    ``handling_s`` is what a rank takes for each message that it receives, one after the other.
 
     Raises:
         FabricError: the ranks wait for messages that nobody sends, a message's two sides differ in size or dtype, or

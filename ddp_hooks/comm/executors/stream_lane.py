@@ -70,9 +70,10 @@ class StreamLane:
                 for exchange in next_round:
                     post = dist.irecv if isinstance(exchange, Recv) else dist.isend
                     operations.append(dist.P2POp(post, exchange.tensor, group=self._group, group_peer=exchange.peer))
-                    self.traffic.count(exchange)
                 for request in dist.batch_isend_irecv(operations) if operations else []:
                     request.wait()
+                for exchange in next_round:
+                    self.traffic.count(exchange)
                 self.traffic.rounds += 1
         return work
 

@@ -49,7 +49,8 @@ class LaneSettings:
     """Settings of lanes.
 
     Messages of all-gathers have at most ``slice_bytes``, those of reduce-scatters at most
-    ``min(slice_bytes / 3, 2 * slice_bytes / (P - 1))``: a lane receives at most four slices of a dtype at a time.
+    ``min(slice_bytes / 3, 2 * slice_bytes / (P - 1))``: a lane receives at most ``4 * slice_bytes`` of a
+    dtype at a time.
     """
 
     slice_bytes: int = 1 << 20

@@ -28,8 +28,9 @@ _num_groups: Counter[tuple[int, ...]] = Counter()  # groups made of these ranks
 
 
 def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, name: str) -> dist.ProcessGroup:
-    """Make another group of the same ranks; collective over them alone."""
+    """Make another group of the same ranks, in their order; collective over them alone."""
     ranks = dist.get_process_group_ranks(group)
+    order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # not in every torch
     with _names_that_are_used_once():
         created = dist.new_group(
             ranks,
@@ -37,6 +38,7 @@ def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, nam
             backend=backend,
             use_local_synchronization=len(ranks) != dist.get_world_size(),
             group_desc=name,
+            **order,
         )
     assert isinstance(created, dist.ProcessGroup)
     return created

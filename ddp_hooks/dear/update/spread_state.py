@@ -215,6 +215,6 @@ def refuse_other_shapes(state: Mapping[str, Any], parameter: Tensor, name: str) 
     for key, value in state.items():
         if isinstance(value, Tensor) and value.dim() > 0 and value.shape != parameter.shape:
             raise ValueError(
-                f"{key} of {name} has shape {tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}: take "
-                f"a state that was saved for this model{see('optimizer-state-is-sharded')}"
+                f"{key} of {name} has shape {tuple(value.shape)}, but the parameter has {tuple(parameter.shape)}: give "
+                f"one of that shape, or a state that was saved for this model{see('optimizer-state-is-sharded')}"
             )
