@@ -43,7 +43,7 @@ from ddp_hooks import DearConfig, DearState, Span, dear_hook
 from ddp_hooks.planning.timeline import Timeline, draw, write_trace
 from recipes.cluster import Cluster, ClusterUnavailable
 from recipes.cluster.launch import run_workers
-from recipes.images import Images, endless_batches, load_images
+from recipes.common.images import Images, endless_batches, load_images
 
 PLAIN, DEAR, ALONE = "plain DDP", "DeAR", "no communication"
 BATCH_SIZE = 48  # per worker: on two cores about as much computation as 1 Gbit/s can hide behind

@@ -35,7 +35,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import TopKConfig, TopKState, TopKStats, topk_hook
-from recipes.images import endless_batches, load_images
+from recipes.common.images import endless_batches, load_images
 
 UNTIMED_STEPS = 3  # DDP rebuilds its buckets, and the hook its groups
 

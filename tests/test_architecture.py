@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
-from recipes.architecture import PAGE, layers, lives, package_of
+from recipes.common.architecture import PAGE, layers, lives, package_of
 
 ROOT = Path(__file__).parents[1]
 PATHS = [path for package in ("ddp_hooks", "fsdp_ext") for path in ROOT.glob(f"{package}/**/*.py")]

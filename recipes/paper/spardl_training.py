@@ -26,8 +26,8 @@ from ddp_hooks.sparse.codec import EntryCodec
 from ddp_hooks.sparse.common import Exchange
 from ddp_hooks.sparse.error_feedback import Collection
 from ddp_hooks.sparse.spardl import SpAllGather, TopHController
-from recipes.images import load_images
-from recipes.texts import python_documentation
+from recipes.common.images import load_images
+from recipes.common.texts import python_documentation
 
 WIRE = EntryCodec("exact", torch.float32)  # four bytes of index and four of value: the paper's two words per entry
 VOCABULARY, SENTENCE = 1000, 20  # words

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 
-from recipes import bert_mlm
-from recipes.texts import python_documentation
-from recipes.tokens import cut_into_blocks, shared_tokenizer
+from recipes.common.texts import python_documentation
+from recipes.common.tokens import cut_into_blocks, shared_tokenizer
+from recipes.complete import bert_mlm
 from tests.support.launcher import launch
 from tests.support.recipes.launched import torchrun
 from tests.support.workers import WorkerPools
@@ -125,8 +125,8 @@ def test_three_ranks_end_with_the_same_loss_with_and_without_dear(workers: Worke
 @pytest.mark.timeout(300)
 def test_torchrun_ends_with_the_same_loss_with_and_without_dear() -> None:
     arguments = *TINY, "--hook"
-    dear = torchrun("recipes/bert_mlm.py", *arguments, "dear")
-    none = launch("recipes/bert_mlm.py", [*arguments, "none"])
+    dear = torchrun("recipes/complete/bert_mlm.py", *arguments, "dear")
+    none = launch("recipes/complete/bert_mlm.py", [*arguments, "none"])
     assert final_loss(dear) == pytest.approx(final_loss(none), abs=1e-4)
 
 

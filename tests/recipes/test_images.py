@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.images import endless_batches, load_images
+from recipes.common.images import endless_batches, load_images
 from tests.support.recipes.images import make_folder
 
 

@@ -38,11 +38,11 @@ def test_every_recipe_that_is_named_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [SBATCH, SBATCH.parent / "README.md", PAGES[-1]], ids=lambda path: path.name)
 def test_every_option_of_a_command_is_known(path: Path) -> None:
-    from recipes import lightning_gpt, resnet_imagenet
+    from recipes.complete import lightning_gpt, resnet_imagenet
 
     parsers = {"resnet_imagenet": resnet_imagenet.parse_arguments, "lightning_gpt": lightning_gpt.parse_arguments}
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
-    commands = re.findall(r"recipes/(\w+)\.py +(--.*)", text)
+    commands = re.findall(r"recipes/(?:complete/)?(\w+)\.py +(--.*)", text)
     assert commands
     for recipe, arguments in commands:
         parsers[recipe](arguments.replace("--data /data/imagenet", "").split())  # a folder that is not here
@@ -169,10 +169,10 @@ def test_pods_have_gpus_shared_memory_and_all_volumes(job: dict[str, Any]) -> No
 
 
 def test_pods_run_a_recipe_with_arguments_that_it_knows(job: dict[str, Any]) -> None:
-    from recipes import resnet_imagenet
+    from recipes.complete import resnet_imagenet
 
     (container,) = job["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]["containers"]
-    assert container["command"] == ["torchrun", "recipes/resnet_imagenet.py"]
+    assert container["command"] == ["torchrun", "recipes/complete/resnet_imagenet.py"]
     arguments = [argument for argument in container["args"] if not argument.startswith("--data=")]
     args = resnet_imagenet.parse_arguments(arguments)
     folders = [mount["mountPath"] for mount in container["volumeMounts"]]

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import lightning_gpt as recipe
-from recipes.texts import python_documentation
+from recipes.common.texts import python_documentation
+from recipes.complete import lightning_gpt as recipe
 from tests.support.recipes.launched import run_recipe
 
 TINY = [

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from recipes import llama_fsdp2
-from recipes.record import Record
-from recipes.texts import python_documentation
+from recipes.common.record import Record
+from recipes.common.texts import python_documentation
+from recipes.complete import llama_fsdp2
 from tests.support.launcher import launch
 from tests.support.recipes.launched import torchrun
 
@@ -29,9 +29,9 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> str:
 def trained(hook: str, output: Path, *arguments: str, num_ranks: int = 2, by_torchrun: bool = False) -> Record:
     given = [*TINY, "--hook", hook, "--output", str(output), *arguments]
     if by_torchrun:
-        torchrun("recipes/llama_fsdp2.py", *given)
+        torchrun("recipes/complete/llama_fsdp2.py", *given)
     else:
-        launch("recipes/llama_fsdp2.py", given, num_ranks)
+        launch("recipes/complete/llama_fsdp2.py", given, num_ranks)
     (result,) = output.glob("llama_fsdp2_*.json")
     record = Record.load(result)
     result.unlink()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from recipes import lstm_lm_embrace as recipe
+from recipes.complete import lstm_lm_embrace as recipe
 from tests.support.recipes.launched import torchrun
 from tests.support.workers import WorkerPools
 
@@ -155,8 +155,8 @@ def test_one_process_writes_results(tmp_path: Path, capsys: pytest.CaptureFixtur
 def test_torchrun(tmp_path: Path) -> None:
     """As a user starts it."""
     given = [*TINY, "--steps=20"]
-    torchrun("recipes/lstm_lm_embrace.py", *given, "--tables=embrace", f"--output={tmp_path / 'embrace.json'}")
-    torchrun("recipes/lstm_lm_embrace.py", *given, "--tables=ddp", f"--output={tmp_path / 'ddp.json'}")
+    torchrun("recipes/complete/lstm_lm_embrace.py", *given, "--tables=embrace", f"--output={tmp_path / 'embrace.json'}")
+    torchrun("recipes/complete/lstm_lm_embrace.py", *given, "--tables=ddp", f"--output={tmp_path / 'ddp.json'}")
     ddp, embrace = (json.loads((tmp_path / f"{tables}.json").read_text()) for tables in ("ddp", "embrace"))
     assert embrace["settings"]["ranks"] == 2
     assert embrace["losses"] == pytest.approx(ddp["losses"], rel=1e-5)

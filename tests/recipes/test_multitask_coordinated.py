@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import multitask_coordinated as recipe
 from recipes.benchmarks import conditional
 from recipes.benchmarks.harness import Run
-from recipes.images import load_images
-from recipes.record import Record
+from recipes.common.images import load_images
+from recipes.common.record import Record
+from recipes.complete import multitask_coordinated as recipe
 from tests.support.recipes.launched import run_recipe
 from tests.support.workers import WorkerPools
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 from PIL import Image
 
-from recipes import resnet_imagenet as recipe
-from recipes.record import Record
+from recipes.common.record import Record
+from recipes.complete import resnet_imagenet as recipe
 from tests.support.recipes.launched import run_recipe
 from tests.support.workers import WorkerPools
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.texts import add_text_arguments, read_texts
+from recipes.common.texts import add_text_arguments, read_texts
 
 
 def read(*arguments: str) -> list[str]:

@@ -6,8 +6,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from recipes.texts import python_documentation
-from recipes.tokens import SPECIAL_TOKENS, cut_into_blocks, shared_tokenizer, train_tokenizer
+from recipes.common.texts import python_documentation
+from recipes.common.tokens import SPECIAL_TOKENS, cut_into_blocks, shared_tokenizer, train_tokenizer
 
 
 @pytest.fixture(scope="module")

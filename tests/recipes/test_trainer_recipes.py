@@ -22,11 +22,12 @@ from transformers import AutoModelForSeq2SeqLM, EvalPrediction
 
 from ddp_hooks import DearConfig, TopKConfig
 from ddp_hooks.integrations import Tables
-from recipes import accelerate_no_trainer, bert_mlm_trainer, gpt2_clm_trainer, results, t5_translation, trainer_base
-from recipes.pig_latin import pig_latin, sentences
-from recipes.record import Record, all_reduce_mb, command_of, mean_stats, report
-from recipes.texts import python_documentation
-from recipes.tokens import Blocks, cut_into_blocks, shared_tokenizer
+from recipes.common import results
+from recipes.common.pig_latin import pig_latin, sentences
+from recipes.common.record import Record, all_reduce_mb, command_of, mean_stats, report
+from recipes.common.texts import python_documentation
+from recipes.common.tokens import Blocks, cut_into_blocks, shared_tokenizer
+from recipes.complete import accelerate_no_trainer, bert_mlm_trainer, gpt2_clm_trainer, t5_translation, trainer_base
 from tests.support.launcher import launch
 from tests.support.recipes.launched import torchrun
 
@@ -48,9 +49,9 @@ def trained(recipe: str, hook: str, output: Path, *arguments: str, by_torchrun: 
     """What a recipe has recorded that trained on two ranks, started by torchrun itself or as torchrun would."""
     given = [*TINY, "--hook", hook, "--output", str(output), *arguments]
     if by_torchrun:
-        torchrun(f"recipes/{recipe}.py", *given)
+        torchrun(f"recipes/complete/{recipe}.py", *given)
     else:
-        launch(f"recipes/{recipe}.py", given)
+        launch(f"recipes/complete/{recipe}.py", given)
     (path,) = output.glob(f"{recipe}_{hook}*.json")
     record = Record.load(path)
     assert record.num_workers == 2 and record.command.startswith("torchrun --nproc-per-node 2 ")
@@ -144,7 +145,7 @@ def test_accelerate_with_topk_and_a_tracker(tmp_path: Path, text: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["gpt2_clm_trainer", "bert_mlm_trainer", "t5_translation", "accelerate_no_trainer"])
 def test_one_process_needs_no_launcher(recipe: str, tmp_path: Path) -> None:
-    launch(f"recipes/{recipe}.py", [*TINY, "--output", str(tmp_path)], num_processes=0)
+    launch(f"recipes/complete/{recipe}.py", [*TINY, "--output", str(tmp_path)], num_processes=0)
     (path,) = tmp_path.glob("*.json")
     assert Record.load(path).num_workers == 1
 
@@ -292,7 +293,7 @@ def test_a_language_that_a_dataset_does_not_have(monkeypatch: pytest.MonkeyPatch
 RECORD = Record(
     recipe="t5_translation",
     hook="none",
-    command="torchrun --nproc-per-node 2 recipes/t5_translation.py --hook none",
+    command="torchrun --nproc-per-node 2 recipes/complete/t5_translation.py --hook none",
     created="2025-01-31 12:00 UTC",
     environment={"torch": "2.14", "CPU": "some"},
     data="some text",
@@ -327,9 +328,9 @@ def test_what_an_all_reduce_sends() -> None:
 
 def test_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert command_of("one", ["--text", "my novel.txt"]) == "python recipes/one.py --text 'my novel.txt'"
+    assert command_of("one", ["--text", "my novel.txt"]) == "python recipes/complete/one.py --text 'my novel.txt'"
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    assert command_of("one", []) == "torchrun --nproc-per-node 3 recipes/one.py"
+    assert command_of("one", []) == "torchrun --nproc-per-node 3 recipes/complete/one.py"
 
 
 def test_page_has_a_section_per_recipe(tmp_path: Path) -> None:

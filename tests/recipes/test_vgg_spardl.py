@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from recipes import bags, vgg_spardl
+from recipes import vgg_spardl
+from recipes.paper import spardl_bags as bags
 from tests.support.workers import WorkerPools
 
 

@@ -23,8 +23,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from ddp_hooks import TopKConfig, TopKState, topk_hook
 from ddp_hooks.sparse.error_feedback import Collection
-from recipes.images import load_images
-from recipes.texts import python_documentation
+from recipes.common.images import load_images
+from recipes.common.texts import python_documentation
 from recipes.vgg_spardl import make_vgg
 from tests.support.workers import WorkerPools
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from recipes.record import Record
+from recipes.common.record import Record
 from tests.support.launcher import launch
 
 ROOT = Path(__file__).parents[3]
@@ -23,9 +23,9 @@ def run_recipe(
     """
     given = [f"--output={output}", f"--hook={hook}", *arguments]
     if by_torchrun:
-        torchrun(f"recipes/{name}.py", *given)
+        torchrun(f"recipes/complete/{name}.py", *given)
     else:
-        launch(f"recipes/{name}.py", given, ranks)
+        launch(f"recipes/complete/{name}.py", given, ranks)
     return Record.load(output / f"{name}_{hook}.json")
 
 

@@ -1,9 +1,9 @@
 """Train a ResNet on ImageNet, or on any folder of images, with plain DDP, with DeAR or with sparse all-reduce.
 
-    torchrun --nproc-per-node 2 recipes/resnet_imagenet.py
-    torchrun --nproc-per-node 2 recipes/resnet_imagenet.py --hook none
-    torchrun --nproc-per-node 2 recipes/resnet_imagenet.py --hook spardl --density 0.05
-    torchrun --nproc-per-node 8 recipes/resnet_imagenet.py --data imagenet --model resnet50 --image-size 224 \
+    torchrun --nproc-per-node 2 recipes/complete/resnet_imagenet.py
+    torchrun --nproc-per-node 2 recipes/complete/resnet_imagenet.py --hook none
+    torchrun --nproc-per-node 2 recipes/complete/resnet_imagenet.py --hook spardl --density 0.05
+    torchrun --nproc-per-node 8 recipes/complete/resnet_imagenet.py --data imagenet --model resnet50 --image-size 224 \
         --epochs 90 --warmup-epochs 5 --batch-size 128 --data-workers 12 --amp bf16 --channels-last \
         --output runs/resnet50 --resume
 
@@ -39,14 +39,14 @@ from torchvision import models
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import DearState, GradScaler, TopKConfig, TopKState, dear_hook, topk_hook
-from recipes.images import Images, load_images
-from recipes.processes import clock_s, pick_device, process_group
-from recipes.record import Record, all_reduce_mb, command_of, describe, mean_stats, now, report, surroundings
-from recipes.schedules import warmed_cosine
-from recipes.texts import positive
+from recipes.common.images import Images, load_images
+from recipes.common.processes import clock_s, pick_device, process_group
+from recipes.common.record import Record, all_reduce_mb, command_of, describe, mean_stats, now, report, surroundings
+from recipes.common.schedules import warmed_cosine
+from recipes.common.texts import positive
 
 RESNETS = models.list_models(module=models, include=["resnet*", "resnext*", "wide_resnet*"])
 AMP_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}

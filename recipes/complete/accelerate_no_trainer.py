@@ -1,11 +1,11 @@
 """Train a GPT-2 in a loop of one's own with Hugging Face Accelerate, with plain DDP, DeAR or sparse all-reduce.
 
-    torchrun --nproc-per-node 2 recipes/accelerate_no_trainer.py
-    torchrun --nproc-per-node 2 recipes/accelerate_no_trainer.py --hook topk --accumulate 4
-    torchrun --nproc-per-node 2 recipes/accelerate_no_trainer.py --save-every 50
-    torchrun --nproc-per-node 2 recipes/accelerate_no_trainer.py --resume build/recipes/checkpoint-50
-    torchrun --nproc-per-node 2 recipes/accelerate_no_trainer.py --tracker tensorboard
-    accelerate launch recipes/accelerate_no_trainer.py --model openai-community/gpt2 --lr 5e-5 \\
+    torchrun --nproc-per-node 2 recipes/complete/accelerate_no_trainer.py
+    torchrun --nproc-per-node 2 recipes/complete/accelerate_no_trainer.py --hook topk --accumulate 4
+    torchrun --nproc-per-node 2 recipes/complete/accelerate_no_trainer.py --save-every 50
+    torchrun --nproc-per-node 2 recipes/complete/accelerate_no_trainer.py --resume build/recipes/checkpoint-50
+    torchrun --nproc-per-node 2 recipes/complete/accelerate_no_trainer.py --tracker tensorboard
+    accelerate launch recipes/complete/accelerate_no_trainer.py --model openai-community/gpt2 --lr 5e-5 \\
         --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
 
 The model is that of ``gpt2_clm_trainer.py``. The hook is one line, ``attach``, before ``prepare``; accumulation,
@@ -29,14 +29,14 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import get_linear_schedule_with_warmup
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import DearConfig, TopKConfig
 from ddp_hooks.integrations.accelerate import Attachment, attach
-from recipes.gpt2_clm_trainer import make_task
-from recipes.record import Record, all_reduce_mb, command_of, mean_stats, now, report, surroundings
-from recipes.texts import positive, read_texts
-from recipes.trainer_base import Task, make_parser, parse
+from recipes.common.record import Record, all_reduce_mb, command_of, mean_stats, now, report, surroundings
+from recipes.common.texts import positive, read_texts
+from recipes.complete.gpt2_clm_trainer import make_task
+from recipes.complete.trainer_base import Task, make_parser, parse
 
 RECIPE = "accelerate_no_trainer"
 

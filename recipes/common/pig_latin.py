@@ -13,7 +13,7 @@ import sysconfig
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from recipes.texts import python_documentation
+from recipes.common.texts import python_documentation
 
 MIN_WORDS, MAX_WORDS = 4, 16  # of a sentence, marks included
 _MARKS = ".,;:!?"

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from matplotlib import colors, image
 
-from recipes import row_split
-from recipes.row_split import COLUMNS, DELAYED, DIM, NEXT, NOW, PRIOR
+from recipes.paper import embrace_rows as row_split
+from recipes.paper.embrace_rows import COLUMNS, DELAYED, DIM, NEXT, NOW, PRIOR
 
 
 def test_every_row_is_sent_once_and_what_somebody_looks_up_next_first() -> None:

@@ -1,6 +1,6 @@
 """Draws which rows of a sharded table's gradient are sent at once and which later, from a step of the real exchange.
 
-    python -m recipes.row_split --output docs/images/row_split.png
+    python -m recipes.paper.embrace_rows --output docs/images/row_split.png
 
 Three workers look up words of a small table, of which each holds some columns, and know what all of them look up next
 (li2022embrace, section 4.2.2 and Algorithm 1). The step runs in one process, and must end in the weights of a table
@@ -259,7 +259,7 @@ def _bars() -> Iterator[tuple[int, float, float, str, str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m recipes.row_split", description="Draw prior and delayed rows.")
+    parser = argparse.ArgumentParser(prog="python -m recipes.paper.embrace_rows", description="Draw the rows.")
     parser.add_argument("--output", type=Path, default=Path("build/row_split.png"))
     options = parser.parse_args()
     draw(options.output)

@@ -1,10 +1,10 @@
 """Train a GPT-2 as a causal language model with the Hugging Face Trainer, with plain DDP, DeAR or sparse all-reduce.
 
-    torchrun --nproc-per-node 2 recipes/gpt2_clm_trainer.py
-    torchrun --nproc-per-node 2 recipes/gpt2_clm_trainer.py --tune
-    torchrun --nproc-per-node 2 recipes/gpt2_clm_trainer.py --hook topk --density 0.05
-    torchrun --nproc-per-node 2 recipes/gpt2_clm_trainer.py --text novel.txt letters.txt
-    torchrun --nproc-per-node 2 recipes/gpt2_clm_trainer.py --model openai-community/gpt2 --lr 5e-5 \\
+    torchrun --nproc-per-node 2 recipes/complete/gpt2_clm_trainer.py
+    torchrun --nproc-per-node 2 recipes/complete/gpt2_clm_trainer.py --tune
+    torchrun --nproc-per-node 2 recipes/complete/gpt2_clm_trainer.py --hook topk --density 0.05
+    torchrun --nproc-per-node 2 recipes/complete/gpt2_clm_trainer.py --text novel.txt letters.txt
+    torchrun --nproc-per-node 2 recipes/complete/gpt2_clm_trainer.py --model openai-community/gpt2 --lr 5e-5 \\
         --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
 
 A new GPT-2 is small, and its tokenizer is trained on the spot; the text is Python's own documentation unless you bring
@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, GPT2Config
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import BucketTuner, DearConfig, TopKConfig
-from recipes.record import Record
-from recipes.texts import read_texts
-from recipes.trainer_base import (
+from recipes.common.record import Record
+from recipes.common.texts import read_texts
+from recipes.complete.trainer_base import (
     HookTrainer,
     Task,
     finish,

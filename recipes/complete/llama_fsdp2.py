@@ -1,13 +1,13 @@
 """Train a Llama whose parameters are sharded by FSDP2, with FSDP2's own communication or with rings.
 
-    torchrun --nproc-per-node 2 recipes/llama_fsdp2.py
-    torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --hook none
-    torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --bf16 --keep-parameters --accumulate 2
-    torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --all-gather bf16 --reduce-scatter int8
-    torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --reduce-scatter sparse --density 0.02
-    torchrun --nproc-per-node 2 recipes/llama_fsdp2.py --save-every 50
-    torchrun --nproc-per-node 3 recipes/llama_fsdp2.py --resume build/recipes/checkpoint-50
-    torchrun --nproc-per-node 8 recipes/llama_fsdp2.py --model meta-llama/Llama-3.2-1B --bf16 --lr 2e-5 \\
+    torchrun --nproc-per-node 2 recipes/complete/llama_fsdp2.py
+    torchrun --nproc-per-node 2 recipes/complete/llama_fsdp2.py --hook none
+    torchrun --nproc-per-node 2 recipes/complete/llama_fsdp2.py --bf16 --keep-parameters --accumulate 2
+    torchrun --nproc-per-node 2 recipes/complete/llama_fsdp2.py --all-gather bf16 --reduce-scatter int8
+    torchrun --nproc-per-node 2 recipes/complete/llama_fsdp2.py --reduce-scatter sparse --density 0.02
+    torchrun --nproc-per-node 2 recipes/complete/llama_fsdp2.py --save-every 50
+    torchrun --nproc-per-node 3 recipes/complete/llama_fsdp2.py --resume build/recipes/checkpoint-50
+    torchrun --nproc-per-node 8 recipes/complete/llama_fsdp2.py --model meta-llama/Llama-3.2-1B --bf16 --lr 2e-5 \\
         --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
 
 The extension is one line, ``extend``, after ``fully_shard``; on GPUs it leaves FSDP2's own communication as it is.
@@ -32,15 +32,15 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, DistributedSampler
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from fsdp_ext import ExtConfig, Extension, extend, restore
-from recipes.gpt2_clm_trainer import own_labels
-from recipes.processes import mean_over_ranks, pick_device, process_group
-from recipes.record import Record, command_of, now, report, surroundings
-from recipes.schedules import warmed_cosine
-from recipes.texts import positive, read_texts
-from recipes.trainer_base import Task, make_model, make_parser, parse, prepare_text
+from recipes.common.processes import mean_over_ranks, pick_device, process_group
+from recipes.common.record import Record, command_of, now, report, surroundings
+from recipes.common.schedules import warmed_cosine
+from recipes.common.texts import positive, read_texts
+from recipes.complete.gpt2_clm_trainer import own_labels
+from recipes.complete.trainer_base import Task, make_model, make_parser, parse, prepare_text
 
 RECIPE = "llama_fsdp2"
 

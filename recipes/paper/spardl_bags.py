@@ -1,6 +1,6 @@
 """Draws who sends which blocks to whom in SparDL's Spar-Reduce-Scatter, from the messages of the algorithm itself.
 
-    python -m recipes.bags --workers 6 --output docs/images/bags.png
+    python -m recipes.paper.spardl_bags --workers 6 --output docs/images/bags.png
 
 Every worker begins with all blocks of the vector. Each round halves what it still has to send away; in the end it holds
 one block, reduced over all workers (zhao2024spardl, section III-B and Fig. 5).
@@ -109,7 +109,7 @@ def draw(workers: int, path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m recipes.bags", description="Draw the bags of SparDL.")
+    parser = argparse.ArgumentParser(prog="python -m recipes.paper.spardl_bags", description="Draw the bags of SparDL.")
     parser.add_argument("--workers", type=int, default=6)
     parser.add_argument("--output", type=Path, default=Path("build/bags.png"))
     options = parser.parse_args()

@@ -1,6 +1,6 @@
 """Draw docs/architecture.md: four lives, step by step, and the folders that they pass.
 
-    python -m recipes.architecture --output docs/images/architecture.png
+    python -m recipes.common.architecture --output docs/images/architecture.png
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-PAGE = Path(__file__).parents[1] / "docs" / "architecture.md"
+PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 _STEP = re.compile(r"^\d+\. `([\w/]+\.py)` `([\w.]+)`: (.*)$", re.MULTILINE)
 _LAYER = re.compile(r"^\| (\d) \| (.*?) \|", re.MULTILINE)
 

@@ -1,9 +1,9 @@
 """Train a BERT as a masked language model with the Hugging Face Trainer, with plain DDP, DeAR or SparDL.
 
-    torchrun --nproc-per-node 2 recipes/bert_mlm_trainer.py
-    torchrun --nproc-per-node 2 recipes/bert_mlm_trainer.py --hook spardl --density 0.05
-    torchrun --nproc-per-node 2 recipes/bert_mlm_trainer.py --text novel.txt letters.txt
-    torchrun --nproc-per-node 2 recipes/bert_mlm_trainer.py --model google-bert/bert-base-uncased --lr 5e-5 \\
+    torchrun --nproc-per-node 2 recipes/complete/bert_mlm_trainer.py
+    torchrun --nproc-per-node 2 recipes/complete/bert_mlm_trainer.py --hook spardl --density 0.05
+    torchrun --nproc-per-node 2 recipes/complete/bert_mlm_trainer.py --text novel.txt letters.txt
+    torchrun --nproc-per-node 2 recipes/complete/bert_mlm_trainer.py --model google-bert/bert-base-uncased --lr 5e-5 \\
         --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
 
 The model and its tokens are those of ``bert_mlm.py``, which has a loop of its own; here the loop is the Trainer's, with
@@ -27,13 +27,13 @@ from transformers import (
     default_data_collator,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import DearConfig, TopKConfig
-from recipes.bert_mlm import bert_config
-from recipes.record import Record
-from recipes.texts import read_texts
-from recipes.trainer_base import (
+from recipes.common.record import Record
+from recipes.common.texts import read_texts
+from recipes.complete.bert_mlm import bert_config
+from recipes.complete.trainer_base import (
     HookTrainer,
     Task,
     finish,

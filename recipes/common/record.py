@@ -1,4 +1,4 @@
-"""What a recipe's run leaves behind as JSON, for the page that ``python -m recipes.results`` makes of many runs."""
+"""Record of one run of a recipe, as JSON. ``python -m recipes.common.results`` makes a page of many."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def command_of(recipe: str, arguments: Sequence[str] | None) -> str:
     """
     workers = os.environ.get("LOCAL_WORLD_SIZE")
     launcher = ["torchrun", "--nproc-per-node", workers] if workers is not None else ["python"]
-    return shlex.join([*launcher, f"recipes/{recipe}.py", *(sys.argv[1:] if arguments is None else arguments)])
+    return shlex.join([*launcher, f"recipes/complete/{recipe}.py", *(sys.argv[1:] if arguments is None else arguments)])
 
 
 def mean_stats(logged: Iterable[Mapping[str, float]]) -> tuple[float | None, float | None]:

@@ -1,8 +1,8 @@
 """One page of what the recipes' runs have found: losses, bytes and waiting of each recipe with each of its hooks.
 
-    python -m recipes.results --run
-    python -m recipes.results --run --only t5_translation bert_mlm_trainer
-    python -m recipes.results --markdown docs/results/recipes.md build/recipes/*_dear.json build/recipes/*_none.json
+    python -m recipes.common.results --run
+    python -m recipes.common.results --run --only t5_translation bert_mlm_trainer
+    python -m recipes.common.results --markdown docs/results/recipes.md build/recipes/*.json
 
 ``--run`` starts each recipe with each hook, one after the other, and writes the page of all runs whose results are in
 ``--output``, former ones among them. Without it the page is made of the files that are named.
@@ -20,10 +20,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 
-from recipes.record import Record
-from recipes.texts import positive
+from recipes.common.record import Record
+from recipes.common.texts import positive
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 PAGE = Path("docs/results/recipes.md")
 
 
@@ -125,7 +125,7 @@ def run_all(runs: Iterable[Run], workers: int, output: Path, timeout_s: float) -
 def start(run: Run, workers: int, output: Path, timeout_s: float) -> str | None:
     """One run to its end; returns what went wrong."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
-    command = [*launcher, f"recipes/{run.recipe}.py", *run.arguments, "--output", str(output)]
+    command = [*launcher, f"recipes/complete/{run.recipe}.py", *run.arguments, "--output", str(output)]
     process = subprocess.Popen(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ})
     try:
         code = process.wait(timeout_s)
@@ -258,7 +258,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     recipes = list(dict.fromkeys(run.recipe for run in RUNS))
     parser = argparse.ArgumentParser(
-        prog="python -m recipes.results", description="Make a page of what the recipes' runs have found."
+        prog="python -m recipes.common.results", description="Make a page of what the recipes' runs have found."
     )
     parser.add_argument("files", type=Path, nargs="*", metavar="FILE", help="results that recipes have written")
     parser.add_argument("--markdown", type=Path, default=PAGE, metavar="PATH", help="page to write, pictures beside it")

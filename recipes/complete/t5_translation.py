@@ -1,14 +1,14 @@
 """Train a T5 to translate with the Hugging Face Trainer, its table of words sharded over the ranks (EmbRace).
 
-    torchrun --nproc-per-node 2 recipes/t5_translation.py
-    torchrun --nproc-per-node 2 recipes/t5_translation.py --hook tables
-    torchrun --nproc-per-node 2 recipes/t5_translation.py --model google-t5/t5-small --lr 3e-4 \\
+    torchrun --nproc-per-node 2 recipes/complete/t5_translation.py
+    torchrun --nproc-per-node 2 recipes/complete/t5_translation.py --hook tables
+    torchrun --nproc-per-node 2 recipes/complete/t5_translation.py --model google-t5/t5-small --lr 3e-4 \\
         --dataset wmt/wmt16 --dataset-config de-en --split "train[:100000]" --source en --target de
 
 ``--hook dear+tables`` sends all other layers by DeAR, ``tables`` by DDP's all-reduce, and with ``none`` everything goes
 by all-reduce. Encoder and decoder share one table of words. Without ``--dataset`` the text is made on the spot:
 sentences of Python's documentation, and as their translation their Pig Latin, which is a cipher and no language
-(``recipes/pig_latin.py``).
+(``recipes/common/pig_latin.py``).
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ from transformers import (
     T5Config,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import DearConfig
 from ddp_hooks.integrations import Tables
 from ddp_hooks.integrations.settings import Config
-from recipes.pig_latin import pig_latin_corpus
-from recipes.record import Record
-from recipes.texts import read_dataset
-from recipes.tokens import shared_tokenizer
-from recipes.trainer_base import (
+from recipes.common.pig_latin import pig_latin_corpus
+from recipes.common.record import Record
+from recipes.common.texts import read_dataset
+from recipes.common.tokens import shared_tokenizer
+from recipes.complete.trainer_base import (
     HookTrainer,
     Task,
     finish,

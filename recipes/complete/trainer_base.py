@@ -37,9 +37,9 @@ from transformers import (
 
 from ddp_hooks.integrations.settings import Config, combination_of
 from ddp_hooks.integrations.transformers import CommHookMixin
-from recipes.record import Record, all_reduce_mb, command_of, describe, mean_stats, now, report, surroundings
-from recipes.texts import add_text_arguments, positive
-from recipes.tokens import Blocks, check_same_on_all_ranks, cut_into_blocks, hold_out, shared_tokenizer
+from recipes.common.record import Record, all_reduce_mb, command_of, describe, mean_stats, now, report, surroundings
+from recipes.common.texts import add_text_arguments, positive
+from recipes.common.tokens import Blocks, check_same_on_all_ranks, cut_into_blocks, hold_out, shared_tokenizer
 
 _NO_MEASURES = ("runtime", "per_second", "preparation_time")  # the Trainer's own clocks
 
@@ -189,7 +189,7 @@ def prepare_text(args: argparse.Namespace, texts: list[str], marked: bool) -> Te
     Args:
         args: of the command line.
         texts: that it asks for.
-        marked: see :func:`~recipes.tokens.cut_into_blocks`.
+        marked: see :func:`~recipes.common.tokens.cut_into_blocks`.
     """
     if args.model is None:
         tokenizer: PreTrainedTokenizerBase = shared_tokenizer(texts, args.vocab_size)

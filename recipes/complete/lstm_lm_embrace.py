@@ -1,10 +1,10 @@
 """Train a word-level LSTM language model with a sharded table (EmbRace), or with plain DDP and a sparse one.
 
-    torchrun --nproc-per-node 2 recipes/lstm_lm_embrace.py
-    torchrun --nproc-per-node 2 recipes/lstm_lm_embrace.py --tables ddp --optimizer adam
-    torchrun --nproc-per-node 2 recipes/lstm_lm_embrace.py --text novel.txt letters.txt --vocabulary 20000
-    python recipes/lstm_lm_embrace.py --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
-    python -m recipes.cluster --workers 4 --rate 100mbit -- python recipes/lstm_lm_embrace.py
+    torchrun --nproc-per-node 2 recipes/complete/lstm_lm_embrace.py
+    torchrun --nproc-per-node 2 recipes/complete/lstm_lm_embrace.py --tables ddp --optimizer adam
+    torchrun --nproc-per-node 2 recipes/complete/lstm_lm_embrace.py --text novel.txt letters.txt --vocabulary 20000
+    python recipes/complete/lstm_lm_embrace.py --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
+    python -m recipes.cluster --workers 4 --rate 100mbit -- python recipes/complete/lstm_lm_embrace.py
 
 The text is Python's own documentation unless you bring yours. Both kinds of table begin with the same weights and see
 the same batches, so their losses agree step for step, to rounding; ``--output`` and ``--compare`` draw both in one
@@ -35,13 +35,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import EmbeddingTables, TableStats, shard_embeddings
-from recipes.plain_ddp import all_reduce_apart
-from recipes.processes import process_group
-from recipes.texts import add_text_arguments, positive, read_texts
-from recipes.tokens import check_same_on_all_ranks, hold_out
+from recipes.common.plain_ddp import all_reduce_apart
+from recipes.common.processes import process_group
+from recipes.common.texts import add_text_arguments, positive, read_texts
+from recipes.common.tokens import check_same_on_all_ranks, hold_out
 
 UNKNOWN = "<unk>"
 UNTIMED_STEPS = 5  # DDP rebuilds its buckets, and allocators settle

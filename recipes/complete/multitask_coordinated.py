@@ -1,10 +1,10 @@
 """Train one network for several tasks, of which every rank draws one in each step: coordinated, or with plain DDP.
 
-    torchrun --nproc-per-node 2 recipes/multitask_coordinated.py
-    torchrun --nproc-per-node 2 recipes/multitask_coordinated.py --hook none
-    torchrun --nproc-per-node 2 recipes/multitask_coordinated.py --num-groups 4
-    torchrun --nproc-per-node 4 recipes/multitask_coordinated.py --data photographs --image-size 64 --batch-size 64
-    python -m recipes.cluster --workers 4 --rate 100mbit -- python recipes/multitask_coordinated.py
+    torchrun --nproc-per-node 2 recipes/complete/multitask_coordinated.py
+    torchrun --nproc-per-node 2 recipes/complete/multitask_coordinated.py --hook none
+    torchrun --nproc-per-node 2 recipes/complete/multitask_coordinated.py --num-groups 4
+    torchrun --nproc-per-node 4 recipes/complete/multitask_coordinated.py --data photographs --image-size 64
+    python -m recipes.cluster --workers 4 --rate 100mbit -- python recipes/complete/multitask_coordinated.py
 
 Each task has a branch of its own behind a common trunk, so gradients of most branches are missing in every step, and of
 others than on the next rank. Plain DDP with ``find_unused_parameters=True`` reduces zeros for them;
@@ -32,13 +32,13 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Subset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks.coordination import CoordinatedModel, coordinate
-from recipes.images import Images, endless_batches, load_images
-from recipes.processes import mean_over_ranks, pick_device, process_group
-from recipes.record import Record, all_reduce_mb, command_of, describe, now, report, surroundings
-from recipes.texts import positive
+from recipes.common.images import Images, endless_batches, load_images
+from recipes.common.processes import mean_over_ranks, pick_device, process_group
+from recipes.common.record import Record, all_reduce_mb, command_of, describe, now, report, surroundings
+from recipes.common.texts import positive
 
 RECIPE = "multitask_coordinated"
 

@@ -1,12 +1,12 @@
 """Train a small GPT on text with Lightning: plain DDP, DeAR or sparse all-reduce, as the Trainer's strategy says.
 
-    torchrun --nproc-per-node 2 recipes/lightning_gpt.py
-    torchrun --nproc-per-node 2 recipes/lightning_gpt.py --hook none
-    torchrun --nproc-per-node 2 recipes/lightning_gpt.py --hook topk --density 0.05
-    torchrun --nproc-per-node 2 recipes/lightning_gpt.py --text novel.txt letters.txt --accumulate 4 --epochs 5
-    python recipes/lightning_gpt.py --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
-    torchrun --nproc-per-node 8 recipes/lightning_gpt.py --layers 12 --width 768 --heads 12 --block-length 1024 \
-        --precision bf16-mixed --output runs/gpt --resume
+    torchrun --nproc-per-node 2 recipes/complete/lightning_gpt.py
+    torchrun --nproc-per-node 2 recipes/complete/lightning_gpt.py --hook none
+    torchrun --nproc-per-node 2 recipes/complete/lightning_gpt.py --hook topk --density 0.05
+    torchrun --nproc-per-node 2 recipes/complete/lightning_gpt.py --text novel.txt --accumulate 4 --epochs 5
+    python recipes/complete/lightning_gpt.py --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
+    torchrun --nproc-per-node 8 recipes/complete/lightning_gpt.py --layers 12 --width 768 --heads 12 \
+        --block-length 1024 --precision bf16-mixed --output runs/gpt --resume
 
 Its tokens are bytes, so any text will do; Python's own documentation unless you bring yours. After every epoch
 checkpoints are written to ``--output``, ``last.ckpt`` and ``best.ckpt``; ``--resume`` goes on from the last one, if
@@ -33,14 +33,14 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import DearConfig, TopKConfig
 from ddp_hooks.integrations.lightning import CommHookStrategy
-from recipes.record import Record, all_reduce_mb, command_of, describe, mean_stats, now, report, surroundings
-from recipes.schedules import warmed_cosine
-from recipes.texts import add_text_arguments, positive, read_texts
-from recipes.tokens import check_same_on_all_ranks, hold_out
+from recipes.common.record import Record, all_reduce_mb, command_of, describe, mean_stats, now, report, surroundings
+from recipes.common.schedules import warmed_cosine
+from recipes.common.texts import add_text_arguments, positive, read_texts
+from recipes.common.tokens import check_same_on_all_ranks, hold_out
 
 NUM_TOKENS = 256  # the values of a byte
 

@@ -3,10 +3,10 @@
 A tokenizer is trained on the spot and a small BERT learns to fill in the words that were hidden from it.
 The text is Python's own documentation unless you bring yours::
 
-    torchrun --nproc-per-node 2 recipes/bert_mlm.py --hook dear
-    torchrun --nproc-per-node 2 recipes/bert_mlm.py --hook dear --text novel.txt letters.txt
-    python recipes/bert_mlm.py --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
-    python -m recipes.cluster --workers 3 --rate 500mbit -- python recipes/bert_mlm.py --hook dear --steps 50
+    torchrun --nproc-per-node 2 recipes/complete/bert_mlm.py --hook dear
+    torchrun --nproc-per-node 2 recipes/complete/bert_mlm.py --hook dear --text novel.txt letters.txt
+    python recipes/complete/bert_mlm.py --dataset Salesforce/wikitext --dataset-config wikitext-2-raw-v1
+    python -m recipes.cluster --workers 3 --rate 500mbit -- python recipes/complete/bert_mlm.py --hook dear --steps 50
 
 Started without a launcher it trains in one process. Everything random is seeded per rank, so ``--hook none``
 and ``--hook dear`` see the same data, masks and dropout, and their final losses agree to rounding.
@@ -38,12 +38,12 @@ from transformers import (
     get_linear_schedule_with_warmup,
 )
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # `recipes`, when this file runs as a script
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import DearState, DearStats, dear_hook
-from recipes.processes import clock_s, mean_over_ranks, pick_device, process_group
-from recipes.texts import add_text_arguments, positive, read_texts
-from recipes.tokens import Blocks, check_same_on_all_ranks, cut_into_blocks, shared_tokenizer
+from recipes.common.processes import clock_s, mean_over_ranks, pick_device, process_group
+from recipes.common.texts import add_text_arguments, positive, read_texts
+from recipes.common.tokens import Blocks, check_same_on_all_ranks, cut_into_blocks, shared_tokenizer
 
 UNTIMED_STEPS = 5  # allocators, caches and DDP's bucket rebuild settle in the first steps
 

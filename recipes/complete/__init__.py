@@ -1,0 +1,1 @@
+"""Complete training programs, to read and to start from."""
