@@ -18,7 +18,7 @@ PARALLEL := -n 2 --dist worksteal
 .PHONY: demo test test-slow test-all docs
 
 demo: $(VENV)/.installed-recipes
-	$(BIN)/python recipes/quickstart.py
+	$(BIN)/python -m recipes.demo
 
 test: $(VENV)/.installed-test
 	$(BIN)/ruff check

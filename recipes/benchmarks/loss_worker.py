@@ -20,7 +20,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from recipes.benchmarks.harness.worker import report, total
 from recipes.benchmarks.time_to_loss import LossJob
 from recipes.benchmarks.variants import parse_variant, with_hook
-from recipes.common.images import endless_batches, load_images
+from recipes.common.batches import endless_batches
+from recipes.common.images import load_images
 from recipes.common.texts import python_documentation
 
 TOKENS = 48  # per worker and step; few, so that two cores can train four workers

@@ -1,9 +1,7 @@
-"""Images to train on: scikit-learn's handwritten digits, or a folder of one's own; and every rank's batches."""
+"""Images to train on: scikit-learn's handwritten digits, or a folder of one's own."""
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_digits
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, DistributedSampler, Subset, TensorDataset, random_split
+from torch.utils.data import Subset, TensorDataset, random_split
 from torchvision.datasets import ImageFolder
 from torchvision.transforms import v2
 
@@ -58,12 +56,3 @@ def load_folder(folder: Path, size: int) -> tuple[ImageFolder, int]:
     ])
     images = ImageFolder(str(folder), transform=prepare)
     return images, len(images.classes)
-
-
-def endless_batches(train: Dataset[tuple[Tensor, Tensor]], batch_size: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """This rank's batches, epoch after epoch, shuffled alike in every run."""
-    sampler: DistributedSampler[tuple[Tensor, Tensor]] = DistributedSampler(train, shuffle=True, drop_last=True)
-    loader = DataLoader(train, batch_size, sampler=sampler, drop_last=True)
-    for epoch in itertools.count():
-        sampler.set_epoch(epoch)
-        yield from loader

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from tqdm import tqdm
 
 
 def pick_device(kind: str) -> torch.device:
@@ -53,3 +54,10 @@ def clock_s(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
+
+
+def log_loss(step: int, loss: Tensor) -> None:
+    """Print the mean of a loss over ranks, on the first rank; collective."""
+    mean = mean_over_ranks(loss)
+    if dist.get_rank() == 0:
+        tqdm.write(f"step {step:5d}   loss {mean:.4f}")

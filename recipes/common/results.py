@@ -52,8 +52,6 @@ class Run:
         return f"{self.recipe}_{self.hook}.json"
 
 
-_LONGER = ("--steps", "200")  # to tell what rounding costs
-
 RUNS = (
     Run("gpt2_clm_trainer", "none"),
     Run("gpt2_clm_trainer", "dear"),
@@ -65,35 +63,15 @@ RUNS = (
     Run("t5_translation", "none"),
     Run("t5_translation", "tables"),
     Run("t5_translation", "dear+tables"),
-    Run("accelerate_no_trainer", "none"),
-    Run("accelerate_no_trainer", "dear"),
-    Run("accelerate_no_trainer", "topk"),
     Run("resnet_imagenet", "none"),
     Run("resnet_imagenet", "dear"),
     Run("resnet_imagenet", "spardl"),
-    Run("lightning_gpt", "none"),
-    Run("lightning_gpt", "dear"),
-    Run("lightning_gpt", "topk"),
-    Run("multitask_coordinated", "none"),
-    Run("multitask_coordinated", "coordinated"),
-    Run("llama_fsdp2", "none", (*_LONGER,)),
-    Run("llama_fsdp2", "ring", (*_LONGER,)),
-    Run("llama_fsdp2", "ring-gather-bf16", ("--all-gather", "bf16", *_LONGER)),
-    Run("llama_fsdp2", "ring-gather-int8", ("--all-gather", "int8", *_LONGER)),
-    Run("llama_fsdp2", "ring-scatter-bf16", ("--reduce-scatter", "bf16", *_LONGER)),
-    Run("llama_fsdp2", "ring-scatter-int8", ("--reduce-scatter", "int8", *_LONGER)),
-    Run("llama_fsdp2", "ring-scatter-sparse", ("--reduce-scatter", "sparse", *_LONGER)),
-    Run("llama_fsdp2", "ring-gather-int8-scatter-int8", ("--all-gather", "int8", "--reduce-scatter", "int8", *_LONGER)),
 )
 TITLES = {
     "gpt2_clm_trainer": "GPT-2, Hugging Face Trainer",
     "bert_mlm_trainer": "BERT, Hugging Face Trainer",
     "t5_translation": "T5 with sharded tables, Hugging Face Trainer",
-    "accelerate_no_trainer": "GPT-2, Hugging Face Accelerate",
     "resnet_imagenet": "ResNet, plain PyTorch",
-    "lightning_gpt": "GPT, Lightning",
-    "multitask_coordinated": "Several tasks, coordinated",
-    "llama_fsdp2": "Llama, FSDP2",
 }
 INTRODUCTION = """\
 Short runs of the {doc}`recipes <../recipes>`, with each of their hooks. They show that training goes as it should \
@@ -104,7 +82,7 @@ LEGEND = """\
 * `held out`: measured after the last step, on data that no worker has learned from.
 * `MB sent`: by the first worker, per step, mean over the steps that were logged; 10⁶ bytes. Hooks and tables count \
 theirs. What DDP all-reduces by itself (`none`, and the layers beside `tables`) is calculated: a ring sends \
-2 (P − 1) / P times the gradient. FSDP2 counts nothing.
+2 (P − 1) / P times the gradient.
 * `s waited`: for communication by the first worker, per step, likewise; DDP does not count its own."""
 
 

@@ -17,7 +17,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +41,7 @@ from transformers import (
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import DearState, DearStats, dear_hook
+from recipes.common.batches import endless
 from recipes.common.processes import clock_s, mean_over_ranks, pick_device, process_group
 from recipes.common.texts import add_text_arguments, positive, read_texts
 from recipes.common.tokens import Blocks, check_same_on_all_ranks, cut_into_blocks, shared_tokenizer
@@ -76,7 +77,7 @@ def train(args: argparse.Namespace, texts: list[str], device: torch.device) -> R
     tokenizer = shared_tokenizer(texts, args.vocab_size)
     blocks = cut_into_blocks(texts, tokenizer, args.block_length)
     check_same_on_all_ranks(blocks)
-    batches = endless_batches(make_loader(blocks, tokenizer, args.batch_size, args.seed, rank, world_size))
+    batches = endless(make_loader(blocks, tokenizer, args.batch_size, args.seed, rank, world_size))
 
     torch.manual_seed(args.seed)  # every rank draws the same initial weights
     model: nn.Module = BertForMaskedLM(bert_config(args, tokenizer))
@@ -130,14 +131,6 @@ def make_loader(
     hide_tokens = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     hide_tokens.generator = torch.Generator().manual_seed(seed + rank)  # its own `seed` refuses child processes
     return DataLoader(dataset, batch_size, sampler=sampler, collate_fn=hide_tokens, drop_last=True)
-
-
-def endless_batches(loader: DataLoader[dict[str, Tensor]]) -> Iterator[dict[str, Tensor]]:
-    """Batches without end, in another order in every epoch."""
-    assert isinstance(loader.sampler, DistributedSampler)
-    for epoch in itertools.count():
-        loader.sampler.set_epoch(epoch)
-        yield from loader
 
 
 # Model --------------------------------------------------------------------------------------------------

@@ -17,11 +17,9 @@ import argparse
 import itertools
 import json
 import math
-import re
 import sys
 import time
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -38,12 +36,13 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # `recipes`, when this file runs as a script
 
 from ddp_hooks import EmbeddingTables, TableStats, shard_embeddings
+from recipes.common.batches import endless
 from recipes.common.plain_ddp import all_reduce_apart
 from recipes.common.processes import process_group
 from recipes.common.texts import add_text_arguments, positive, read_texts
 from recipes.common.tokens import check_same_on_all_ranks, hold_out
+from recipes.common.words import cut_into_blocks, make_vocabulary, split_words
 
-UNKNOWN = "<unk>"
 UNTIMED_STEPS = 5  # DDP rebuilds its buckets, and allocators settle
 # Of the dense parameters, and of the table: its gradients are sparse.
 OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], type[torch.optim.Optimizer]]] = {
@@ -85,7 +84,7 @@ def train(args: argparse.Namespace, texts: list[str]) -> Result:
     check_same_on_all_ranks(blocks)
     training, held_out = hold_out(blocks)
     loader = make_loader(training, args.batch_size, args.seed, rank, world_size)
-    batches: Iterable[Sequence[Tensor]] = itertools.islice(endless_batches(loader), args.steps)
+    batches: Iterable[Sequence[Tensor]] = itertools.islice(endless(loader), args.steps)
 
     torch.manual_seed(args.seed)  # every rank draws the same initial weights
     model = LanguageModel(len(vocabulary), args.embedding, args.hidden)
@@ -159,31 +158,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     return total / dist.get_world_size()
 
 
-# Text ---------------------------------------------------------------------------------------------------
-
-
-def split_words(text: str) -> list[str]:
-    """Words, and punctuation marks one by one."""
-    return re.findall(r"\w+|[^\w\s]", text)
-
-
-def make_vocabulary(words: Iterable[str], max_words: int) -> dict[str, int]:
-    """Ids of the most frequent words, the frequent ones first; ``<unk>``, which stands for the others, is 0."""
-    counts = Counter(words)
-    by_frequency = sorted(counts, key=lambda word: (-counts[word], word))  # the same on every machine
-    return {word: index for index, word in enumerate([UNKNOWN, *by_frequency[: max_words - 1]])}
-
-
-def cut_into_blocks(words: Sequence[str], vocabulary: dict[str, int], length: int) -> Tensor:
-    """The text as one stream of ids, cut into blocks: (num_blocks, length + 1), int64.
-
-    A block's last word is the next one's first, so that every word is predicted once. What is left at the end and does
-    not fill a block is dropped.
-    """
-    stream = torch.tensor([vocabulary.get(word, vocabulary[UNKNOWN]) for word in words], dtype=torch.int64)
-    if len(stream) <= length:
-        raise ValueError(f"expected a text of more than --sequence-length = {length} words, found {len(stream)} words")
-    return stream.unfold(0, length + 1, length).contiguous()
+# Batches ----------------------------------------------------------------------------------------------
 
 
 def make_loader(
@@ -198,14 +173,6 @@ def make_loader(
     dataset = TensorDataset(blocks[:, :-1], blocks[:, 1:])
     sampler: DistributedSampler[tuple[Tensor, ...]] = DistributedSampler(dataset, world_size, rank, seed=seed)
     return DataLoader(dataset, batch_size, sampler=sampler, drop_last=True)
-
-
-def endless_batches(loader: DataLoader[tuple[Tensor, ...]]) -> Iterator[Sequence[Tensor]]:
-    """Batches without end, in another order in every epoch."""
-    assert isinstance(loader.sampler, DistributedSampler)
-    for epoch in itertools.count():
-        loader.sampler.set_epoch(epoch)
-        yield from loader
 
 
 # Model --------------------------------------------------------------------------------------------------

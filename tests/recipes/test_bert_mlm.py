@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from transformers import BertForMaskedLM, PreTrainedTokenizerFast
 
+from recipes.common.batches import endless
 from recipes.common.texts import python_documentation
 from recipes.common.tokens import cut_into_blocks, shared_tokenizer
 from recipes.complete import bert_mlm
@@ -45,7 +46,7 @@ def first_batches(
     blocks: Tensor, tokenizer: PreTrainedTokenizerFast, count: int, *, rank: int, seed: int = 0
 ) -> list[dict[str, Tensor]]:
     loader = bert_mlm.make_loader(blocks, tokenizer, batch_size=8, seed=seed, rank=rank, world_size=2)
-    return list(islice(bert_mlm.endless_batches(loader), count))
+    return list(islice(endless(loader), count))
 
 
 def original(batch: dict[str, Tensor]) -> Tensor:

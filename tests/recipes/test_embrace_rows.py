@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from matplotlib import colors, image
 
-from recipes.paper import embrace_rows as row_split
+from recipes.paper import embrace_rows
 from recipes.paper.embrace_rows import COLUMNS, DELAYED, DIM, NEXT, NOW, PRIOR
 
 
 def test_every_row_is_sent_once_and_what_somebody_looks_up_next_first() -> None:
-    splits = row_split.splits_of()
+    splits = embrace_rows.splits_of()
     used_next = set().union(*NEXT)
     for split, ids in zip(splits, NOW, strict=True):
         assert sorted(split.prior + split.delayed) == sorted(set(ids))
@@ -26,7 +26,7 @@ def test_every_row_is_sent_once_and_what_somebody_looks_up_next_first() -> None:
 
 def test_bytes_are_those_of_the_rows() -> None:
     """Columns of two other workers; parts of a message begin at multiples of 16 bytes, and each row has a flag."""
-    for split, ids in zip(row_split.splits_of(), NOW, strict=True):
+    for split, ids in zip(embrace_rows.splits_of(), NOW, strict=True):
         others = [set(rows) for rows in NOW if rows is not ids]
         columns_nbytes = DIM // 3 * 4
         assert split.sent_bytes["lookup"] == sum(-(-len(rows) * columns_nbytes // 16) * 16 for rows in others)
@@ -47,14 +47,14 @@ def test_bytes_are_those_of_the_rows() -> None:
 def test_other_batches(
     now: list[list[int]], following: list[list[int]], prior: list[tuple[int, ...]], delayed: list[tuple[int, ...]]
 ) -> None:
-    splits = row_split.splits_of(now, following)
+    splits = embrace_rows.splits_of(now, following)
     assert [split.prior for split in splits] == prior
     assert [split.delayed for split in splits] == delayed
 
 
 def test_picture_shows_as_many_cells_as_there_are_rows(tmp_path: Path) -> None:
-    splits = row_split.splits_of()
-    row_split.draw(tmp_path / "row_split.png", splits)
+    splits = embrace_rows.splits_of()
+    embrace_rows.draw(tmp_path / "row_split.png", splits)
     pixels = image.imread(tmp_path / "row_split.png")[..., :3]
     rows_of_pixels = len(pixels) * 55 // 100  # the table and its rows; the timeline below has the same colours
     areas = {

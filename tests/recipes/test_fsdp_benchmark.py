@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from recipes.benchmarks import fsdp
+from recipes.benchmarks import fsdp, fsdp_losses
 from recipes.benchmarks.harness import Run
 
 
@@ -55,3 +55,13 @@ def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
     text = page.read_text()
     assert all(f"| `{name}` |" in text for name in variants) and "Tuning found blocks of" in text
     assert "recipes.benchmarks.fsdp --quick" in text and (tmp_path / "page.png").stat().st_size > 10_000
+
+
+@pytest.mark.slow
+def test_losses_of_every_variant_are_those_of_fsdp2(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    fsdp_losses.BENCHMARK.run(["--quick", "--output", str(tmp_path), "--markdown", str(page)])
+    stock, int8 = Run.load(tmp_path / "fsdp_losses.json").results
+    assert len(stock["losses"]) == 2 and int8["losses"] == pytest.approx(stock["losses"], abs=0.01)
+    assert int8["held_out"] == pytest.approx(stock["held_out"], abs=0.01)
+    assert "| `both int8` | 2 |" in page.read_text() and (tmp_path / "page.png").exists()

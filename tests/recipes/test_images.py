@@ -9,7 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from recipes.common.images import endless_batches, load_images
+from recipes.common.batches import endless_batches
+from recipes.common.images import load_images
 from tests.support.recipes.images import make_folder
 
 

@@ -38,9 +38,10 @@ def test_every_recipe_that_is_named_exists(path: Path) -> None:
 
 @pytest.mark.parametrize("path", [SBATCH, SBATCH.parent / "README.md", PAGES[-1]], ids=lambda path: path.name)
 def test_every_option_of_a_command_is_known(path: Path) -> None:
-    from recipes.complete import lightning_gpt, resnet_imagenet
+    from recipes import with_lightning
+    from recipes.complete import resnet_imagenet
 
-    parsers = {"resnet_imagenet": resnet_imagenet.parse_arguments, "lightning_gpt": lightning_gpt.parse_arguments}
+    parsers = {"resnet_imagenet": resnet_imagenet.parse_arguments, "with_lightning": with_lightning.parse_arguments}
     text = path.read_text(encoding="utf-8").replace("\\\n", " ")
     commands = re.findall(r"recipes/(?:complete/)?(\w+)\.py +(--.*)", text)
     assert commands

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from recipes.common import words as words_of_text
+from recipes.common.batches import endless
 from recipes.complete import lstm_lm_embrace as recipe
 from tests.support.recipes.launched import torchrun
 from tests.support.workers import WorkerPools
@@ -23,26 +25,26 @@ LR = {"sgd": "--lr=1", "adam": "--lr=0.01"}
 
 
 def test_words_and_punctuation() -> None:
-    words = recipe.split_words("Don't  use `x_1 += 2`.\n")
+    words = words_of_text.split_words("Don't  use `x_1 += 2`.\n")
     assert " ".join(words) == "Don ' t use ` x_1 + = 2 ` ."
 
 
 def test_vocabulary_goes_from_frequent_to_rare() -> None:
     words = list("dbbcaaac")
-    assert recipe.make_vocabulary(words, 10) == {"<unk>": 0, "a": 1, "b": 2, "c": 3, "d": 4}
-    assert recipe.make_vocabulary(reversed(words), 3) == {"<unk>": 0, "a": 1, "b": 2}
+    assert words_of_text.make_vocabulary(words, 10) == {"<unk>": 0, "a": 1, "b": 2, "c": 3, "d": 4}
+    assert words_of_text.make_vocabulary(reversed(words), 3) == {"<unk>": 0, "a": 1, "b": 2}
 
 
 def test_every_word_is_predicted_once() -> None:
     words = [str(number) for number in range(25)]
-    vocabulary = recipe.make_vocabulary(words, 100)
-    blocks = recipe.cut_into_blocks(words, vocabulary, 4)
+    vocabulary = words_of_text.make_vocabulary(words, 100)
+    blocks = words_of_text.cut_into_blocks(words, vocabulary, 4)
     ids = [vocabulary[word] for word in words]
     assert blocks[:, :-1].flatten().tolist() == ids[:24]
     assert blocks[:, 1:].flatten().tolist() == ids[1:]
-    assert recipe.cut_into_blocks(["never", "seen"], vocabulary, 1).tolist() == [[0, 0]]
+    assert words_of_text.cut_into_blocks(["never", "seen"], vocabulary, 1).tolist() == [[0, 0]]
     with pytest.raises(ValueError, match="more than --sequence-length = 4 words, found 3"):
-        recipe.cut_into_blocks(words[:3], vocabulary, 4)
+        words_of_text.cut_into_blocks(words[:3], vocabulary, 4)
 
 
 def test_a_tenth_is_held_out() -> None:
@@ -59,7 +61,7 @@ def test_ranks_share_the_blocks_and_epochs_reorder_them() -> None:
     epochs: list[list[int]] = [[], []]
     for rank in range(2):
         loader = recipe.make_loader(blocks, 8, seed=0, rank=rank, world_size=2)
-        for number, (words, targets) in enumerate(islice(recipe.endless_batches(loader), 6)):
+        for number, (words, targets) in enumerate(islice(endless(loader), 6)):
             assert words.shape == targets.shape == (8, 2) and torch.equal(words + 1, targets)
             epochs[number // 3] += words[:, 0].tolist()
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(48))

@@ -1,4 +1,4 @@
-"""Recipes for the Trainer and Accelerate, started as users start them, and the page that is made of their results.
+"""Recipes for the Trainer, started as users start them, and the page that is made of their results.
 
 Prevents: recipes that train without the hook they name, in one process, or on other data than with plain DDP; held-out
 losses that differ because other tokens were hidden; runs that resume and take other steps.
@@ -7,12 +7,9 @@ losses that differ because other tokens were hidden; runs that resume and take o
 from __future__ import annotations
 
 import argparse
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,7 +24,7 @@ from recipes.common.pig_latin import pig_latin, sentences
 from recipes.common.record import Record, all_reduce_mb, command_of, mean_stats, report
 from recipes.common.texts import python_documentation
 from recipes.common.tokens import Blocks, cut_into_blocks, shared_tokenizer
-from recipes.complete import accelerate_no_trainer, bert_mlm_trainer, gpt2_clm_trainer, t5_translation, trainer_base
+from recipes.complete import bert_mlm_trainer, gpt2_clm_trainer, t5_translation, trainer_base
 from tests.support.launcher import launch
 from tests.support.recipes.launched import torchrun
 
@@ -91,19 +88,6 @@ def test_t5_with_dear_and_tables(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_accelerate_with_dear_goes_on_where_it_stopped(tmp_path: Path) -> None:
-    """In the middle of an epoch, which is not the first one."""
-    short = tmp_path / "short.txt"
-    short.write_text(python_documentation()[0][:3000], encoding="utf-8")
-    given = ["--text", str(short), "--accumulate=2", "--steps=12"]
-    whole = trained("accelerate_no_trainer", "dear", tmp_path, *given, "--save-every=9", by_torchrun=True)
-    resumed = trained("accelerate_no_trainer", "dear", tmp_path / "2", *given, f"--resume={tmp_path}/checkpoint-9")
-    found = re.search(r": (\d+) blocks", whole.data)
-    assert found is not None and 9 * 2 > int(found[1]) // (2 * 4) > 0, "18 batches of two ranks and four blocks"
-    assert losses_of(resumed) == losses_of(whole) and resumed.steps == 12
-
-
-@pytest.mark.slow
 def test_gpt2_with_topk(tmp_path: Path, text: Path) -> None:
     record = trained("gpt2_clm_trainer", "topk", tmp_path, "--text", str(text))
     assert record.sent_mb_per_step is not None
@@ -131,19 +115,7 @@ def test_t5_trains_alike_with_tables_whatever_carries_the_rest(tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_accelerate_trains_alike_with_and_without_dear(tmp_path: Path, text: Path) -> None:
-    dear, none = (trained("accelerate_no_trainer", hook, tmp_path, "--text", str(text)) for hook in ("dear", "none"))
-    assert losses_of(dear) == pytest.approx(losses_of(none), rel=1e-5)
-
-
-@pytest.mark.slow
-def test_accelerate_with_topk_and_a_tracker(tmp_path: Path, text: Path) -> None:
-    trained("accelerate_no_trainer", "topk", tmp_path, "--text", str(text), "--tracker=tensorboard")
-    assert list((tmp_path / "accelerate_no_trainer").glob("events.*"))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("recipe", ["gpt2_clm_trainer", "bert_mlm_trainer", "t5_translation", "accelerate_no_trainer"])
+@pytest.mark.parametrize("recipe", ["gpt2_clm_trainer", "bert_mlm_trainer", "t5_translation"])
 def test_one_process_needs_no_launcher(recipe: str, tmp_path: Path) -> None:
     launch(f"recipes/complete/{recipe}.py", [*TINY, "--output", str(tmp_path)], num_processes=0)
     (path,) = tmp_path.glob("*.json")
@@ -157,7 +129,6 @@ MAINS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
     "gpt2": gpt2_clm_trainer.parse_arguments,
     "bert": bert_mlm_trainer.parse_arguments,
     "t5": t5_translation.parse_arguments,
-    "accelerate": accelerate_no_trainer.parse_arguments,
 }
 
 
@@ -169,7 +140,6 @@ MAINS: dict[str, Callable[[list[str]], argparse.Namespace]] = {
         ("bert", ["--block-length=2"], "must be at least 3, got 2"),
         ("bert", ["--density=0"], r"must be in (0, 1], got 0.0"),
         ("t5", ["--text=novel.txt"], "--text has no translations"),
-        ("accelerate", ["--resume=nowhere"], "found none at nowhere"),
     ],
 )
 def test_arguments_that_cannot_work(
@@ -184,9 +154,9 @@ def test_hooks_are_those_that_are_asked_for() -> None:
     def hook_of(module: Any, *arguments: str) -> Any:
         return module.hook_of(module.parse_arguments(list(arguments)))
 
-    for module in (gpt2_clm_trainer, bert_mlm_trainer, t5_translation, accelerate_no_trainer):
+    for module in (gpt2_clm_trainer, bert_mlm_trainer, t5_translation):
         assert hook_of(module, "--hook=none") is None
-    for module in (gpt2_clm_trainer, bert_mlm_trainer, accelerate_no_trainer):
+    for module in (gpt2_clm_trainer, bert_mlm_trainer):
         assert hook_of(module, "--hook=dear") == DearConfig()
     tuned = hook_of(gpt2_clm_trainer, "--tune")
     assert isinstance(tuned, DearConfig) and tuned.tuner is not None
@@ -225,16 +195,6 @@ def test_held_out_tokens_are_hidden_once(text: Path) -> None:
     assert 0.05 < hidden.float().mean() < 0.25
     anew = [collate([blocks[index] for index in range(40)])["labels"] for _ in range(2)]
     assert not torch.equal(anew[0], anew[1])
-
-
-def test_batches_after_some_of_them() -> None:
-    class Loader(list[str]):
-        def set_epoch(self, epoch: int) -> None:
-            self[:] = [f"{epoch}{name}" for name in "abc"]
-
-    accelerator: Any = SimpleNamespace(skip_first_batches=lambda loader, number: loader[number:])
-    found = islice(accelerate_no_trainer.batches_after(4, accelerator, Loader("abc")), 6)
-    assert list(found) == ["1b", "1c", "2a", "2b", "2c", "3a"]
 
 
 # Translations -------------------------------------------------------------------------------------------

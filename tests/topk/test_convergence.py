@@ -25,7 +25,7 @@ from ddp_hooks import TopKConfig, TopKState, topk_hook
 from ddp_hooks.sparse.error_feedback import Collection
 from recipes.common.images import load_images
 from recipes.common.texts import python_documentation
-from recipes.vgg_spardl import make_vgg
+from recipes.common.vgg import make_vgg
 from tests.support.workers import WorkerPools
 
 WORLD_SIZE = 4  # the least with residuals inside of the procedure, which partial collection loses

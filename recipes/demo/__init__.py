@@ -1,0 +1,1 @@
+"""Demo: plain DDP and DeAR side by side. ``python -m recipes.demo``"""
