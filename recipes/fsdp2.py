@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def train(args: argparse.Namespace, texts: list[str], device: torch.device) -> None:
     blocks, _ = load_blocks(texts, args.block_length)
     torch.manual_seed(args.seed)
-    model = make_llama(args.block_length).to(device)
+    model = make_llama().to(device)
     precision = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if args.bf16 else MixedPrecisionPolicy()
     for layer in model.model.layers:
         fully_shard(layer, mp_policy=precision)
@@ -70,9 +70,9 @@ def train(args: argparse.Namespace, texts: list[str], device: torch.device) -> N
     restore(model)
 
 
-def make_llama(block_length: int) -> Any:
-    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
-    return LlamaForCausalLM(LlamaConfig(vocab_size=NUM_BYTES, max_position_embeddings=block_length, **sizes))
+def make_llama() -> Any:
+    sizes: Any = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=NUM_BYTES, use_cache=False, **sizes))
 
 
 def save(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, extension: Extension, step: int) -> None:

@@ -4,6 +4,7 @@
 """
 
 import os
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def main() -> None:
 
     digits = load_digits()
     dataset = TensorDataset(torch.tensor(digits.data).float(), torch.tensor(digits.target))
-    sampler = DistributedSampler(dataset)
+    sampler: DistributedSampler[Any] = DistributedSampler(dataset)
     loader = DataLoader(dataset, batch_size=32, sampler=sampler)
 
     torch.manual_seed(0)

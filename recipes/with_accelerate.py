@@ -31,7 +31,7 @@ from ddp_hooks.integrations.accelerate import attach
 from recipes.common.byte_text import load_blocks, make_gpt2
 from recipes.common.texts import add_text_arguments, positive, read_texts
 
-HOOKS = {"dear": DearConfig(), "topk": TopKConfig(density=0.05, dense_below_numel=1000), "none": None}
+HOOKS: dict[str, Any] = {"dear": DearConfig(), "topk": TopKConfig(density=0.05, dense_below_numel=1000), "none": None}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

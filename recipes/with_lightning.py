@@ -34,7 +34,7 @@ from ddp_hooks.integrations.lightning import CommHookStrategy
 from recipes.common.byte_text import load_blocks, make_gpt2
 from recipes.common.texts import add_text_arguments, positive, read_texts
 
-HOOKS = {"dear": DearConfig(), "topk": TopKConfig(density=0.05, dense_below_numel=1000), "none": None}
+HOOKS: dict[str, Any] = {"dear": DearConfig(), "topk": TopKConfig(density=0.05, dense_below_numel=1000), "none": None}
 
 
 class LanguageModel(LightningModule):
@@ -82,9 +82,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def make_trainer(args: argparse.Namespace) -> Trainer:
     """Return a Trainer for the ranks that the launcher started, or for this process alone."""
     local, world = (int(os.environ.get(name, 1)) for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"))
-    hook = HOOKS[args.hook]
     return Trainer(
-        strategy=DDPStrategy() if hook is None else CommHookStrategy(hook),
+        strategy=DDPStrategy() if args.hook == "none" else CommHookStrategy(HOOKS[args.hook]),
         devices=local,
         num_nodes=world // local,
         plugins=[TorchElasticEnvironment()] if "RANK" in os.environ else None,  # under Slurm and Kubernetes, too

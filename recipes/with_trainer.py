@@ -14,6 +14,7 @@ import argparse
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import Trainer, TrainingArguments, set_seed
@@ -23,7 +24,7 @@ from ddp_hooks.integrations.transformers import CommHookMixin
 from recipes.common.byte_text import load_blocks, make_gpt2
 from recipes.common.texts import add_text_arguments, positive, read_texts
 
-HOOKS = {"dear": DearConfig(), "topk": TopKConfig(density=0.05, dense_below_numel=1000), "none": None}
+HOOKS: dict[str, Any] = {"dear": DearConfig(), "topk": TopKConfig(density=0.05, dense_below_numel=1000), "none": None}
 
 
 class HookTrainer(CommHookMixin, Trainer):

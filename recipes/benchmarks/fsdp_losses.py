@@ -89,8 +89,8 @@ def train(job: Job) -> dict[str, Any]:
 def make_llama(num_tokens: int) -> Any:
     """Return a Llama whose layers FSDP2 shards, the same on every rank."""
     torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
-    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=num_tokens, max_position_embeddings=BLOCK_LENGTH, **sizes))
+    sizes: Any = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 4}
+    model: Any = LlamaForCausalLM(LlamaConfig(vocab_size=num_tokens, use_cache=False, **sizes))
     for layer in model.model.layers:
         fully_shard(layer)
     return fully_shard(model)

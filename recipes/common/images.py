@@ -24,7 +24,7 @@ class Images(NamedTuple):
 
 
 def load_images(folder: Path | None, size: int) -> Images:
-    """A fifth of the images, the same on every rank, is held out.
+    """Load images, and hold out a fifth of them, the same on every rank.
 
     Args:
         folder: an ImageFolder, None for scikit-learn's 1797 handwritten digits.

@@ -20,13 +20,13 @@ _MARKS = ".,;:!?"
 
 
 def pig_latin_corpus() -> list[tuple[str, str]]:
-    """Pairs of a sentence and its Pig Latin, each sentence once; the same with the same version of Python."""
+    """Return pairs of a sentence and its Pig Latin, each once; the same with the same version of Python."""
     found = dict.fromkeys(sentences([*python_documentation(), *docstrings()]))
     return [(sentence, pig_latin(sentence)) for sentence in found]
 
 
 def docstrings() -> list[str]:
-    """Those of the modules of Python's standard library that are single files, and of all that is in them."""
+    """Return docstrings of Python's standard library: of modules that are single files, their classes and functions."""
     kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     trees = [ast.parse(path.read_bytes()) for path in sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))]
     nodes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, kinds)]
@@ -34,7 +34,7 @@ def docstrings() -> list[str]:
 
 
 def sentences(texts: Iterable[str]) -> Iterator[str]:
-    """Sentences of prose in small letters, words and marks parted by spaces; what looks like code is left out."""
+    """Yield sentences of prose in small letters, words and marks parted by spaces; sentences with code are left out."""
     for text in texts:
         for paragraph in re.split(r"\n\s*\n", text):
             for sentence in re.split(rf"(?<=[{_MARKS}])\s+(?=[A-Z])", " ".join(paragraph.split())):
@@ -49,7 +49,7 @@ def _is_prose(sentence: str) -> bool:
 
 
 def pig_latin(sentence: str) -> str:
-    """Each word with its first consonants moved to the end and "ay" behind them, or "way" if there are none."""
+    """Move the first consonants of each word to its end, and "ay" behind them; "way" if there are none."""
     return " ".join(_pig_latin_word(word) if word.isalpha() else word for word in sentence.split())
 
 

@@ -1,4 +1,4 @@
-"""What plain DDP needs where it trains beside us. No ``from __future__ import annotations``: DDP compares them."""
+"""Hook for plain DDP with sparse gradients. No ``from __future__ import annotations``: DDP compares them."""
 
 import torch
 import torch.distributed as dist
@@ -6,7 +6,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 
 
 def all_reduce_apart(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    """DDP's own all-reduce, but nothing follows that of a sparse gradient before it is complete.
+    """Reduce as DDP itself does, but complete the all-reduce of a sparse gradient before the next one begins.
 
     In torch 2.14.1 gloo damages memory otherwise: see docs/tables.md, "Tables that stay whole".
     """

@@ -1,4 +1,4 @@
-"""Ranks and their devices: how programs join the processes that a launcher started, or go on alone."""
+"""Ranks and their devices."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 
 def pick_device(kind: str) -> torch.device:
-    """The CPU, or the GPU that belongs to this local rank."""
+    """Return the CPU, or the GPU that belongs to this local rank."""
     if kind == "cpu":
         return torch.device("cpu")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
@@ -50,7 +50,7 @@ def mean_over_ranks(value: Tensor) -> float:
 
 
 def clock_s(device: torch.device) -> float:
-    """Seconds on a monotonic clock, once the device has done all it was given."""
+    """Return the seconds of a monotonic clock, after all work given to the device."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()

@@ -60,7 +60,7 @@ class Record:
 
     @property
     def final_loss(self) -> float:
-        """The last loss of training."""
+        """Last loss of training."""
         return self.losses[-1][1]
 
     def save(self, path: Path) -> None:
@@ -75,7 +75,7 @@ class Record:
 
 
 def report(record: Record, folder: Path) -> Path:
-    """Print a table, and write the JSON into a folder; returns its path. For the first rank."""
+    """Print a table, write the JSON into a folder, and return its path. For the first rank."""
     table = Table(title=record.recipe, show_header=False, box=None)
     table.add_row("hook", record.hook)
     table.add_row("workers", str(record.num_workers))
@@ -97,20 +97,20 @@ def report(record: Record, folder: Path) -> Path:
 
 
 def describe(model: nn.Module) -> str:
-    """Its class, and how many parameters it has."""
+    """Return the class of a model, and its number of parameters."""
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     return f"{type(model).__name__}, {num_parameters / 1e6:.2f} million parameters"
 
 
 def surroundings() -> dict[str, str]:
-    """Versions and hardware of this process."""
+    """Return versions and hardware of this process."""
     packages = {name: importlib.metadata.version(name) for name in ("accelerate", "lightning")}
     gpu = {"GPU": torch.cuda.get_device_name()} if torch.cuda.is_available() else {}
     return {**environment(), **packages, **gpu}
 
 
 def command_of(recipe: str, arguments: Sequence[str] | None) -> str:
-    """How a recipe was started.
+    """Return the command that started a recipe.
 
     Args:
         recipe: the name of its file, without ``.py``.
@@ -122,7 +122,7 @@ def command_of(recipe: str, arguments: Sequence[str] | None) -> str:
 
 
 def mean_stats(logged: Iterable[Mapping[str, float]]) -> tuple[float | None, float | None]:
-    """MB sent and seconds waited per step, of hooks and tables together; None where nothing was logged.
+    """Return MB sent and seconds waited per step, of hooks and tables together; None where nothing was logged.
 
     Args:
         logged: statistics of steps, as :mod:`ddp_hooks.integrations` logs them: ``ddp_hooks/sent_mb`` is in MiB, and
@@ -139,6 +139,6 @@ def mean_stats(logged: Iterable[Mapping[str, float]]) -> tuple[float | None, flo
 
 
 def all_reduce_mb(parameters: Iterable[Tensor], num_workers: int) -> float:
-    """MB that one of several workers sends where the gradients of these parameters are all-reduced in a ring."""
+    """Return the MB that one worker sends when the gradients of these parameters are all-reduced in a ring."""
     num_bytes = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad)
     return 2 * (num_workers - 1) / num_workers * num_bytes / 1e6

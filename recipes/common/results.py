@@ -1,4 +1,4 @@
-"""One page of what the recipes' runs have found: losses, bytes and waiting of each recipe with each of its hooks.
+"""Page of the recipes' results: losses, bytes and waits of each recipe with each of its hooks.
 
     python -m recipes.common.results --run
     python -m recipes.common.results --run --only t5_translation bert_mlm_trainer
@@ -29,7 +29,7 @@ PAGE = Path("docs/results/recipes.md")
 
 @dataclass(frozen=True)
 class Run:
-    """A run of a recipe.
+    """Run of a recipe.
 
     Args:
         recipe: the name of its file, without ``.py``.
@@ -43,7 +43,7 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """Of its command line."""
+        """Arguments of its command line."""
         return ["--hook", self.hook.partition("-")[0], *self.more]
 
     @property
@@ -90,7 +90,7 @@ theirs. What DDP all-reduces by itself (`none`, and the layers beside `tables`) 
 
 
 def run_all(runs: Iterable[Run], workers: int, output: Path, timeout_s: float) -> list[str]:
-    """Start one after the other; returns what went wrong."""
+    """Start one run after the other; return descriptions of failures."""
     problems = []
     for run in runs:
         print(f"\n{run.recipe} --hook {run.hook}", flush=True)
@@ -101,7 +101,7 @@ def run_all(runs: Iterable[Run], workers: int, output: Path, timeout_s: float) -
 
 
 def start(run: Run, workers: int, output: Path, timeout_s: float) -> str | None:
-    """One run to its end; returns what went wrong."""
+    """Run a recipe to its end; return a description of its failure."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={workers}"]
     command = [*launcher, f"recipes/complete/{run.recipe}.py", *run.arguments, "--output", str(output)]
     process = subprocess.Popen(command, cwd=ROOT, env={"OMP_NUM_THREADS": "1", **os.environ})
@@ -129,7 +129,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_page(records: Sequence[Record], path: Path) -> None:
-    """The page, and a picture per recipe beside it."""
+    """Write the page, and a picture per recipe beside it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     sections = ["# What the recipes find", INTRODUCTION, LEGEND]
     for recipe, group in groupby(in_order(records), key=lambda record: record.recipe):
@@ -141,7 +141,7 @@ def write_page(records: Sequence[Record], path: Path) -> None:
 
 
 def in_order(records: Iterable[Record]) -> list[Record]:
-    """As in :data:`RUNS`; others behind them."""
+    """Return records in the order of :data:`RUNS`; other recipes come last."""
     places = {(run.recipe, run.hook): place for place, run in enumerate(RUNS)}
     recipes = {run.recipe: place for place, run in reversed(list(enumerate(RUNS)))}
 
@@ -153,7 +153,7 @@ def in_order(records: Iterable[Record]) -> list[Record]:
 
 
 def section(runs: Sequence[Record], picture: str) -> str:
-    """A recipe: what it was, a table, a picture, and what it takes to repeat it."""
+    """Return the section of a recipe: facts, a table, a picture, and the commands."""
     title = TITLES.get(runs[0].recipe, runs[0].recipe)
     models = sorted({run.model for run in runs if run.model})
     facts = [*models, *sorted({run.data for run in runs}), f"{numbers(run.num_workers for run in runs)} workers"]
@@ -173,12 +173,12 @@ def section(runs: Sequence[Record], picture: str) -> str:
 
 
 def numbers(values: Iterable[object]) -> str:
-    """Different ones, in words."""
+    """Join different values with "and"."""
     return " and ".join(sorted({str(value) for value in values}))
 
 
 def table(runs: Sequence[Record]) -> str:
-    """A line per run, in Markdown."""
+    """Return a table in Markdown, a line per run."""
     measures = list(dict.fromkeys(name for run in runs for name in run.held_out))
     columns = ["hook", "steps", "training loss", *(f"held out: {name}" for name in measures), "MB sent", "s waited"]
     lines = [f"| {' | '.join(columns)} |", f"| :-- |{' --: |' * (len(columns) - 1)}"]
@@ -190,12 +190,12 @@ def table(runs: Sequence[Record]) -> str:
 
 
 def number(value: float | None, digits: int) -> str:
-    """For a table; empty where nothing is known."""
+    """Format a number for a table; nothing where it is unknown."""
     return "" if value is None else f"{value:.{digits}f}"
 
 
 def plot(runs: Sequence[Record], path: Path) -> None:
-    """Training losses over steps, a line per run; every other one dashed, for those that lie on each other."""
+    """Draw training losses over steps, a line per run; every second line is dashed, because lines may coincide."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 def warmed_cosine(warmup_steps: int, total_steps: int) -> Callable[[int], float]:
-    """What ``LambdaLR`` multiplies the learning rate with: a linear warm-up, then half a cosine down to zero."""
+    """Return the factor for ``LambdaLR``: a linear warm-up, then half a cosine down to zero."""
 
     def factor(step: int) -> float:
         if step < warmup_steps:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options that :func:`read_texts` reads."""
+    """Add the options that :func:`read_texts` reads."""
     text = parser.add_argument_group("text (default: Python's documentation)")
     source = text.add_mutually_exclusive_group()
     source.add_argument("--text", type=Path, nargs="+", metavar="FILE", help="UTF-8 text files")
@@ -18,7 +18,7 @@ def add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def read_texts(args: argparse.Namespace) -> list[str]:
-    """The documents to learn from, as the command line asks; exits with a message if there are none."""
+    """Return the documents that the command line asks for; exit with a message if there are none."""
     if args.text:
         texts = [read_file(path) for path in args.text]
     elif args.dataset:
@@ -32,7 +32,7 @@ def read_texts(args: argparse.Namespace) -> list[str]:
 
 
 def python_documentation() -> list[str]:
-    """The language reference behind Python's ``help()``: 80 topics, about 500 kB."""
+    """Return the language reference behind Python's ``help()``: 80 topics, about 500 kB."""
     try:
         from pydoc_data.topics import topics
     except ImportError as error:
@@ -50,7 +50,7 @@ def read_file(path: Path) -> str:
 
 
 def read_dataset(name: str, config: str | None, split: str, text_column: str) -> list[str]:
-    """One column of a Hugging Face dataset, downloaded on first use.
+    """Return one column of a Hugging Face dataset, downloaded on first use.
 
     Workers of the emulated cluster reach only each other: run once outside to fill the cache.
     """

@@ -38,12 +38,12 @@ def shared_tokenizer(texts: list[str], vocab_size: int, **more_tokens: str) -> P
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the only one or the first one."""
+    """Return True in the only process, or on the first rank."""
     return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def train_tokenizer(texts: list[str], vocab_size: int) -> Tokenizer:
-    """A lower-case WordPiece tokenizer of at most ``vocab_size`` tokens; the same texts give the same one."""
+    """Train a lower-case WordPiece tokenizer of at most ``vocab_size`` tokens; the same texts give the same one."""
     tokenizer = word_piece(vocab={})
     # The trainer numbers the pieces "##a", "##b", … in the order of a randomly seeded hash map and breaks
     # ties by number, so that no two runs would agree. Naming them first fixes their numbers.
@@ -69,9 +69,9 @@ def word_piece(vocab: dict[str, int]) -> Tokenizer:
 def cut_into_blocks(
     texts: list[str], tokenizer: PreTrainedTokenizerBase, block_length: int, marked: bool = True
 ) -> Tensor:
-    """All texts as one stream, cut into blocks: (num_blocks, block_length), int64.
+    """Cut the texts, as one stream, into blocks: (num_blocks, block_length), int64.
 
-    What is left at the end and does not fill a block is dropped, so no block needs padding.
+    Tokens at the end that fill no block are dropped, so no block needs padding.
 
     Args:
         texts: to cut.
@@ -91,7 +91,7 @@ def cut_into_blocks(
 
 
 def hold_out(blocks: Tensor) -> tuple[Tensor, Tensor]:
-    """Blocks to train on, and every tenth one for validation."""
+    """Return blocks to train on, and every tenth block for validation."""
     is_held_out = torch.arange(len(blocks)) % 10 == 0
     return blocks[~is_held_out], blocks[is_held_out]
 

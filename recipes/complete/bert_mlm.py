@@ -51,7 +51,7 @@ UNTIMED_STEPS = 5  # allocators, caches and DDP's bucket rebuild settle in the f
 
 @dataclass(frozen=True)
 class Result:
-    """What one run measured, the same on every rank but for ``stats``."""
+    """Measurements of one run; all but ``stats`` are the same on every rank."""
 
     num_parameters: int
     num_blocks: int
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, texts: list[str], device: torch.device) -> Result:
-    """The training loop; it is the same for both hooks."""
+    """Train; the loop is the same for both hooks."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
 
     tokenizer = shared_tokenizer(texts, args.vocab_size)
@@ -120,7 +120,7 @@ def train(args: argparse.Namespace, texts: list[str], device: torch.device) -> R
 def make_loader(
     blocks: Tensor, tokenizer: PreTrainedTokenizerFast, batch_size: int, seed: int, rank: int, world_size: int
 ) -> DataLoader[dict[str, Tensor]]:
-    """This rank's share of the blocks, shuffled, with 15 % of the tokens hidden anew at every visit."""
+    """Return this rank's share of the blocks, shuffled; 15 % of the tokens are hidden anew at every visit."""
     if len(blocks) < batch_size * world_size:
         raise ValueError(
             f"expected at least batch size * ranks = {batch_size} * {world_size} blocks of text, "
@@ -149,7 +149,7 @@ def bert_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """Matrices decay; biases and LayerNorm weights, which have one dimension, do not."""
+    """Return groups for the optimizer: matrices decay; biases and LayerNorm weights do not."""
     parameters = list(model.parameters())  # the output layer shares the embedding's weight: listed once
     return [
         {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": weight_decay},

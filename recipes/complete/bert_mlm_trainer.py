@@ -56,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> Record:
 
 
 def hook_of(args: argparse.Namespace) -> DearConfig | TopKConfig | None:
-    """What ``--hook`` asks for."""
+    """Return the configuration of ``--hook``."""
     if args.hook == "none":
         return None
     if args.hook == "dear":
@@ -66,7 +66,7 @@ def hook_of(args: argparse.Namespace) -> DearConfig | TopKConfig | None:
 
 
 def make_task(args: argparse.Namespace, texts: list[str], rank: int) -> Task:
-    """To fill in hidden tokens."""
+    """Return the task of filling in hidden tokens."""
     text = prepare_text(args, texts, marked=True)
     model = make_model(args, AutoModelForMaskedLM, bert_config(args, text.tokenizer))
     held_out = hide_once(text.held_out, hiding_of(text.tokenizer, seed=0))
@@ -78,7 +78,7 @@ def make_task(args: argparse.Namespace, texts: list[str], rank: int) -> Task:
 
 
 class Collate:
-    """Makes a batch of blocks; hides tokens of those in which none are.
+    """Make a batch of blocks; hide tokens unless some are hidden already.
 
     Args:
         hide: collates blocks, and hides some tokens.
@@ -110,13 +110,13 @@ class HiddenOnce(Dataset[dict[str, Tensor]]):
 
 
 def hide_once(blocks: Dataset[dict[str, Tensor]], hide: DataCollatorForLanguageModeling) -> HiddenOnce:
-    """The same tokens are hidden whenever a block is looked at."""
+    """Hide the same tokens whenever a block is read."""
     number: int = len(blocks)  # type: ignore[arg-type]
     return HiddenOnce(hide([blocks[index] for index in range(number)]))
 
 
 def hiding_of(tokenizer: PreTrainedTokenizerBase, seed: int) -> DataCollatorForLanguageModeling:
-    """Hides 15 % of the tokens, as this seed draws them."""
+    """Return a collator that hides 15 % of the tokens, drawn by this seed."""
     hide = DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.15)
     hide.generator = torch.Generator().manual_seed(seed)  # its own `seed` refuses child processes
     return hide

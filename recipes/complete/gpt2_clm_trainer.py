@@ -54,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> Record:
 
 
 def hook_of(args: argparse.Namespace) -> DearConfig | TopKConfig | None:
-    """What ``--hook`` and ``--tune`` ask for."""
+    """Return the configuration of ``--hook`` and ``--tune``."""
     if args.hook == "none":
         return None
     tuner = None
@@ -68,7 +68,7 @@ def hook_of(args: argparse.Namespace) -> DearConfig | TopKConfig | None:
 
 
 def make_task(args: argparse.Namespace, texts: list[str]) -> Task:
-    """To predict each token from those before it."""
+    """Return the task of predicting each token from earlier tokens."""
     text = prepare_text(args, texts, marked=False)
     config = GPT2Config(
         vocab_size=len(text.tokenizer),
@@ -84,7 +84,7 @@ def make_task(args: argparse.Namespace, texts: list[str]) -> Task:
 
 
 def own_labels(blocks: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """A batch in which every token is to be predicted: the model compares each with what it made of those before."""
+    """Return a batch in which every token is to be predicted."""
     ids = torch.stack([block["input_ids"] for block in blocks])
     return {"input_ids": ids, "labels": ids}
 

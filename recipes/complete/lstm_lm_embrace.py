@@ -54,7 +54,7 @@ LEARNING_RATES = {"sgd": 2.0, "adam": 4e-3}
 
 @dataclass(frozen=True)
 class Result:
-    """What one run measured, the same on every rank but for ``stats``."""
+    """Measurements of one run; all but ``stats`` are the same on every rank."""
 
     table_shape: tuple[int, int]  # words, numbers per word
     num_dense_parameters: int  # of everything else
@@ -76,7 +76,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, texts: list[str]) -> Result:
-    """The training loop; it is the same for both kinds of table."""
+    """Train; the loop is the same for both kinds of table."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     words = [word for text in texts for word in split_words(text)]
     vocabulary = make_vocabulary(words, args.vocabulary)
@@ -141,7 +141,7 @@ def train(args: argparse.Namespace, texts: list[str]) -> Result:
 
 @torch.no_grad()
 def evaluate(model: nn.Module, blocks: Tensor, batch_size: int) -> float:
-    """Nats per word of some blocks; every rank reads a part of them, in as many batches as that takes."""
+    """Return nats per word of some blocks; every rank reads a part of them, in any number of batches."""
     model.eval()
     total = torch.zeros(2, dtype=torch.float64)  # nats per word summed up over blocks, number of blocks
     own = blocks[dist.get_rank() :: dist.get_world_size()]
@@ -164,7 +164,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
 def make_loader(
     blocks: Tensor, batch_size: int, seed: int, rank: int, world_size: int
 ) -> DataLoader[tuple[Tensor, ...]]:
-    """This rank's share of the blocks, shuffled: words, and the word after each, both (batch_size, length)."""
+    """Return this rank's share of the blocks, shuffled: words, and the word after each, both (batch_size, length)."""
     if len(blocks) < batch_size * world_size:
         raise ValueError(
             f"expected at least batch size * ranks = {batch_size} * {world_size} blocks of text to train on, "
@@ -196,7 +196,7 @@ class LanguageModel(nn.Module):
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
 
     def forward(self, words: Tensor, targets: Tensor) -> Tensor:
-        """Mean nats per word of ``targets``, which come after ``words``; both (batch_size, length), int64."""
+        """Return mean nats per word of ``targets``, which come after ``words``; both (batch_size, length), int64."""
         states, _ = self.lstm(self.embedding(words))
         loss: Tensor = self.output(states.flatten(0, 1), targets.flatten()).loss
         # Targets without rare words leave those words' part of the layer out, for whose gradient DDP would wait.
@@ -230,19 +230,19 @@ def report(args: argparse.Namespace, result: Result) -> None:
 
 
 def perplexity(result: Result) -> float:
-    """Of the last step."""
+    """Return the perplexity of the last step."""
     return math.exp(result.losses[-1])
 
 
 def mean_stats(stats: Sequence[TableStats]) -> dict[str, float]:
-    """What a step cost, mean over all of them."""
+    """Return the mean cost of a step."""
     rows = ["num_ids", "num_rows", "num_prior_rows", "num_delayed_rows"]
     names = [*rows, "id_bytes", "lookup_bytes", "prior_bytes", "delayed_bytes", "stall_s"]
     return {name: sum(getattr(one, name) for one in stats) / len(stats) for name in names}
 
 
 def write(args: argparse.Namespace, result: Result) -> None:
-    """Results as JSON, and a picture of the perplexity beside it."""
+    """Write results as JSON, and a picture of the perplexity beside it."""
     settings = {key: value for key, value in vars(args).items() if key not in ("text", "output", "compare")}
     run = {
         "settings": {**settings, "ranks": dist.get_world_size()},
@@ -260,7 +260,7 @@ def write(args: argparse.Namespace, result: Result) -> None:
 
 
 def plot(runs: Sequence[dict[str, Any]], path: Path) -> None:
-    """Perplexity over steps, as in Fig. 11(a) of EmbRace; a run that is compared is dashed."""
+    """Draw perplexity over steps, as in Fig. 11(a) of EmbRace; runs to compare with are dashed."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -56,7 +56,7 @@ Batch: TypeAlias = tuple[Tensor, Tensor]  # images, (batch, 3, size, size), and 
 
 @dataclass
 class Training:
-    """What training changes, and so what a checkpoint holds.
+    """Everything that training changes, and so the content of a checkpoint.
 
     Args:
         ddp, optimizer, scheduler, scaler: as in any loop; without ``--amp fp16`` the scaler does nothing.
@@ -87,7 +87,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def train(args: argparse.Namespace, images: Images, device: torch.device, command: str) -> Record:
-    """The training loop; it is the same for every hook."""
+    """Train; the loop is the same for every hook."""
     loader = make_loader(images.train, args, device)
     num_steps = min(len(loader), args.limit_batches or len(loader))  # per epoch
     training = begin(args, images.num_classes, num_steps, device)
@@ -109,7 +109,7 @@ def train(args: argparse.Namespace, images: Images, device: torch.device, comman
 
 
 def begin(args: argparse.Namespace, num_classes: int, steps_per_epoch: int, device: torch.device) -> Training:
-    """Model, optimizer and hook, before the first step."""
+    """Return model, optimizer and hook, before the first step."""
     torch.manual_seed(args.seed)  # every rank draws the same initial weights
     model = models.get_model(args.model, num_classes=num_classes).to(device)
     if args.channels_last:
@@ -139,7 +139,7 @@ def begin(args: argparse.Namespace, num_classes: int, steps_per_epoch: int, devi
 def train_epoch(
     args: argparse.Namespace, training: Training, loader: DataLoader[Batch], num_steps: int, device: torch.device
 ) -> None:
-    """One pass over this rank's images."""
+    """Pass once over this rank's images."""
     epoch, ddp, optimizer, scaler = len(training.accuracies), training.ddp, training.optimizer, training.scaler
     torch.manual_seed(args.seed + epoch * dist.get_world_size() + dist.get_rank())  # for what is random in the images
     assert isinstance(loader.sampler, DistributedSampler)
@@ -172,7 +172,7 @@ def to_device(inputs: Tensor, labels: Tensor, args: argparse.Namespace, device: 
 
 
 def clip_gradients(training: Training, max_norm: float) -> None:
-    """By the norm over all ranks; with DeAR each of them holds a part of every gradient."""
+    """Clip by the norm over all ranks; with DeAR each rank holds a part of every gradient."""
     if isinstance(training.hook, DearState):
         training.hook.clip_grad_norm_(max_norm)
     else:
@@ -195,7 +195,7 @@ def note_losses(training: Training, losses: Tensor, every: int) -> None:
 def accuracy_of(
     ddp: DistributedDataParallel, held_out: Subset[Batch], args: argparse.Namespace, device: torch.device
 ) -> float:
-    """The part of the images whose class is the model's first guess; each rank looks at some of them."""
+    """Return the part of the images that the model tells right; each rank looks at some of them."""
     for buffer in ddp.module.buffers():
         dist.broadcast(buffer, 0)  # statistics of batch normalisation, of which every rank has its own
     ddp.eval()
@@ -215,7 +215,7 @@ def accuracy_of(
 
 
 def load_data(folder: Path | None, size: int) -> Images:
-    """Images to learn from, and others to judge by.
+    """Load images for training and for validation.
 
     Args:
         folder: with ``train`` and ``val``, or with one folder per class; None for scikit-learn's digits.
@@ -236,7 +236,7 @@ def load_data(folder: Path | None, size: int) -> Images:
 
 
 def make_loader(train: Subset[Batch], args: argparse.Namespace, device: torch.device) -> DataLoader[Batch]:
-    """This rank's images, shuffled, in batches of one size."""
+    """Return this rank's images, shuffled, in batches of one size."""
     sampler: DistributedSampler[Batch] = DistributedSampler(train, seed=args.seed, drop_last=True)
     loader = DataLoader(
         train,
@@ -298,13 +298,13 @@ def load_checkpoint(training: Training, output: Path) -> None:
 
 
 def newest_checkpoint(output: Path) -> Path | None:
-    """The folder of the last epoch that was written to its end."""
+    """Return the folder of the last complete checkpoint."""
     found = {int(path.name.removeprefix("epoch-")): path for path in output.glob("epoch-*") if path.suffix == ""}
     return found[max(found)] if found else None
 
 
 def parts_of(training: Training) -> dict[str, Any]:
-    """Everything with a ``state_dict`` that is the same on all ranks."""
+    """Return all parts with a ``state_dict`` that is the same on all ranks."""
     return {
         "model": training.ddp.module,
         "optimizer": training.optimizer,

@@ -65,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> Record:
 
 
 def hook_of(args: argparse.Namespace) -> Config | None:
-    """What ``--hook`` asks for."""
+    """Return the configuration of ``--hook``."""
     # The table has an optimizer of its own, SparseAdam unless another one is named, and the Trainer's learning rate.
     tables = Tables(ids=looked_up, modules=TABLE)
     hooks: dict[str, Config | None] = {"none": None, "tables": tables, "dear+tables": [DearConfig(), tables]}
@@ -73,7 +73,7 @@ def hook_of(args: argparse.Namespace) -> Config | None:
 
 
 def looked_up(batch: dict[str, Tensor]) -> dict[str, list[Tensor]]:
-    """All ids whose vectors a batch needs: the encoder asks for some, and the decoder for others."""
+    """Return all ids that a batch looks up, in the encoder and in the decoder."""
     return {TABLE: [batch["input_ids"], batch["decoder_input_ids"]]}
 
 
@@ -99,7 +99,7 @@ class Pairs(Dataset[dict[str, list[int]]]):
 
 
 def make_task(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> Task:
-    """To write the translation of a sentence."""
+    """Return the task of translating a sentence."""
     tokenizer = make_tokenizer(args, pairs)
     training, held_out = hold_out_pairs(pairs)
     model = make_model(args, AutoModelForSeq2SeqLM, t5_config(args, tokenizer))
@@ -116,7 +116,7 @@ def make_task(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> Task:
 
 
 def t5_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> T5Config:
-    """Of a new model, as the command line asks."""
+    """Return the configuration of a new model."""
     settings: dict[str, Any] = {"decoder_start_token_id": tokenizer.pad_token_id}  # as T5 has it
     return T5Config(
         vocab_size=len(tokenizer),
@@ -132,7 +132,7 @@ def t5_config(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> T
 
 
 def give_output_layer_its_own_weight(model: nn.Module) -> None:
-    """Part the output layer of a T5 from the table of words, with the same values to begin with.
+    """Give the output layer of a T5 a weight of its own, with the values of the table of words.
 
     It reads all rows in every step, so a table that is sharded cannot be shared with it. ``TableConfig(untie=True)``
     would do the same; here it is done with every hook, so that all of them train the same model.
@@ -142,7 +142,7 @@ def give_output_layer_its_own_weight(model: nn.Module) -> None:
 
 
 def make_tokenizer(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> PreTrainedTokenizerBase:
-    """One for both languages."""
+    """Return one tokenizer for both languages."""
     if args.model is not None:
         tokenizer: PreTrainedTokenizerBase = from_hub(AutoTokenizer, args.model)
         return tokenizer
@@ -151,7 +151,7 @@ def make_tokenizer(args: argparse.Namespace, pairs: list[tuple[str, str]]) -> Pr
 
 
 def encode(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, max_length: int) -> Pairs:
-    """Ids of sentences, each with the token behind it that ends it, and cut if it is too long."""
+    """Return ids of sentences, each cut to the length and ended by its token."""
 
     def ids_of(texts: list[str]) -> list[list[int]]:
         encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False)["input_ids"]
@@ -161,7 +161,7 @@ def encode(pairs: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase, max
 
 
 def hold_out_pairs(pairs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Pairs to train on, and every twentieth one for validation."""
+    """Return pairs to train on, and every twentieth pair for validation."""
     return [pair for index, pair in enumerate(pairs) if index % 20], pairs[::20]
 
 
@@ -169,12 +169,12 @@ def hold_out_pairs(pairs: list[tuple[str, str]]) -> tuple[list[tuple[str, str]],
 
 
 def most_likely(logits: Tensor | tuple[Tensor, ...], labels: Tensor) -> Tensor:
-    """Ids in place of logits, of which the Trainer would keep all."""
+    """Return ids in place of logits, all of which the Trainer would keep."""
     return (logits[0] if isinstance(logits, tuple) else logits).argmax(dim=-1)
 
 
 def token_accuracy(found: EvalPrediction) -> dict[str, float]:
-    """Part of the tokens that are right where those before them are given."""
+    """Return the part of the tokens that are predicted right from the right tokens before them."""
     labels = np.asarray(found.label_ids)
     counts = labels != -100
     return {"token_accuracy": float((np.asarray(found.predictions) == labels)[counts].mean())}
@@ -184,7 +184,7 @@ def token_accuracy(found: EvalPrediction) -> dict[str, float]:
 
 
 def read_pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
-    """Sentences and their translations, as the command line asks."""
+    """Return sentences and their translations, as the command line asks."""
     if args.dataset is None:
         return pig_latin_corpus()
     rows: list[Any] = read_dataset(args.dataset, args.dataset_config, args.split, args.text_column)
@@ -198,7 +198,7 @@ def read_pairs(args: argparse.Namespace) -> list[tuple[str, str]]:
 
 
 def source_of(args: argparse.Namespace) -> str:
-    """Where the pairs come from, in words."""
+    """Return the source of the pairs, in words."""
     if args.dataset is None:
         return "Python's documentation and its Pig Latin"
     return f"{args.dataset}, {args.source} to {args.target}"

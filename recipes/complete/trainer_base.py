@@ -1,4 +1,4 @@
-"""What recipes for the Hugging Face Trainer share; each of them adds a model, its batches, and the hooks that it shows.
+"""Parts that recipes for the Hugging Face Trainer share; each adds a model, its batches, and its hooks.
 
 A recipe is these lines, with functions of its own in place of ``make_task`` and ``hook_of``::
 
@@ -46,7 +46,7 @@ _NO_MEASURES = ("runtime", "per_second", "preparation_time")  # the Trainer's ow
 
 @dataclass(frozen=True)
 class Task:
-    """What is learned.
+    """Model, data and batches of a recipe.
 
     Args:
         model: to train.
@@ -68,7 +68,7 @@ class Task:
         object.__setattr__(self, "about", describe(self.model))
 
     def for_trainer(self) -> dict[str, Any]:
-        """Arguments of a Trainer."""
+        """Return arguments of a Trainer."""
         return {
             "model": self.model,
             "train_dataset": self.training,
@@ -87,7 +87,7 @@ class HookTrainer(CommHookMixin, Trainer):
         self.remove_callback(PrinterCallback)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
-        """The Trainer's. A callback could print as well, but might look at parameters, so DeAR would wait for them."""
+        """Print losses. A callback could print as well, but might read parameters, so DeAR would wait for them."""
         if "loss" in logs and self.is_world_process_zero():
             print(f"step {self.state.global_step:5d}   loss {logs['loss']:.4f}", flush=True)
         super().log(logs, *args, **kwargs)
@@ -97,7 +97,7 @@ class HookTrainer(CommHookMixin, Trainer):
 
 
 def finish(trainer: HookTrainer, task: Task, recipe: str, hook: str, argv: Sequence[str] | None) -> Record:
-    """Measure on held-out data, let the first rank report, and part from the other ranks.
+    """Measure on held-out data, report on the first rank, and end the process group.
 
     Args:
         trainer: that has trained.
@@ -134,7 +134,7 @@ def finish(trainer: HookTrainer, task: Task, recipe: str, hook: str, argv: Seque
 
 
 def measures_of(evaluated: Mapping[str, float]) -> dict[str, float]:
-    """Of what ``Trainer.evaluate`` returns, what says how good the model is."""
+    """Return the measures of quality among the results of ``Trainer.evaluate``."""
     return {
         name.removeprefix("eval_").replace("_", " "): value
         for name, value in evaluated.items()
@@ -146,7 +146,7 @@ def measures_of(evaluated: Mapping[str, float]) -> dict[str, float]:
 
 
 def training_arguments(args: argparse.Namespace) -> TrainingArguments:
-    """Settings for a GPU per rank, or for ranks on CPUs; makes the process group if there are several ranks."""
+    """Return settings for a GPU per rank, or for ranks on CPUs; make the process group if there are several ranks."""
     on_cpu = not torch.cuda.is_available()
     settings = TrainingArguments(
         output_dir=str(args.output),
@@ -175,7 +175,7 @@ def training_arguments(args: argparse.Namespace) -> TrainingArguments:
 
 @dataclass(frozen=True)
 class Text:
-    """Blocks of tokens, (num_blocks, block_length), and what made them."""
+    """Blocks of tokens, (num_blocks, block_length), and their tokenizer."""
 
     tokenizer: PreTrainedTokenizerBase
     training: Blocks
@@ -184,7 +184,7 @@ class Text:
 
 
 def prepare_text(args: argparse.Namespace, texts: list[str], marked: bool) -> Text:
-    """Tokens of the texts, the same on every rank, every tenth block held out.
+    """Return tokens of the texts, the same on every rank, with every tenth block held out.
 
     Args:
         args: of the command line.
@@ -203,20 +203,20 @@ def prepare_text(args: argparse.Namespace, texts: list[str], marked: bool) -> Te
 
 
 def source_of(args: argparse.Namespace) -> str:
-    """Where the text comes from, in words."""
+    """Return the source of the text, in words."""
     if args.text:
         return f"{len(args.text)} files"
     return str(args.dataset or "Python's documentation")
 
 
 def make_model(args: argparse.Namespace, auto_class: Any, config: PretrainedConfig) -> Any:
-    """The model of the hub that the command line names, or a new one of this configuration; the same on every rank."""
+    """Return the model that the command line names, or a new one of this configuration; the same on every rank."""
     set_seed(args.seed)
     return auto_class.from_config(config) if args.model is None else from_hub(auto_class, args.model)
 
 
 def from_hub(auto_class: Any, name: str) -> Any:
-    """A model or a tokenizer of the hub, downloaded on first use, or of a folder; exits with a message without one."""
+    """Load a model or a tokenizer of the hub, or of a folder; exit with a message if that fails."""
     try:
         return auto_class.from_pretrained(name)
     except (OSError, ValueError) as error:
@@ -230,7 +230,7 @@ def from_hub(auto_class: Any, name: str) -> Any:
 
 
 def make_parser(description: str, hooks: Sequence[str], **defaults: Any) -> argparse.ArgumentParser:
-    """The options that all of these recipes have.
+    """Return a parser with the options of all these recipes.
 
     Args:
         description: what the recipe does.
@@ -258,7 +258,7 @@ def make_parser(description: str, hooks: Sequence[str], **defaults: Any) -> argp
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line, with what cannot work refused."""
+    """Parse the command line, and refuse options that cannot work."""
     args = parser.parse_args(argv)
     if args.hidden_size % args.heads != 0:
         parser.error(f"--hidden-size must be a multiple of --heads, got {args.hidden_size} and {args.heads}")

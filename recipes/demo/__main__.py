@@ -23,7 +23,7 @@ from recipes.common.pages import Table
 from recipes.demo.worker import CHECK_STEPS, work
 
 TOLERANCE = 1e-10  # of weights in float64; rounding alone leaves 1e-14
-LOOPBACK = "the loopback interface, which hides no network: use the emulated cluster to see the effect"
+LOOPBACK = "the loopback interface, which is no slow network: use the emulated cluster to see the effect"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -67,7 +67,6 @@ def table_of(found: dict[str, Any], workers: int) -> Table:
         row("step time", "step_s", "{:.0f} ms", 1e3),
         row("exposed communication", "exposed_s", "{:.0f} ms", 1e3),
         row("sent per step and worker", "sent_bytes", "{:.1f} MB", 1e-6),
-        row("loss, held-out images", "loss", "{:.4f}"),
         row("accuracy, held-out images", "accuracy", "{:.1%}"),
         ["weights agree (float64)", "", f"{'yes' if agree else 'NO'}: {difference:.0e}"],
     ]

@@ -12,6 +12,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import SGD
 
 from ddp_hooks import DearConfig, DearState, Span, dear_hook
 
@@ -69,14 +70,14 @@ def build_plain(network: nn.Module) -> Variant:
     ddp = DistributedDataParallel(network, gradient_as_bucket_view=True)
     travelled: list[Span] = []
     ddp.register_comm_hook(travelled, recorded_all_reduce)
-    variant = Variant("plain DDP", network, ddp, make_optimizer(network))
+    variant = Variant("plain DDP", network, ddp, SGD(network.parameters(), lr=0.01, momentum=0.9))
     variant.communication = lambda: travelled + waits_for_all_reduce(travelled, variant.spans)
     return variant
 
 
 def build_dear(network: nn.Module) -> Variant:
     ddp = DistributedDataParallel(network, bucket_cap_mb=5, gradient_as_bucket_view=True)
-    optimizer = make_optimizer(network)
+    optimizer = SGD(network.parameters(), lr=0.01, momentum=0.9)
     state = DearState(ddp, optimizer, DearConfig(trace=True))
     ddp.register_comm_hook(state, dear_hook)
     return Variant("DeAR", network, ddp, optimizer, state.timeline, wait=state.synchronize, close=state.close)
@@ -84,11 +85,8 @@ def build_dear(network: nn.Module) -> Variant:
 
 def build_alone(network: nn.Module) -> Variant:
     # A barrier per step: synchronous training waits for its slowest worker, however fast the network.
-    return Variant("no communication", network, network, make_optimizer(network), after_step=dist.barrier)
-
-
-def make_optimizer(network: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.SGD(network.parameters(), lr=0.01, momentum=0.9)
+    optimizer = SGD(network.parameters(), lr=0.01, momentum=0.9)
+    return Variant("no communication", network, network, optimizer, after_step=dist.barrier)
 
 
 def recorded_all_reduce(travelled: list[Span], bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
@@ -106,9 +104,10 @@ def recorded_all_reduce(travelled: list[Span], bucket: dist.GradBucket) -> torch
 
 def waits_for_all_reduce(travelled: Sequence[Span], loop_spans: Sequence[Span]) -> list[Span]:
     """Return the waits of backward: it computes until it hands over its last bucket, and waits from then on."""
-    waits = []
-    for backward in (span for span in loop_spans if span.name == "backward"):
-        handed_over = [s.start_s for s in travelled if backward.start_s <= s.start_s <= backward.end_s]
-        if handed_over:
-            waits.append(Span("wait", "backward waits for all-reduce", max(handed_over), backward.end_s))
-    return waits
+    starts_s = [span.start_s for span in travelled]
+    return [
+        Span("wait", "backward waits for all-reduce", max(handed_over), backward.end_s)
+        for backward in loop_spans
+        if backward.name == "backward"
+        and (handed_over := [start_s for start_s in starts_s if backward.start_s <= start_s <= backward.end_s])
+    ]

@@ -1,4 +1,4 @@
-"""Draws which rows of a sharded table's gradient are sent at once and which later, from a step of the real exchange.
+"""Draw the rows of a sharded table's gradient that are sent at once, and later, from a step of the real exchange.
 
     python -m recipes.paper.embrace_rows --output docs/images/row_split.png
 
@@ -37,7 +37,7 @@ PRIOR, DELAYED, NOTHING, COMPUTING, SENT = "#e69f00", "#0072b2", "#f0f0f0", "#c8
 
 @dataclass
 class Split:
-    """What one worker has sent of its gradient.
+    """Rows of its gradient that one worker has sent.
 
     Args:
         prior: rows that somebody looks up next.
@@ -51,7 +51,7 @@ class Split:
 
 
 def splits_of(now: Sequence[Sequence[int]] = NOW, following: Sequence[Sequence[int]] = NEXT) -> list[Split]:
-    """Per worker: a step of the exchange, and which rows it sent when.
+    """Make a step of the exchange; return the rows that each worker sent at once, and later.
 
     Args:
         now: ids that each worker looks up.
@@ -104,7 +104,7 @@ class _Worker:
         self._updates = TableUpdates(torch.optim.SparseAdam([own], lr=0.5), [own])
 
     def step(self) -> Algorithm:
-        """What ``EmbeddingTables`` does in a step, one after the other."""
+        """Make a step as ``EmbeddingTables`` does, one part after the other."""
         batch, upcoming = self._batches
         yield from self._counted("ids", self._tell(batch, Purpose.NOW))
         lookup = self._lookup(batch)
@@ -162,7 +162,7 @@ def _step_of_whole_table(whole: nn.Parameter, now: Sequence[Sequence[int]]) -> N
 
 
 def draw(path: Path, splits: Sequence[Split] | None = None) -> None:
-    """The table and three workers' rows above, when they travel below."""
+    """Draw the table and three workers' rows above, and the times of their travel below."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -231,7 +231,7 @@ def _cell(ax: Any, left: float, row: int, width: float, colour: str) -> None:
 
 
 def _draw_times(ax: Any) -> None:
-    """A schematic: what comes before what; lengths mean nothing."""
+    """Draw the order of events; lengths mean nothing."""
     for lane, label in enumerate(("computed", "sent at once", "sent after it")):
         ax.text(-0.25, -lane, label, ha="right", va="center", fontsize=9)
     for lane, start, end, label, colour in _bars():
@@ -244,7 +244,7 @@ def _draw_times(ax: Any) -> None:
 
 
 def _bars() -> Iterator[tuple[int, float, float, str, str]]:
-    """(lane, start, end, label, colour) of two steps, as ``ddp_hooks.embedding.step.scheduler`` has them."""
+    """Yield (lane, start, end, label, colour) of two steps, as ``ddp_hooks.embedding.step.scheduler`` has them."""
     period = 10.2
     for number in (1, 2):
         start = period * (number - 1)

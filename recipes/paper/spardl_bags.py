@@ -1,4 +1,4 @@
-"""Draws who sends which blocks to whom in SparDL's Spar-Reduce-Scatter, from the messages of the algorithm itself.
+"""Draw the blocks that workers send in SparDL's Spar-Reduce-Scatter, from the messages of the algorithm itself.
 
     python -m recipes.paper.spardl_bags --workers 6 --output docs/images/bags.png
 
@@ -27,14 +27,14 @@ _ENTRIES = 4  # per block
 
 @dataclass(frozen=True)
 class Move:
-    """What a worker sends in a round."""
+    """Blocks that a worker sends in a round."""
 
     target: int
     blocks: tuple[int, ...]
 
 
 def moves_of(workers: int) -> list[list[Move]]:
-    """Per worker and round: a run of the algorithm, and which blocks it sends.
+    """Run the algorithm; return the blocks that are sent, per worker and round.
 
     Raises:
         RuntimeError: the messages are other ones than the bags say.
@@ -64,7 +64,7 @@ def moves_of(workers: int) -> list[list[Move]]:
 
 
 def draw(workers: int, path: Path) -> None:
-    """A row per worker, a column per round: the blocks that it holds, and those that it is about to send."""
+    """Draw a row per worker and a column per round: the blocks that it holds, and those that it sends next."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -107,7 +107,7 @@ def test_plain_ddp_waits_from_its_last_bucket_to_the_end_of_backward() -> None:
 
 @pytest.mark.parametrize("agree", [True, False])
 def test_table_says_what_was_found(agree: bool) -> None:
-    figures = {"sent_bytes": 67.3e6, "loss": 0.2345, "accuracy": 0.935}
+    figures = {"sent_bytes": 67.3e6, "accuracy": 0.935}
     results = [
         {"name": "plain DDP", "step_s": 0.800, "exposed_s": 0.550, **figures},
         {"name": "DeAR", "step_s": 0.640, "exposed_s": 0.390, **figures},
@@ -118,7 +118,7 @@ def test_table_says_what_was_found(agree: bool) -> None:
     demo.table_of({**found, "float64_difference": difference}, 4).show(console)
     assert isinstance(console.file, io.StringIO)
     text = console.file.getvalue()
-    for figure in ("800 ms", "640 ms", "550 ms", "390 ms", "67.3 MB", "0.2345", "93.5%", "1.25 times as fast"):
+    for figure in ("800 ms", "640 ms", "550 ms", "390 ms", "67.3 MB", "93.5%", "1.25 times as fast"):
         assert figure in text
     assert ("yes: 5e-15" in text, "NO: 3e-04" in text, "DO NOT AGREE" in text) == (agree, not agree, not agree)
 
@@ -141,7 +141,7 @@ def test_run_on_two_local_workers(tmp_path: Path, capfd: pytest.CaptureFixture[s
         # Two workers send every gradient once: half in reduce-scatters, half in gathers. Of a single step's gathers
         # some are counted in its neighbours. ResNet-18 has 11.2 million parameters.
         assert result["sent_bytes"] > 0.4 * 4 * 11.2e6
-    assert dear["loss"] == pytest.approx(plain["loss"], abs=0.5)
+    assert dear["accuracy"] == pytest.approx(plain["accuracy"], abs=0.2)
 
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     kinds = {event.get("cat") for event in events}

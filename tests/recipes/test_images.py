@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -56,7 +57,7 @@ def test_ranks_share_an_epoch_without_overlap(monkeypatch: pytest.MonkeyPatch) -
     seen = []
     for rank in range(2):
         as_rank(monkeypatch, rank, world_size=2)
-        batches = endless_batches(numbered, batch_size=4)  # type: ignore[arg-type]
+        batches: Any = endless_batches(numbered, batch_size=4)  # type: ignore[arg-type]
         seen.append([batch[0].tolist() for batch in itertools.islice(batches, 6)])
     epochs = [sorted(itertools.chain(*seen[0][start : start + 3], *seen[1][start : start + 3])) for start in (0, 3)]
     assert epochs == [list(range(24)), list(range(24))]
