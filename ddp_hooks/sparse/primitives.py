@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-_LARGEST_MAP = 1 << 24  # elements, from which on a search is faster than a map that leaves the cache
+_MAP = 1 << 20  # elements of a map of indices, which stays in the cache
 _SAMPLE = 1 << 10  # values by which the k-th largest is guessed
 
 
@@ -40,18 +40,19 @@ def are_in(queries: Sequence[Tensor], others: Tensor) -> list[Tensor]:
     """Return a mask per query: which of its indices, (n,) ascending, are among ``others``, (m,) ascending."""
     if others.device.type != "cpu":
         return [torch.isin(indices, others, assume_unique=True) for indices in queries]
-    end = 1 + max((int(indices[-1]) for indices in (*queries, others) if indices.numel()), default=0)
-    if end > _LARGEST_MAP:
-        return [_found_by_search(indices, others) for indices in queries]
-    is_there = np.zeros(end, bool)  # pages that nobody writes or reads take no memory
-    is_there[others.numpy()] = True
-    return [torch.from_numpy(is_there[indices.numpy()]) for indices in queries]
-
-
-def _found_by_search(indices: Tensor, others: Tensor) -> Tensor:
-    if not others.numel():
-        return torch.zeros_like(indices, dtype=torch.bool)
-    return others[torch.searchsorted(others, indices).clamp_(max=others.numel() - 1)] == indices
+    wanted, there = [indices.numpy() for indices in queries], others.numpy()
+    found = [np.empty(len(indices), bool) for indices in wanted]
+    edges = np.arange(0, max((int(indices[-1]) + 1 for indices in wanted if len(indices)), default=0) + _MAP, _MAP)
+    cuts = [np.searchsorted(indices, edges) for indices in (there, *wanted)]
+    is_there = np.zeros(_MAP, bool)
+    for number, start in enumerate(edges[:-1]):
+        (first, last), *parts = ((cut[number], cut[number + 1]) for cut in cuts)
+        marked = there[first:last] - start
+        is_there[marked] = True
+        for indices, mask, (begin, end) in zip(wanted, found, parts, strict=True):
+            mask[begin:end] = is_there[indices[begin:end] - start]
+        is_there[marked] = False
+    return [torch.from_numpy(mask) for mask in found]
 
 
 def kth_largest(values: Tensor, k: int) -> float:
