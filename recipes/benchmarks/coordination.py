@@ -139,7 +139,7 @@ BENCHMARK = Benchmark(
     on_links=False,
     quick={
         **{"tensors": 20, "step": 0.02, "ranks": [2, 4, 8, 64], "negotiated_up_to": 8},
-        **{"model": "tiny", "groups": [1, 2, 0], "group_workers": 2, "warmup": 1},
+        **{"model": "tiny", "groups": [1, 2, 0], "group_workers": 3, "warmup": 1},
     },
 )
 

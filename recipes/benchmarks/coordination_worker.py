@@ -142,7 +142,7 @@ def _data_alone(partition: Partition) -> tuple[int, int]:
     """Rounds and bytes that this rank takes for a reduce-scatter and an all-gather, as counted on the fabric."""
     ranks = range(dist.get_world_size())
     copies = [Partition(torch.zeros_like(partition.flat), partition.bounds).ranges for _ in ranks]
-    scratch = [torch.empty_like(partition.flat) for _ in ranks]
+    scratch = [torch.empty(len(ranks) * copies[rank][rank].numel()) for rank in ranks]
     scatter = run_on_fabric([direct_reduce_scatter(copies[rank], rank, scratch[rank]) for rank in ranks])
     gather = run_on_fabric([ring_all_gather(copies[rank], rank) for rank in ranks])
     mine = (scatter[dist.get_rank()], gather[dist.get_rank()])
