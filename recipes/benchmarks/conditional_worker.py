@@ -88,9 +88,8 @@ def train(job: ConditionalJob, name: str) -> dict[str, Any]:
         call(torch.randn(job.hidden, generator=inputs), used).backward()
         optimizer.step()
     ((start_s, start_cpu_s, start_bytes),) = begun
-    step_s = (time.perf_counter() - start_s) / job.steps
-    (slowest_s,) = slowest(step_s)
-    (cpu_s,) = total((processor_s() - start_cpu_s) / job.steps)
+    step_s, own_cpu_s = (time.perf_counter() - start_s) / job.steps, (processor_s() - start_cpu_s) / job.steps
+    (slowest_s,), (cpu_s,) = slowest(step_s), total(own_cpu_s)
     sent_mb = (sent_bytes() - start_bytes) / job.steps / 1e6
     dist.barrier()
     close()

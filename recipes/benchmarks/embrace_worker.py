@@ -151,9 +151,10 @@ def run_variant(job: EmbraceJob, name: str, data: list[dict[str, Tensor]]) -> tu
         if step == job.warmup + 1:
             begin_s, begin_cpu_s, sent = time.perf_counter(), processor_s(), bytes_on_wire()
         if step == job.warmup + 1 + job.steps:
-            (step_s,) = slowest((time.perf_counter() - begin_s) / job.steps)
-            counted = total((bytes_on_wire() - sent) / job.steps, (processor_s() - begin_cpu_s) / job.steps)
-            window = Window(step_s, counted[0] / dist.get_world_size(), counted[1])
+            ends = time.perf_counter() - begin_s, bytes_on_wire() - sent, processor_s() - begin_cpu_s  # before a wait
+            step_s, sent_bytes, cpu_s = (each / job.steps for each in ends)
+            counted = total(sent_bytes, cpu_s)
+            window = Window(slowest(step_s)[0], counted[0] / dist.get_world_size(), counted[1])
             details = details_of(trainee.model)
         for optimizer in trainee.optimizers:
             optimizer.zero_grad()
