@@ -35,8 +35,6 @@ from recipes.common.texts import positive
 
 
 class Run:
-    """A model in training, and its checkpoints."""
-
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         torch.manual_seed(args.seed)
         model = nn.Sequential(nn.Flatten(), nn.Linear(3 * 16 * 16, 256), nn.ReLU(), nn.Linear(256, 10)).to(device)
@@ -94,7 +92,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             loss.backward()
             run.optimizer.step()
             run.schedule.step()
-            if step % args.log_every == 0 or step == args.steps:
+            if step % 10 == 0 or step == args.steps:
                 log_loss(step, loss)
             if args.save_every is not None and step % args.save_every == 0:
                 run.save(args.output / f"step-{step}", args.format)
@@ -110,10 +108,12 @@ def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, default=Path("build/checkpoints"), metavar="FOLDER", help="for checkpoints")
     add("--resume", type=Path, metavar="FOLDER", help="a checkpoint, such as build/checkpoints/step-20")
     add("--batch-size", type=positive, default=48, help="of all ranks together")
-    add("--log-every", type=positive, default=10, metavar="STEPS")
     add("--seed", type=int, default=0)
     add("--device", choices=["cpu", "cuda"], default="cuda" if torch.cuda.is_available() else "cpu")
-    return parser.parse_args(argv)
+    args = parser.parse_args(argv)
+    if args.resume is not None and not args.resume.is_dir():
+        parser.error(f"no checkpoint at {args.resume}")
+    return args
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ every process each lane sends a line of text before each piece of work, in P - 1
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import os
 from collections.abc import Mapping, Sequence
@@ -41,7 +42,12 @@ def compare(
     Returns the problem of some ranks or of all, or the first entry that differs, with its values and the ranks that
     hold each, in the same words on all ranks. Raises as :func:`~ddp_hooks.comm.gather_objects` does.
     """
-    lines = {name: str(value) for name, value in entries.items()}
+    lines: dict[str, str] = {}
+    for name, value in entries.items():
+        if dataclasses.is_dataclass(value):  # so that a message names the field
+            lines |= {f"{name}.{each.name}": str(getattr(value, each.name)) for each in dataclasses.fields(value)}
+        else:
+            lines[name] = str(value)
     lines[VERIFY] = os.environ.get(VERIFY) or "0"  # or some ranks would wait for others' lines
     digest = hashlib.sha256("\n".join(f"{k}={v}" for k, v in lines.items()).encode()).hexdigest()
     verdicts = gather_objects((problem, digest), group, subject, patience)

@@ -59,12 +59,11 @@ def fingerprint(
     """Return everything that must be equal on all ranks, by name."""
     entries = ddp_checks.fingerprint(ddp, config) | {"optimizer": type(optimizer).__qualname__}
     for index, group in enumerate(optimizer.param_groups):
-        settings = {
-            key: value.tolist() if isinstance(value, torch.Tensor) else value  # on whichever device
-            for key, value in group.items()
-            if key not in ("params", "param_names")
-        }
-        entries[f"optimizer group {index}"] = f"{len(group['params'])} parameters, {settings}"
+        entries[f"parameters of optimizer group {index}"] = len(group["params"])
+        for key, value in group.items():
+            if key not in ("params", "param_names"):
+                value = value.tolist() if isinstance(value, torch.Tensor) else value  # on whichever device
+                entries[f"{key} of optimizer group {index}"] = value
     return entries
 
 

@@ -76,9 +76,9 @@ class Plan:
         if self.fit is None or self.fit.error <= _MAX_FIT_ERROR:
             return None
         return (
-            f"the measurement of the network is too noisy: it fits to {self.fit.error:.0%}, and a recommendation needs "
-            f"{_MAX_FIT_ERROR:.0%}. Measure again while nothing else runs on these machines and links, or describe the "
-            f"network (--workers and --rate)"
+            f"the measurement of the network is too noisy: it is off by {self.fit.error:.0%}, more than the "
+            f"{_MAX_FIT_ERROR:.0%} of a recommendation. Measure again while nothing else runs on these machines and "
+            f"links, or describe the network (--workers and --rate)"
         )
 
     @property

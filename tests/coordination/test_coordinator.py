@@ -301,7 +301,7 @@ def settings_that_differ(rank: int, world_size: int) -> str:
 
 def test_settings_are_compared(workers: WorkerPools) -> None:
     for message in workers(2).run(settings_that_differ):
-        assert "the set-up of Coordinator differs between ranks: config is" in message
+        assert "the set-up of Coordinator differs between ranks: config." in message
 
 
 @pytest.mark.parametrize(

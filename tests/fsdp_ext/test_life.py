@@ -84,7 +84,7 @@ def extend_again_in_vain(rank: int, world_size: int) -> tuple[list[str], list[st
 def test_what_is_refused_leaves_an_extended_model_as_it_is(workers: WorkerPools) -> None:
     for messages, kinds, same in workers(2).run(extend_again_in_vain):
         assert "'blocks.77', which fits none" in messages[0]
-        assert "differs between ranks" in messages[1] and "lanes=1" in messages[1]
+        assert "differs between ranks" in messages[1] and "config.lanes is" in messages[1]
         assert set(kinds) == {"LaneAllGather", "LaneReduceScatter"} and same
 
 
@@ -308,7 +308,7 @@ _Own.__name__ = "MyAllGather"
         ("no fsdp", "call fully_shard(module) on its blocks and on itself first"),
         ("ddp", "no module of DistributedDataParallel is wrapped by FSDP2"),
         ("fsdp1", "blocks.0 is wrapped by FSDP1 (FullyShardedDataParallel), which cannot be extended: wrap with"),
-        ("other settings", "config is ExtConfig("),
+        ("other settings", "config.prefetch is 0 on ranks [0], 1 on ranks [1]"),
         ("other model", "blocks.1.layers.1.weight is ((5, 7), torch.float32, True) on ranks [0], ((5, 7), torch"),
         ("own communication", "blocks.2 already has a communication object of its own, MyAllGather"),
         ("process group memory", "blocks.2 takes memory from its process group"),

@@ -39,7 +39,7 @@ def test_noise_shows_as_error() -> None:
     fit = fit_link(noisy)
     assert 0.05 < fit.error < 0.5
     assert fit.link.beta_s_per_byte == pytest.approx(1e-8, rel=0.3)
-    assert "fits to" in str(fit)
+    assert "off by" in str(fit)
 
 
 def test_nothing_is_below_zero() -> None:

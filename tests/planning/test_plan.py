@@ -129,7 +129,7 @@ def test_nothing_is_recommended_on_a_noisy_measurement(capsys: pytest.CaptureFix
     assert noisy.recommended is noisy.present
     command_line.show(noisy)
     printed = capsys.readouterr().out
-    assert "Nothing is recommended: the measurement of the network is too noisy: it fits to 109%" in printed
+    assert "Nothing is recommended: the measurement of the network is too noisy: it is off by 109%" in printed
     assert "*" not in printed and "Stay with plain DDP" not in printed
 
 

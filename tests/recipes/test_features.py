@@ -28,7 +28,7 @@ RECIPES: dict[str, tuple[list[str], str]] = {
     ),
     "fsdp2": (["--steps=6", *ON_BYTES, "--all-gather=bf16", "--reduce-scatter=int8"], r"sent [1-9]\d*\.\d MB in all"),
     "coordinated": (["--steps=30", "--batch-size=16", "--width=16", "--accumulate=2", "--num-groups=3"], "MB per step"),
-    "checkpoint_resume": (["--steps=20", "--log-every=5"], "step    20"),
+    "checkpoint_resume": (["--steps=20"], "step    20"),
     "with_trainer": (["--steps=6", *ON_BYTES], "ddp_hooks/stall_s.*\n(.*\n)*loss on held-out text"),
     "with_accelerate": (["--steps=6", "--accumulate=2", *ON_BYTES], "step     6"),
     "with_lightning": (["--epochs=2", *ON_BYTES, "--layers=1", "--width=32"], "validation loss"),

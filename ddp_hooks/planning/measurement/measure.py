@@ -50,7 +50,7 @@ class LinkFit:
         mb_s = 1e-6 / self.link.beta_s_per_byte if self.link.beta_s_per_byte else float("inf")
         return (
             f"{self.link.alpha_s * 1e6:.0f} ± {self.alpha_error_s * 1e6:.0f} microseconds per message, "
-            f"{mb_s:.1f} MB/s (fits to {self.error:.0%})"
+            f"{mb_s:.1f} MB/s (off by {self.error:.0%})"
         )
 
 
