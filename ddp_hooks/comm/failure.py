@@ -263,7 +263,7 @@ class FailureStore:
     def close(self) -> None:
         """Report and read no more failures, and let go of the group."""
         _stores.discard(self)
-        self._group, self._boxes, self._handles = None, {}, []
+        self._handles, self._boxes, self._group = [], {}, None  # a receive ends before its memory goes
 
     def exit_barrier(self, deadline_s: float) -> bool:
         """Wait until all ranks are here, one failed, or the store or the time is gone; return True if all are here."""

@@ -42,9 +42,10 @@ def are_in(queries: Sequence[Tensor], others: Tensor) -> list[Tensor]:
         return [torch.isin(indices, others, assume_unique=True) for indices in queries]
     wanted, there = [indices.numpy() for indices in queries], others.numpy()
     found = [np.empty(len(indices), bool) for indices in wanted]
-    edges = np.arange(0, max((int(indices[-1]) + 1 for indices in wanted if len(indices)), default=0) + _MAP, _MAP)
+    end = max((int(indices[-1]) + 1 for indices in (there, *wanted) if len(indices)), default=0)
+    edges = np.arange(0, end + _MAP, _MAP)
     cuts = [np.searchsorted(indices, edges) for indices in (there, *wanted)]
-    is_there = np.zeros(_MAP, bool)
+    is_there = np.zeros(min(_MAP, end), bool)
     for number, start in enumerate(edges[:-1]):
         (first, last), *parts = ((cut[number], cut[number + 1]) for cut in cuts)
         marked = there[first:last] - start

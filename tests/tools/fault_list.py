@@ -176,8 +176,8 @@ _COMM = (
     Fault(
         "comm: a closed failures keeps its group",
         "ddp_hooks/comm/failure.py",
-        "self._group, self._boxes, self._handles = None, {}, []",
-        "self._boxes, self._handles = {}, []",
+        "self._handles, self._boxes, self._group = [], {}, None",
+        "self._handles, self._boxes = [], {}",
         ("tests/embedding/test_steps.py",),
         choose="closing",
     ),
