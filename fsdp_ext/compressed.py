@@ -17,13 +17,13 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from ddp_hooks.comm import Algorithm, Partition, pairwise_exchange, ring_all_gather
+from ddp_hooks.comm.wire.codecs import Codec, codec_of
 from ddp_hooks.sparse import BlockSelector, ChunkedGradient
 from ddp_hooks.sparse.codec import EntryCodec, Format
 from ddp_hooks.sparse.common import Plan
 from ddp_hooks.sparse.error_feedback import ErrorFeedback
 from ddp_hooks.sparse.spardl import spar_reduce_scatter
 from fsdp_ext import compat
-from fsdp_ext.codecs import Codec, codec_of
 from fsdp_ext.config import ExtConfig
 
 

@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Literal, TypeAlias, get_args
 
 from ddp_hooks.comm import above, check_booleans, check_slice, check_waits, check_whole, positive, refuse_unused, whole
+from ddp_hooks.comm.wire.codecs import CodecName
 from ddp_hooks.sparse.codec import Format
-from fsdp_ext.codecs import CodecName
 
 ScatterName: TypeAlias = Literal["exact", "bf16", "int8", "sparse"]
 _DENSITY, _BLOCK = 0.01, 256

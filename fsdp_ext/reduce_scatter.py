@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import Algorithm, Partition, Work, aligned_bounds, without_messages
 from ddp_hooks.comm.torch_compat.autograd import in_backward
+from ddp_hooks.comm.wire.codecs import codec_of
 from fsdp_ext import compat, compressed
 from fsdp_ext.checks import ROOT
-from fsdp_ext.codecs import codec_of
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.context import ExtContext, Transport
 from fsdp_ext.deferred import DeferredOutput, Delivery, deferred_output, memory_of

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from fsdp_ext.codecs import CodecName, codec_of
+from ddp_hooks.comm.wire.codecs import CodecName, codec_of
 from recipes.benchmarks.harness.turns import time_in_turns
 from recipes.common.pages import Origin, Page, Table
 

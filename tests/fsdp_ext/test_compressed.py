@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from ddp_hooks.comm import run_on_fabric
-from fsdp_ext import ExtConfig, codecs
-from fsdp_ext.codecs import Bf16, Codec, Int8Blocks, codec_of
+from ddp_hooks.comm.wire import codecs
+from ddp_hooks.comm.wire.codecs import Bf16, Codec, Int8Blocks, codec_of
+from fsdp_ext import ExtConfig
 from fsdp_ext.compressed import add_payloads, compressed_all_gather, compressed_reduce_scatter, sliced
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.twins import CONFIG, Trainee, with_codecs

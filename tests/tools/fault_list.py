@@ -895,7 +895,7 @@ _FSDP = (
     ),
     Fault(
         "fsdp_ext: what rounding loses is added twice",
-        "fsdp_ext/codecs.py",
+        "ddp_hooks/comm/wire/codecs.py",
         "piece.sub_(self._decode(scale, code, piece.numel()))",
         "piece.add_(self._decode(scale, code, piece.numel()))",
         ("tests/fsdp_ext/test_compressed.py",),
@@ -903,7 +903,7 @@ _FSDP = (
     ),
     Fault(
         "fsdp_ext: what is not finite stays",
-        "fsdp_ext/codecs.py",
+        "ddp_hooks/comm/wire/codecs.py",
         "residual.sub_(payload.view(torch.bfloat16)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)",
         "residual.sub_(payload.view(torch.bfloat16))",
         ("tests/fsdp_ext/test_compressed.py",),

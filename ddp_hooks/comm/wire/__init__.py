@@ -1,0 +1,1 @@
+"""Wire formats: how numbers travel. They know tensors, no ranks."""
