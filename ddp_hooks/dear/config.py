@@ -14,6 +14,7 @@ from ddp_hooks.tuning import BucketTuner
 
 Update: TypeAlias = Literal["sharded", "replicated", "auto"]
 Collective: TypeAlias = Literal["direct", "two-level", "auto"]
+Wire: TypeAlias = Literal["exact", "float32"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 
@@ -58,6 +59,9 @@ class DearConfig:
         assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the
             update of each parameter depends on that parameter, its gradient and its state alone, so that it may be
             updated by itself, just before it is read. Others wait for all gradients inside of ``step()``.
+        wire: how float32 numbers travel. ``"exact"``: gradients that are 16-bit numbers, as those of most weights under
+            ``torch.autocast``, in 16 bits, other ones whole, on CPUs and with one level; sums have the same bits.
+            ``"float32"``: whole, without a look at them.
         reduce_dtype: round gradients to this floating-point type, such as ``torch.bfloat16``, before they travel, and
             their means: half the bytes of the reduce-scatters. On CPUs they are added in float32 at least. None: the
             type of the gradients.
@@ -86,6 +90,7 @@ class DearConfig:
     overlap_forward: bool = True
     assume_elementwise: bool = False
     assume_parameterwise: bool = False
+    wire: Wire = "exact"
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     max_grad_norm: float | None = None
@@ -96,7 +101,7 @@ class DearConfig:
     stall_warning_s: float = 60.0
 
     def __post_init__(self) -> None:
-        for name, choices in (("update", Update), ("fusion", Fusion), ("collective", Collective)):
+        for name, choices in (("update", Update), ("fusion", Fusion), ("collective", Collective), ("wire", Wire)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {get_args(choices)}, got {getattr(self, name)!r}")
         if self.reduce_dtype is not None and self.reduce_dtype not in (torch.bfloat16, torch.float32, torch.float64):

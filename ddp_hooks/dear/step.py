@@ -40,6 +40,7 @@ from ddp_hooks.dear.reduction.grad_ready_tracker import GradReadyTracker
 from ddp_hooks.dear.reduction.model_gradients import ModelGradients
 from ddp_hooks.dear.reduction.reduction import Reduction
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
+from ddp_hooks.dear.reduction.wires import ReductionWires
 from ddp_hooks.dear.sizing import open_lanes
 from ddp_hooks.dear.stats import DearStats, StatsLog, StepMeter
 from ddp_hooks.dear.update.base import Update
@@ -91,6 +92,7 @@ class StepDriver:
         self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
         self.model_gradients = ModelGradients(self.parameters, self.update.shards)
         self.gradients = ShardGradients(self.update.shards, self.model_gradients, self.recorder)
+        self._wires = ReductionWires(config.wire, self.lanes)
         self.tracker = GradReadyTracker(self.parameters.tensors, self._advance)
         self.pipe = FeedPipe(
             ddp.module,
@@ -173,7 +175,7 @@ class StepDriver:
         if self._latest_forward == "none" or self.phase is Phase.REDUCING:
             refuse_unhooked_forward()
         self._wait_for_gathers()  # parameters that the forward did not touch may still be in flight
-        reduction = Reduction(self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype)
+        reduction = Reduction(self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype, self._wires)
         self._enter(Phase.BACKWARD)
         self.reduction = reduction
         return reduction

@@ -56,7 +56,7 @@ def scatter_and_gather(rank: int, world_size: int, num_lanes: int, jitter: bool)
         submissions.append((scatter, partitions, expected))
     for scatter, partitions, expected in submissions:
         scatter.wait()
-        for (flat, bounds), total in zip(partitions, expected, strict=True):
+        for (flat, bounds, _), total in zip(partitions, expected, strict=True):
             own = slice(bounds[rank], bounds[rank + 1])
             assert torch.equal(flat[own], total[own])
     gathers = [lanes.all_gather(partitions, "numbers") for _, partitions, _ in submissions]

@@ -99,6 +99,11 @@ class Lanes:
         return len(self._lanes)
 
     @property
+    def node_size(self) -> int:
+        """Ranks per node of collectives on two levels; 1: one level."""
+        return self._settings.node_size
+
+    @property
     def traffic(self) -> Traffic:
         """Totals of all lanes."""
         return sum((lane.traffic for lane in (*self._lanes, *self._small)), Traffic())

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm.algorithms.collectives import Partition, direct_reduce_scatter, ring_all_gather
+from ddp_hooks.comm.algorithms.exact import exact_reduce_scatter, exact_scratch_bytes
 from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.comm.algorithms.two_level import two_level_all_gather, two_level_reduce_scatter, two_level_scratch_numel
 
@@ -34,7 +35,11 @@ def reduce_scatter_slices(
     for partition in partitions:
         world_size = len(partition.bounds) - 1
         copies = world_size - 1 if node_size == 1 else (node_size - 1) * (world_size // node_size)
-        for chunks in _sliced_chunks(partition, scatter_message_bytes(slice_bytes, copies)):
+        for index, chunks in enumerate(_sliced_chunks(partition, scatter_message_bytes(slice_bytes, copies))):
+            if partition.wire is not None:
+                start = partial(exact_reduce_scatter, chunks, rank, partition.wire, index, divisor=divisor)
+                yield Slice(start, exact_scratch_bytes(chunks, rank), torch.uint8)
+                continue
             start = partial(direct_reduce_scatter, chunks, rank, divisor=divisor)
             if node_size > 1:
                 start = partial(two_level_reduce_scatter, chunks, rank, node_size, divisor=divisor)

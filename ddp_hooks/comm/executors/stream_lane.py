@@ -106,7 +106,7 @@ class StreamLane:
 
     def _bodies(self, partitions: Sequence[Partition]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the equal ranges of each partition, and this rank's of them, if they move."""
-        for flat, bounds in partitions:
+        for flat, bounds, _ in partitions:
             share = bounds[1] - bounds[0]
             if share and self._world_size > 1:
                 yield flat[: share * self._world_size], flat[share * self._rank : share * (self._rank + 1)]
@@ -114,7 +114,7 @@ class StreamLane:
     def _tails(self, partitions: Sequence[Partition]) -> list[Tensor]:
         if self._world_size == 1:
             return []
-        tails = [flat[bounds[1] * self._world_size :] for flat, bounds in partitions]
+        tails = [flat[bounds[1] * self._world_size :] for flat, bounds, _ in partitions]
         return [tail for tail in tails if tail.numel()]
 
     def _count(self, partitions: Sequence[Partition]) -> None:

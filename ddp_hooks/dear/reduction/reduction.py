@@ -14,12 +14,18 @@ from torch import Tensor
 from ddp_hooks.comm import Lanes, Partition, Work, see
 from ddp_hooks.dear.layout.model_layout import ModelLayout
 from ddp_hooks.dear.layout.placement import Layout
+from ddp_hooks.dear.reduction.wires import ReductionWires
 from ddp_hooks.planning.atoms import Atom
 
 
 class Reduction:
     def __init__(
-        self, lanes: Lanes, model_layout: ModelLayout, ready: Mapping[int, Tensor], reduce_dtype: torch.dtype | None
+        self,
+        lanes: Lanes,
+        model_layout: ModelLayout,
+        ready: Mapping[int, Tensor],
+        reduce_dtype: torch.dtype | None,
+        wires: ReductionWires,
     ) -> None:
         self.buckets: list[tuple[int, ...]] = []
         self.num_parameters = 0  # in the buckets so far
@@ -32,6 +38,7 @@ class Reduction:
         self._known = model_layout.current  # None once a bucket is not one of its buckets
         self._ready = ready
         self._reduce_dtype = reduce_dtype
+        self._wires = wires
         self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
         self._launched = 0  # atoms that have been handed to a lane
         self._next_group = 0
@@ -85,7 +92,8 @@ class Reduction:
                 atom, gradient = self._known.atoms[index], self._ready[index]
                 self._ahead[index] = atom, gradient
             atoms.append(atom)
-            partitions.append(Partition(self._in_reduce_dtype(index, gradient), atom.bounds))
+            flat = self._in_reduce_dtype(index, gradient)
+            partitions.append(Partition(flat, atom.bounds, self._wires.of(self._known, index, flat)))
         label = self._model_layout.label(atoms)
         work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
         self.works.append((work, group))

@@ -1,0 +1,98 @@
+"""Reduce-scatter in exact 16 bits: every range goes straight to its owner, in the fewest bits that lose nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send, round_of
+from ddp_hooks.comm.wire.exact import Arrived, ExactWire, encode, message_bytes
+
+
+def exact_reduce_scatter(
+    chunks: Sequence[Tensor], rank: int, wire: ExactWire, index: int, scratch: Tensor, divisor: int = 1
+) -> Algorithm:
+    """Sum ``chunks[rank]`` over all ranks, ``((g0 + g1) + g2) + ...``, and divide the sum, in place.
+
+    As :func:`~.collectives.direct_reduce_scatter` of float32, with the same bits. ``index`` is the slice's number in
+    the partition that ``wire`` belongs to. ``scratch``: uint8, of :func:`exact_scratch_bytes`.
+    """
+    size, own = len(chunks), chunks[rank]
+    space = _Space(scratch)
+    first: list[Recv | Send] = []
+    second: list[Recv | Send] = []
+    arriving: dict[int, Tensor] = {}  # numbers as they are, or messages
+    for step in range(1, size):
+        source, to = (rank - step) % size, (rank + step) % size
+        numel, memory = own.numel(), wire.pair(index, source, sends=False)
+        if memory.is_whole(numel):
+            arriving[source] = space.take(4 * numel).view(torch.float32)
+        else:
+            arriving[source] = space.take(message_bytes(numel, memory))
+        numel, memory = chunks[to].numel(), wire.pair(index, to, sends=True)
+        first.append(Recv(source, arriving[source]))
+        if memory.is_whole(numel):
+            first.append(Send(to, chunks[to]))
+        else:
+            message = space.take(message_bytes(numel, memory))
+            second.append(Send(to, encode(chunks[to], memory, message)))
+            first.append(Send(to, message))
+    if first:
+        yield round_of(*first)
+    decoded: dict[int, Arrived] = {}
+    for source, message in arriving.items():
+        if message.dtype == torch.uint8:
+            decoded[source] = Arrived.of(message, own.numel(), wire.pair(index, source, sends=False))
+            second.append(Recv(source, decoded[source].low_of_late))
+    late = round_of(*second)
+    if late:
+        yield late
+    if own.numel():
+        _add_in_order(own, rank, arriving, decoded, space)
+        if divisor > 1:
+            own.div_(divisor)
+
+
+def exact_scratch_bytes(chunks: Sequence[Tensor], rank: int) -> int:
+    """Return how much scratch memory :func:`exact_reduce_scatter` takes at most, in bytes."""
+    # A message of n numbers has at most 4 n bytes, because it has low bits of at most half of the blocks. Ranges go to
+    # P - 1 ranks, P - 1 messages come, and two ranges are for adding.
+    return 4 * (sum(chunk.numel() for chunk in chunks) + len(chunks) * chunks[rank].numel())
+
+
+class _Space:
+    """Scratch memory that is handed out piece by piece, aligned for float32."""
+
+    def __init__(self, scratch: Tensor) -> None:
+        self._rest = scratch
+
+    def take(self, nbytes: int) -> Tensor:
+        taken = self._rest[:nbytes]
+        self._rest = self._rest[-(-nbytes // 4) * 4 :]
+        return taken
+
+
+def _add_in_order(
+    own: Tensor, rank: int, arriving: dict[int, Tensor], decoded: dict[int, Arrived], space: _Space
+) -> None:
+    """Make ``own`` the sum of lower ranks' values, its own and higher ranks', in this order."""
+    room = [space.take(4 * own.numel()).view(torch.float32) for _ in range(2)]
+
+    def values_of(source: int, memory: Tensor) -> Tensor:
+        if source not in decoded:
+            return arriving[source]
+        decoded[source].decode(memory)
+        return memory
+
+    lower = None
+    for source in range(rank):
+        if lower is None:
+            lower = values_of(source, room[0])
+        else:
+            lower.add_(values_of(source, room[1]))
+    if lower is not None:
+        own.add_(lower)  # a + b has the bits of b + a
+    for source in range(rank + 1, len(arriving) + 1):
+        own.add_(values_of(source, room[1]))
