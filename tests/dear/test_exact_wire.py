@@ -1,0 +1,163 @@
+"""Exact 16 bits under real networks: the same losses and weights as ``wire="float32"``, in fewer bytes.
+
+Prevents: a gradient that was rounded, or read by its receiver as something else, in any way in which loops make them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import DearConfig, DearState, GradScaler, dear_hook
+from tests.support.models import LanguageModel, images, resnet
+from tests.support.workers import WorkerPools
+
+STEPS = 6
+
+
+def gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes: dict[str, Any] = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    return LanguageModel(GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)))
+
+
+def bert() -> nn.Module:
+    from transformers import BertConfig, BertForMaskedLM
+
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = BertConfig(**sizes, intermediate_size=128, max_position_embeddings=32)
+    config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
+    return LanguageModel(BertForMaskedLM(config))
+
+
+def llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    return LanguageModel(LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=128, max_position_embeddings=32)))
+
+
+def convolutions() -> Any:
+    """Three quarters of a ResNet: torch's last convolutions of so small images are not the same from run to run."""
+    model: Any = resnet(1).float()
+    model.network.layer4, model.network.fc = nn.Identity(), nn.Linear(256, 10)
+    return model
+
+
+def checkpointed() -> Any:
+    model: Any = gpt2()
+    model.network.gradient_checkpointing_enable({"use_reentrant": False})
+    return model
+
+
+class Wide(nn.Module):
+    """A weight that is used twice, one for which nothing is cast, and one that fits until step 5."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shared = nn.Linear(96, 96)
+        self.direct = nn.Parameter(torch.randn(96, 96) / 96)
+        self.later = nn.Parameter(torch.randn(96, 96) / 96)
+
+    def forward(self, values: Tensor, step: int) -> Tensor:
+        hidden = torch.tanh(self.shared(torch.tanh(self.shared(values))))
+        hidden = hidden + (self.direct * hidden.float().mean(0)).sum(0)
+        later = nn.functional.linear(hidden, self.later)
+        if step >= STEPS - 2:
+            later = later + (self.later * 0.3).sum(0)
+        return later.float().square().mean()
+
+
+def ids(rank: int, step: int) -> tuple[Any, ...]:
+    return (torch.randint(0, 256, (4, 32), generator=torch.Generator().manual_seed(13 * step + rank)),)
+
+
+def pictures(rank: int, step: int) -> tuple[Any, ...]:
+    values, labels = images(rank, 1, step)
+    return values.float(), labels
+
+
+def rows(width: int) -> Callable[[int, int], tuple[Any, ...]]:
+    return lambda rank, step: (torch.randn(8, width, generator=torch.Generator().manual_seed(13 * step + rank)),)
+
+
+class Case(NamedTuple):
+    model: Callable[[], nn.Module]
+    batch: Callable[[int, int], tuple[Any, ...]] = ids
+    dtype: torch.dtype | None = torch.bfloat16  # of autocast; None: without
+    cache: bool = True
+    micro_batches: int = 1
+    fewer: float = 1.0  # most bytes, of those of float32, of reduce-scatters alone
+
+
+CASES = {
+    "gpt2": Case(gpt2, fewer=0.76),
+    "bert": Case(bert, fewer=0.76),
+    "llama": Case(llama, fewer=0.76),
+    "resnet": Case(convolutions, pictures, fewer=0.55),
+    "float32": Case(gpt2, dtype=None, fewer=1.02),
+    "accumulated": Case(gpt2, micro_batches=2, fewer=1.02),
+    "checkpointed": Case(checkpointed, fewer=0.76),
+    "float16": Case(gpt2, dtype=torch.float16, fewer=0.76),
+    "without a cache": Case(gpt2, cache=False, fewer=0.76),
+    "used twice": Case(Wide, lambda rank, step: (*rows(96)(rank, step), step)),
+    "used twice, without a cache": Case(Wide, lambda rank, step: (*rows(96)(rank, step), step), cache=False),
+}
+
+
+def train(rank: int, case: Case, wire: Any) -> tuple[list[float], list[Tensor], int]:
+    """Return losses, weights, and bytes that were sent."""
+    torch.manual_seed(7)
+    ddp = DistributedDataParallel(case.model(), gradient_as_bucket_view=True, bucket_cap_mb=1)
+    optimizer = torch.optim.AdamW(ddp.parameters(), lr=1e-3)
+    state = DearState(ddp, optimizer, DearConfig(wire=wire, lanes=2, slice_mb=0.25, atom_mb=1, fusion_mb=1))
+    ddp.register_comm_hook(state, dear_hook)
+    scaler = GradScaler("cpu", enabled=case.dtype == torch.float16)
+    losses = []
+    for step in range(STEPS):
+        for micro_batch in range(case.micro_batches):
+            last = micro_batch == case.micro_batches - 1
+            with nullcontext() if last else ddp.no_sync():
+                with torch.autocast("cpu", case.dtype, enabled=case.dtype is not None, cache_enabled=case.cache):
+                    loss = ddp(*case.batch(rank, case.micro_batches * step + micro_batch))
+                scaler.scale(loss).backward()
+        losses.append(float(loss.detach()))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+    state.synchronize()
+    weights = [parameter.detach().clone() for parameter in ddp.module.parameters()]
+    sent = state._driver.lanes.traffic.sent_bytes
+    state.close()
+    return losses, weights, sent
+
+
+def compare(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
+    """Return what is wrong, by case."""
+    problems = {}
+    for name in names:
+        case = CASES[name]
+        losses, weights, sent = train(rank, case, "exact")
+        expected_losses, expected, whole = train(rank, case, "float32")
+        gathers = whole // 2  # gathers and reduce-scatters of float32 send as much
+        fewer = (sent - gathers) / (whole - gathers)
+        if losses != expected_losses or not all(map(torch.equal, weights, expected)):
+            problems[name] = "other bits"
+        elif not fewer <= case.fewer:
+            problems[name] = f"{fewer:.3f} of the bytes"
+        elif losses[0] == losses[-1]:
+            problems[name] = "learns nothing"
+    return problems
+
+
+@pytest.mark.quick("3")
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_same_bits(workers: WorkerPools, world_size: int) -> None:
+    assert workers(world_size).run(compare, list(CASES)) == [{}] * world_size
