@@ -102,7 +102,8 @@ def emulate(
     """
     clock = SleepClock()
     largest_numel = max(spec.numel for layer in workload.layers for spec in layer.owned)
-    constant = gradient_values(largest_numel)  # every gradient is a view of it
+    dtype = getattr(torch, workload.gradient_dtype)
+    constant = gradient_values(largest_numel).to(dtype).float()  # every gradient is a view of it
     made: dict[str, nn.Parameter] = {}
     layers = []
     for spec, times in zip(workload.layers, workload.layer_times_s(slow), strict=True):

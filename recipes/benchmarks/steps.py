@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,12 @@ def add_options(
     add("--slow", type=float, nargs="+", help="factor on compute time, one or one per model; None: 4 4 10")
     add("--variants", nargs="+", default=list(variants), help="such as ddp-25mb fsdp2 dear:lanes=1")
     add("--dear", nargs="+", default=[], metavar="KEY=VALUE", help="DearConfig fields of all DeAR variants")
+    add(
+        "--gradients",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="bfloat16: of numbers that fit 16 bits, as under autocast",
+    )
     add("--foreach", action=argparse.BooleanOptionalAction, help="optimizers update all parameters at once")
     parser.set_defaults(**defaults)
 
@@ -75,7 +81,7 @@ def measure(options: argparse.Namespace, workers: int, rate: str | None) -> Iter
     variants, unavailable = sort_out(options.variants, dear_settings)
     timing = (options.rounds, options.warmup, options.steps)
     for model, slow in zip(options.models, slow_per_model(options.models, options.slow), strict=True):
-        workload = workloads.load(model)
+        workload = replace(workloads.load(model), gradient_dtype=options.gradients)
         job = StepsJob(workload, slow, variants, *timing, dear_settings, options.foreach)
         measured = run_job(compare, job, workers, rate)
         goodput = measured["goodput_bytes_per_s"]
@@ -83,6 +89,7 @@ def measure(options: argparse.Namespace, workers: int, rate: str | None) -> Iter
         yield {
             "model": model,
             "slow": slow,
+            "gradients": options.gradients,
             "steps": options.steps,
             "rounds": options.rounds,
             "num_layers": len(workload.layers),
@@ -136,7 +143,9 @@ def bounds_of(workload: Workload, slow: float, workers: int, bytes_per_s: float)
 
 def title_of(result: dict[str, Any]) -> str:
     """Return the heading of a result."""
-    return f"{result['model']}, {result['workers']} workers, {result['rate'] or 'loopback'}, slow {result['slow']:g}"
+    kind = "" if result.get("gradients", "float32") == "float32" else f", gradients that are {result['gradients']}"
+    where = f"{result['workers']} workers, {result['rate'] or 'loopback'}, slow {result['slow']:g}"
+    return f"{result['model']}, {where}{kind}"
 
 
 def summarise(result: dict[str, Any]) -> dict[str, Summary]:

@@ -53,6 +53,7 @@ class Workload:
     name: str
     layers: tuple[LayerSpec, ...]
     compute_s: float  # t_ff + t_bp on the paper's accelerator, at the paper's batch size
+    gradient_dtype: str = "float32"  # of which gradients are numbers; they are stored as float32
 
     @property
     def num_tensors(self) -> int:
