@@ -35,13 +35,14 @@ from ddp_hooks.comm.validation import (
     wrong_state,
 )
 from ddp_hooks.comm.wire.exact import ExactWire
+from ddp_hooks.comm.wire.residuals import Residuals
 
 __all__ = [  # noqa: RUF022 - by topic
     # algorithms: rounds of messages
     "Algorithm", "Partition", "Recv", "Round", "Send", "aligned_bounds", "bruck_all_gather", "direct_reduce_scatter",
     "num_rounds", "pairwise_exchange", "ring_all_gather", "round_of", "without_messages",
     # wire: how numbers travel
-    "ExactWire",
+    "ExactWire", "Residuals",
     # executors: lanes, and the fabric in one process
     "AlphaBeta", "LaneSettings", "Lanes", "LinkProfile", "ThreadWork", "Work", "profile_link", "run_on_fabric",
     "special_tag", "suited_to",
