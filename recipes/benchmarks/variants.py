@@ -2,7 +2,8 @@
 
 A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `ddp-powersgd` (rank 4), `fsdp2`,
 `fsdp2-ext`, `fsdp2-tuned`, `dear`, `topk`, or one of the last five with settings of its own, as in
-`dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`, `topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or `fsdp2-ext:block_mb=5,defer=False`.
+`dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`, `topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or
+`fsdp2-ext:block_mb=5,defer=False`.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
