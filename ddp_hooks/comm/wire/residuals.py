@@ -19,7 +19,8 @@ class Residuals:
     """
 
     def __init__(self, parameters: Sequence[Tensor]) -> None:
-        self._parameters = [parameter.detach() for parameter in parameters]
+        # 16 bits lose small summands. Not the parameters: they may get other memory.
+        self._kinds = [(p.numel(), torch.promote_types(p.dtype, torch.float32), p.device) for p in parameters]
         self._buckets: dict[tuple[int, ...], Tensor] = {}  # parameters -> (numel of all of them,)
         self._views: dict[int, Tensor] = {}  # parameter -> (numel,), in its bucket's memory, or by itself
 
@@ -33,9 +34,8 @@ class Residuals:
         flat = self._buckets.get(key)
         if flat is None:
             self._buckets = {other: each for other, each in self._buckets.items() if set(other).isdisjoint(key)}
-            first, sizes = self._parameters[key[0]], [self._parameters[index].numel() for index in key]
-            dtype = torch.promote_types(first.dtype, torch.float32)  # 16 bits lose small summands
-            flat = self._buckets[key] = torch.zeros(sum(sizes), dtype=dtype, device=first.device)
+            sizes, (_, dtype, device) = [self._kinds[index][0] for index in key], self._kinds[key[0]]
+            flat = self._buckets[key] = torch.zeros(sum(sizes), dtype=dtype, device=device)
             for index, view in zip(key, flat.split(sizes), strict=True):
                 if index in self._views:
                     view.copy_(self._views[index])
@@ -50,6 +50,5 @@ class Residuals:
         """Replace all residuals by copies of ``values``, (numel,) each, by parameter; missing ones become 0."""
         self._buckets, self._views = {}, {}
         for index, each in values.items():
-            like = self._parameters[index]
-            dtype = torch.promote_types(like.dtype, torch.float32)
-            self._views[index] = torch.empty(like.numel(), dtype=dtype, device=like.device).copy_(each)
+            numel, dtype, device = self._kinds[index]
+            self._views[index] = torch.empty(numel, dtype=dtype, device=device).copy_(each)
