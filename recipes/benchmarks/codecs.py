@@ -21,7 +21,7 @@ from ddp_hooks.comm.wire.codecs import CodecName, codec_of
 from recipes.benchmarks.harness.turns import time_in_turns
 from recipes.common.pages import Origin, Page, Table
 
-_CODECS: tuple[CodecName, ...] = ("bf16", "int8")
+_CODECS: tuple[CodecName, ...] = ("bf16", "int8", "int4")
 COLUMNS = ("what", "ms", "min–max", "GB/s", "pays below, Gbit/s")
 
 
@@ -74,7 +74,7 @@ def rows_of(times_s: dict[str, list[float]], numel: int, block: int) -> list[tup
         median_s = statistics.median(times)
         pays = ""
         if name.endswith(("decoding", "adding")):
-            codec = codec_of("bf16" if name.startswith("bf16") else "int8", block, torch.float32)
+            codec = codec_of(_CODECS[[name.startswith(each) for each in _CODECS].index(True)], block, torch.float32)
             assert codec is not None
             pays = f"{8e-9 * (4 * numel - codec.nbytes(numel)) / median_s:.0f}"
         spread = f"{1e3 * min(times):.2f}–{1e3 * max(times):.2f}"

@@ -9,128 +9,24 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from torch import Tensor
 
 from ddp_hooks.comm import run_on_fabric
-from ddp_hooks.comm.wire import codecs
-from ddp_hooks.comm.wire.codecs import Bf16, Codec, Int8Blocks, codec_of
+from ddp_hooks.comm.wire.codecs import Bf16, Codec, IntBlocks
 from fsdp_ext import ExtConfig
 from fsdp_ext.compressed import add_payloads, compressed_all_gather, compressed_reduce_scatter, sliced
+from tests.support.codecs import normal, there_and_back
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.twins import CONFIG, Trainee, with_codecs
 from tests.support.workers import WorkerPools
 
-CODECS: list[Codec] = [Bf16(), Int8Blocks(4), Int8Blocks(256)]
-REAL = st.floats(-(2.0**100), 2.0**100, width=32, allow_subnormal=False)
-
-
-def there_and_back(codec: Codec, values: Tensor) -> Tensor:
-    payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
-    codec.encode(values, payload)
-    decoded = torch.empty_like(values)
-    codec.decode(payload, decoded)
-    return decoded
-
-
-def normal(numel: int, seed: int) -> Tensor:
-    return torch.empty(numel).normal_(generator=torch.Generator().manual_seed(seed))
-
-
-@given(st.lists(REAL, max_size=20))
-@settings(max_examples=200)
-def test_bf16_is_wrong_by_half_a_place(numbers: list[float]) -> None:
-    values = torch.tensor(numbers, dtype=torch.float32)
-    error = (there_and_back(Bf16(), values).double() - values.double()).abs()
-    assert (error <= values.double().abs() * 2**-8).all()
-
-
-@given(st.lists(REAL.filter(lambda x: x == 0 or abs(x) > 1e-30), max_size=20), st.sampled_from([4, 8]))
-@settings(max_examples=200)
-def test_int8_is_wrong_by_a_part_of_its_blocks_largest(numbers: list[float], block: int) -> None:
-    values = torch.tensor(numbers, dtype=torch.float32)
-    error = (there_and_back(Int8Blocks(block), values).double() - values.double()).abs()
-    for begin in range(0, len(numbers), block):
-        largest = values[begin : begin + block].double().abs().max()
-        assert (error[begin : begin + block] <= largest / 254 * (1 + 1e-4)).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-def test_types_stay_what_they_are(dtype: torch.dtype) -> None:
-    values = normal(1000, 0).to(dtype)
-    for name in ("bf16", "int8"):
-        codec = codec_of(name, 256, dtype)
-        assert (codec is None) == (name == "bf16" and dtype.itemsize == 2)
-        if codec is not None:
-            torch.testing.assert_close(there_and_back(codec, values), values, rtol=0.01, atol=0.02)
-    assert codec_of("exact", 256, dtype) is None and codec_of("int8", 256, torch.uint8) is None
-
-
-@pytest.mark.parametrize("numel", [64, 4 * 64, 4 * 64 + 1, 1000])
-def test_pieces_that_are_worked_on_one_after_the_other(numel: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    codec, values = Int8Blocks(64), normal(numel, 0)
-    at_once = there_and_back(codec, values)
-    monkeypatch.setattr(codecs, "_PIECE_NUMEL", 128)
-    payload = torch.empty(codec.nbytes(numel), dtype=torch.uint8)
-    assert len(list(codec._pieces(values, payload))) == -(-numel // 128)
-    assert torch.equal(there_and_back(codec, values), at_once)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
-def test_adding_what_a_payload_says(codec: Codec, dtype: torch.dtype) -> None:
-    values, base = normal(1001, 0).to(dtype), normal(1001, 1).to(dtype)
-    payload = torch.empty(codec.nbytes(1001), dtype=torch.uint8)
-    codec.encode(values, payload)
-    total = base.clone()
-    codec.add(payload, total)
-    assert torch.equal(total, base + there_and_back(codec, values))
-
-
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
-def test_what_a_payload_loses(codec: Codec) -> None:
-    values, before = normal(1001, 0), normal(1001, 1) / 100
-    residual, payload = before.clone(), torch.empty(codec.nbytes(1001), dtype=torch.uint8)
-    codec.encode_with_residual(values, residual, payload)
-    said = torch.zeros(1001)
-    codec.decode(payload, said)
-    assert torch.equal(said, there_and_back(codec, before + values))
-    assert torch.equal(residual, before + values - said) and residual.any()
-    values[77] = torch.inf
-    codec.encode_with_residual(values, residual, payload)
-    codec.decode(payload, said)
-    assert not said.isfinite().all() and residual.isfinite().all()
-
-
-@given(st.floats(0.0, 2.0**-118, width=32))
-def test_the_smallest_numbers_never_turn_into_others(largest: float) -> None:
-    """Their scales have few places or none, and no reciprocal."""
-    values = torch.tensor([largest, -largest, largest / 2, 0.0])
-    decoded = there_and_back(Int8Blocks(4), values)
-    assert torch.equal(decoded, torch.zeros(4)) or (decoded - values).abs().max() <= largest / 250
-    assert largest < 1.5e-36 or not torch.equal(decoded, torch.zeros(4))
-
-
-def test_bytes() -> None:
-    assert [Bf16().nbytes(n) for n in (0, 1, 257)] == [0, 2, 514]
-    assert [Int8Blocks(256).nbytes(n) for n in (0, 1, 256, 257)] == [0, 260, 260, 520]
-
-
-@pytest.mark.parametrize("bad", [float("inf"), -float("inf"), float("nan")])
-def test_what_is_not_finite_shows(bad: float) -> None:
-    values = torch.ones(12)
-    values[5] = bad
-    decoded = there_and_back(Int8Blocks(4), values)
-    assert decoded[:4].isfinite().all() and not decoded[4:8].isfinite().any() and decoded[8:].isfinite().all()
-    assert there_and_back(Bf16(), values).isfinite().sum() == 11
+CODECS: list[Codec] = [Bf16(), IntBlocks(8, 256), IntBlocks(4, 64)]
 
 
 # -- on the fabric ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 17])
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_all_ranks_gather_the_same(world_size: int, codec: Codec) -> None:
     for numel in (0, 1, 300):
         owned = [normal(numel, rank) for rank in range(world_size)]
@@ -145,7 +41,7 @@ def test_all_ranks_gather_the_same(world_size: int, codec: Codec) -> None:
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3, 5, 8, 17])
-@pytest.mark.parametrize("codec", CODECS, ids=lambda codec: type(codec).__name__)
+@pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_means_are_of_what_was_sent(world_size: int, codec: Codec) -> None:
     numel = 300
     given_ = [[normal(numel, 100 * rank + c) for c in range(world_size)] for rank in range(world_size)]
@@ -161,7 +57,7 @@ def test_means_are_of_what_was_sent(world_size: int, codec: Codec) -> None:
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 def test_what_rounding_loses_comes_later(world_size: int) -> None:
     """Sums of all that was given, and of all that came out with what is kept, stay the same over steps."""
-    numel, codec = 200, Int8Blocks(64)
+    numel, codec = 200, IntBlocks(8, 64)
     residuals = [[torch.zeros(numel) for _ in range(world_size)] for _ in range(world_size)]
     total_in = [torch.zeros(numel, dtype=torch.float64) for _ in range(world_size)]
     total_out = [torch.zeros(numel, dtype=torch.float64) for _ in range(world_size)]
@@ -192,7 +88,7 @@ def test_a_residual_of_ones_own_range_is_added_once() -> None:
 def test_an_overflow_is_not_kept() -> None:
     residuals = [[torch.zeros(4), torch.zeros(4)] for _ in range(2)]
     chunks = [[torch.ones(4), torch.tensor([1.0, float("inf"), 1.0, 1.0])], [torch.ones(4), torch.ones(4)]]
-    run_on_fabric([compressed_reduce_scatter(chunks[r], r, Int8Blocks(4), 2, residuals[r]) for r in range(2)])
+    run_on_fabric([compressed_reduce_scatter(chunks[r], r, IntBlocks(8, 4), 2, residuals[r]) for r in range(2)])
     assert not chunks[1][1].isfinite().any() and chunks[0][0].isfinite().all()
     assert all(bool(each.isfinite().all()) for row in residuals for each in row)
 

@@ -1,7 +1,15 @@
-"""Codecs of numbers in fewer bits: bfloat16, and int8 with one scale per block.
+"""Codecs of numbers in fewer bits: bfloat16, and int8 or int4 with one scale per block.
 
 A codec writes floating-point values, (numel,), to a payload, uint8, (nbytes(numel),), and reads them. ZeRO++ gathers
 parameters in such blocks of int8 (Wang et al., 2023, section 3.1).
+
+Error feedback, of values g and a residual r with the codec C and its ``feedback`` b, 0 < b <= 1::
+
+    payload = C(g + b * r)        r <- r + g - decoded(payload)
+
+So what was sent and the residual always add up to what was given, for any b. With b = 1 all that rounding took is in
+the next payload. With b < 1 a payload has a moving average of errors: e = b * r is LoCo's
+``e <- (1 - b) * e + b * (error of this step)`` (Xie et al., 2024, Algorithm 1), which Adam needs at 4 bits.
 """
 
 from __future__ import annotations
@@ -14,12 +22,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-CodecName: TypeAlias = Literal["exact", "bf16", "int8"]
+CodecName: TypeAlias = Literal["exact", "bf16", "int8", "int4"]
 _SCALE_BYTES = 4  # float32
-_LARGEST = 127
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a reciprocal may be infinite
-# Elements worked on at a time: few, so that scratch memory is small, and enough, so that calls cost little.
-_PIECE_NUMEL = 1 << 20
+_SHIFT = 16  # of the second of two int4 codes in a byte
+# Elements worked on at a time: enough, so that calls cost little, and on CPUs so few that all stays in a core's cache.
+_PIECE_NUMEL = 1 << 18
 _PIECE_NUMEL_ON_ACCELERATORS = 1 << 24
 
 
@@ -43,76 +51,144 @@ class Bf16:
 
         Infinity and NaN travel, but do not stay: a scaler skips the step, and goes on.
         """
-        self.encode(residual.add_(values), payload)
-        residual.sub_(payload.view(torch.bfloat16)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        step = _piece_numel(values.device)
+        for piece in zip(residual.split(step), values.split(step), payload.split(2 * step), strict=True):
+            kept, added, part = piece
+            self.encode(kept.add_(added), part)
+            kept.sub_(part.view(torch.bfloat16)).nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
 
 @dataclass(frozen=True)
-class Int8Blocks:
-    """A quarter of float32's bytes, and four for every block. Error at most 1/254 of the block's largest magnitude.
+class IntBlocks:
+    """Integers of 8 or 4 bits, and a float32 scale for every block: the block's largest magnitude by 127 or 7.
 
-    With infinity or NaN in a block, no number of the block is finite. Blocks of numbers below 1.5e-36 become 0.
+    Error at most half of a scale. With infinity or NaN in a block, no number of the block is finite. Blocks whose
+    scale would be below 1.2e-38 become 0. A byte has two codes of 4 bits, of one half of the block and of the other:
+    ``first + 16 * second``.
     """
 
-    block: int  # elements that share a scale; a multiple of 4
+    bits: Literal[8, 4]
+    block: int  # elements that share a scale; a multiple of 32 / bits
+    feedback: float = 1.0  # share of the residual that is added to values, in (0, 1]
+
+    def __post_init__(self) -> None:
+        if self.block < 1 or self.block % (32 // self.bits):
+            raise ValueError(f"block must be a multiple of {32 // self.bits} with int{self.bits}, got {self.block}")
 
     def nbytes(self, numel: int) -> int:
-        return -(-numel // self.block) * (_SCALE_BYTES + self.block)
+        return -(-numel // self.block) * (_SCALE_BYTES + self._code_bytes)
 
     def encode(self, values: Tensor, payload: Tensor) -> None:
-        for piece, scale, code in self._pieces(values, payload):
-            self._encode(piece, scale, code)
+        scratch = self._scratch(values)
+        for where, scale, code in self._pieces(values, payload):
+            self._encode(self._rows(values[where]), scale, code, scratch[: len(scale)])
 
     def decode(self, payload: Tensor, values: Tensor) -> None:
-        for piece, scale, code in self._pieces(values, payload):
-            piece.copy_(self._decode(scale, code, piece.numel()))
+        scratch = self._scratch(values)
+        for where, scale, code in self._pieces(values, payload):
+            values[where].copy_(self._decode(scale, code, scratch[: len(scale)], values[where].numel()))
 
     def add(self, payload: Tensor, values: Tensor) -> None:
-        for piece, scale, code in self._pieces(values, payload):
-            piece.add_(self._decode(scale, code, piece.numel()))
+        scratch = self._scratch(values)
+        for where, scale, code in self._pieces(values, payload):
+            values[where].add_(self._decode(scale, code, scratch[: len(scale)], values[where].numel()))
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
-        pieces = zip(self._pieces(residual, payload), self._pieces(values, payload), strict=True)
-        for (piece, scale, code), (added, _, _) in pieces:
-            self._encode(piece.add_(added), scale, code)
-            piece.sub_(self._decode(scale, code, piece.numel()))
-            if scale.device.type != "cpu" or not scale.isfinite().all():  # to ask an accelerator is to wait for it
-                piece.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        """Write ``values + feedback * residual`` to ``payload``; add to ``residual`` what is missing of ``values``.
 
-    def _encode(self, piece: Tensor, scale: Tensor, code: Tensor) -> None:
-        piece = piece.float()
-        if piece.numel() % self.block:
-            piece = F.pad(piece, (0, -piece.numel() % self.block))
-        piece = piece.view(-1, self.block)
-        scratch = piece.abs()
-        torch.div(scratch.amax(dim=1), _LARGEST, out=scale)
+        Infinity and NaN travel, but do not stay, nor does the residual of their block.
+        """
+        scratch = self._scratch(values)
+        for where, scale, code in self._pieces(values, payload):
+            kept, added, rows = residual[where], values[where], scratch[: len(scale)]
+            total = kept if self.feedback == 1 else torch.add(added, kept, alpha=self.feedback)
+            kept.add_(added)
+            self._encode(self._rows(total), scale, code, rows)
+            kept.sub_(self._decode(scale, code, rows, kept.numel()))
+            if scale.device.type != "cpu" or not scale.isfinite().all():  # to ask an accelerator is to wait for it
+                kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    @property
+    def _code_bytes(self) -> int:
+        """Of a block."""
+        return self.block * self.bits // 8
+
+    def _encode(self, rows: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
+        """Write ``rows``, (blocks, block), float32; ``scratch``, of the same shape, is overwritten."""
+        largest = 2 ** (self.bits - 1) - 1
+        torch.amax(torch.abs(rows, out=scratch), dim=1, out=scale)
+        scale.div_(largest)
         scale.masked_fill_(scale < _LEAST_SCALE, 0.0)
         inverse = torch.where(scale > 0, scale, 1).reciprocal_()
-        # At most 127 by magnitude, and anything at all where the scale says that it is not finite.
-        code.copy_(torch.mul(piece, inverse[:, None], out=scratch).round_())
+        # At most 127 or 7 by magnitude, and anything at all where the scale says that it is not finite.
+        torch.mul(rows, inverse[:, None], out=scratch).round_()
+        if self.bits == 4:
+            first, second = scratch.chunk(2, dim=1)
+            scratch = first.add_(second, alpha=_SHIFT)
+        code.copy_(scratch)
 
-    def _decode(self, scale: Tensor, code: Tensor, numel: int) -> Tensor:
-        return code.float().mul_(scale[:, None]).view(-1)[:numel]
+    def _decode(self, scale: Tensor, code: Tensor, scratch: Tensor, numel: int) -> Tensor:
+        """Return the numbers, (numel,), float32, in ``scratch``, (blocks, block)."""
+        if self.bits == 4:
+            first, second = scratch.chunk(2, dim=1)
+            first.copy_(code)
+            torch.mul(first, 1 / _SHIFT, out=second).round_()  # no tie, as codes are from -7 to 7
+            first.sub_(second, alpha=_SHIFT)
+        else:
+            scratch.copy_(code)
+        return scratch.mul_(scale[:, None]).view(-1)[:numel]
 
-    def _pieces(self, values: Tensor, payload: Tensor) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield values, (n,), their scales, (blocks,), float32, and their codes, (blocks, block), int8, all views."""
-        num_blocks = payload.numel() // (_SCALE_BYTES + self.block)
-        packed_scales, packed_codes = payload.split([num_blocks * _SCALE_BYTES, num_blocks * self.block])
-        scales, codes = packed_scales.view(torch.float32), packed_codes.view(torch.int8).view(num_blocks, self.block)
-        piece_numel = _PIECE_NUMEL if values.device.type == "cpu" else _PIECE_NUMEL_ON_ACCELERATORS
-        step = max(1, piece_numel // self.block)
-        for first in range(0, -(-values.numel() // self.block), step):
-            blocks = slice(first, first + step)
-            yield values[first * self.block : (first + step) * self.block], scales[blocks], codes[blocks]
+    def _rows(self, values: Tensor) -> Tensor:
+        """Return ``values``, (n,), as (blocks, block), float32, the last block filled up with zeros."""
+        missing = -values.numel() % self.block
+        return (F.pad(values.float(), (0, missing)) if missing else values.float()).view(-1, self.block)
+
+    def _scratch(self, values: Tensor) -> Tensor:
+        """Return memory for the longest piece, (blocks, block), float32."""
+        num_blocks = min(self._step(values.device), -(-values.numel() // self.block))
+        return torch.empty(num_blocks, self.block, device=values.device)
+
+    def _step(self, device: torch.device) -> int:
+        """Blocks in a piece."""
+        return max(1, _piece_numel(device) // self.block)
+
+    def _pieces(self, values: Tensor, payload: Tensor) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yield which values, and views of their scales, (blocks,), float32, and codes, (blocks, bytes), int8."""
+        num_blocks, step = -(-values.numel() // self.block), self._step(values.device)
+        packed_scales, packed_codes = payload.split([num_blocks * _SCALE_BYTES, num_blocks * self._code_bytes])
+        scales = packed_scales.view(torch.float32)
+        codes = packed_codes.view(torch.int8).view(num_blocks, self._code_bytes)
+        for start in range(0, num_blocks, step):
+            blocks = slice(start, start + step)
+            yield slice(start * self.block, (start + step) * self.block), scales[blocks], codes[blocks]
 
 
-Codec: TypeAlias = Bf16 | Int8Blocks
+Codec: TypeAlias = Bf16 | IntBlocks
 
 
-def codec_of(name: CodecName, block: int, dtype: torch.dtype) -> Codec | None:
-    """Return the codec of tensors of a type; None: they travel as they are, since a code would save nothing."""
+def codec_of(name: CodecName, block: int | None, dtype: torch.dtype) -> Codec | None:
+    """Return the codec of tensors of a type; None: they travel as they are, since a code would save nothing.
+
+    ``block``: elements that share a scale, a multiple of 4 for int8, of 8 for int4; None: 256.
+    """
     if name == "exact" or not dtype.is_floating_point:
         return None
     if name == "bf16":
         return Bf16() if dtype.itemsize > 2 else None
-    return Int8Blocks(block) if dtype.itemsize > 1 else None
+    if dtype.itemsize == 1:
+        return None
+    return IntBlocks(8, block or 256) if name == "int8" else IntBlocks(4, block or 256, feedback=0.2)
+
+
+def relative_error(codec: Codec, values: Tensor) -> float:
+    """Return the norm of what ``codec`` takes from ``values``, (numel,), by the norm of ``values``; 0 if that is 0."""
+    payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
+    codec.encode(values, payload)
+    decoded = torch.empty_like(values)
+    codec.decode(payload, decoded)
+    norm = float(values.double().norm())
+    return float(decoded.sub_(values).double().norm()) / norm if norm else 0.0
+
+
+def _piece_numel(device: torch.device) -> int:
+    return _PIECE_NUMEL if device.type == "cpu" else _PIECE_NUMEL_ON_ACCELERATORS
