@@ -19,8 +19,9 @@ def test_every_folder_of_code_is_a_package() -> None:
 
 
 def test_changelog_begins_with_this_version() -> None:
-    headings = [line for line in (ROOT / "docs/changelog.md").read_text().splitlines() if line.startswith("## ")]
-    assert ddp_hooks.__version__ in headings[0]
+    headings = [line for line in (ROOT / "docs/changelog.md").read_text().splitlines() if line.startswith("## [")]
+    released = [line for line in headings if line != "## [Unreleased]"]
+    assert ddp_hooks.__version__ in released[0] and headings[1:] in (released, released[1:])
 
 
 def test_imports_nothing_of_extras() -> None:

@@ -34,15 +34,17 @@ from ddp_hooks.comm.validation import (
     whole,
     wrong_state,
 )
+from ddp_hooks.comm.wire.codecs import Codec, CodecName, codec_of
 from ddp_hooks.comm.wire.exact import ExactWire
 from ddp_hooks.comm.wire.residuals import Residuals
+from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
 __all__ = [  # noqa: RUF022 - by topic
     # algorithms: rounds of messages
     "Algorithm", "Partition", "Recv", "Round", "Send", "aligned_bounds", "bruck_all_gather", "direct_reduce_scatter",
     "num_rounds", "pairwise_exchange", "ring_all_gather", "round_of", "without_messages",
     # wire: how numbers travel
-    "ExactWire", "Residuals",
+    "Codec", "CodecName", "DifferenceWire", "ExactWire", "Residuals", "RoundedWire", "codec_of",
     # executors: lanes, and the fabric in one process
     "AlphaBeta", "LaneSettings", "Lanes", "LinkProfile", "ThreadWork", "Work", "profile_link", "run_on_fabric",
     "special_tag", "suited_to",

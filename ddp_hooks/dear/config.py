@@ -7,14 +7,14 @@ from typing import Literal, TypeAlias, get_args
 
 import torch
 
-from ddp_hooks.comm import above, check_booleans, check_slice, check_waits, check_whole, positive
+from ddp_hooks.comm import CodecName, above, check_booleans, check_slice, check_waits, check_whole, positive
 from ddp_hooks.dear.effects import find_setting_without_effect
 from ddp_hooks.planning.atoms import Fusion
 from ddp_hooks.tuning import BucketTuner
 
 Update: TypeAlias = Literal["sharded", "replicated", "auto"]
 Collective: TypeAlias = Literal["direct", "two-level", "auto"]
-Wire: TypeAlias = Literal["exact", "float32"]
+Wire: TypeAlias = Literal["exact", "float32", "bf16", "int8", "int4"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 
@@ -59,12 +59,15 @@ class DearConfig:
         assume_parameterwise: with replicated updates, vouch for an optimizer that is not from ``torch.optim``: the
             update of each parameter depends on that parameter, its gradient and its state alone, so that it may be
             updated by itself, just before it is read. Others wait for all gradients inside of ``step()``.
-        wire: how float32 numbers travel. ``"exact"``: gradients that are 16-bit numbers, as those of most weights under
+        wire: how numbers travel. ``"exact"``: float32 gradients that are 16-bit numbers, as those of most weights under
             ``torch.autocast``, in 16 bits, other ones whole, on CPUs and with one level; sums have the same bits.
-            ``"float32"``: whole, without a look at them.
-        reduce_dtype: round gradients to this floating-point type, such as ``torch.bfloat16``, before they travel, and
-            their means: half the bytes of the reduce-scatters. On CPUs they are added in float32 at least. None: the
-            type of the gradients.
+            ``"float32"``: whole, without a look at them. ``"bf16"``, ``"int8"``, ``"int4"``: gradients are rounded once
+            to so many bits (integers in blocks of 256 with a scale), summed in float32, and what rounding took is added
+            to the next gradient (error feedback; a moving average of it for int4). With sharded updates owners step on
+            float32 masters of their shards, and gathers move rounded differences between these and the parameters, so
+            replicas have the same bits. With replicated updates means travel whole.
+        reduce_dtype: ``torch.float32`` or ``torch.float64``: convert gradients of a smaller type to it before they are
+            summed. None: the type of the gradients.
         master_dtype: with sharded updates of a model in a smaller type, such as bfloat16: let every rank keep its
             shards in this type, update those, and round them to the parameters. None: parameters are updated.
         max_grad_norm: clip the gradients' 2-norm to this before every update, see :meth:`DearState.clip_grad_norm_`.
@@ -100,14 +103,19 @@ class DearConfig:
     timeout_s: float = 600.0
     stall_warning_s: float = 60.0
 
+    @property
+    def rounds_to(self) -> CodecName | None:
+        """Codec of numbers that travel; None: none is rounded."""
+        return None if self.wire == "exact" or self.wire == "float32" else self.wire
+
     def __post_init__(self) -> None:
         for name, choices in (("update", Update), ("fusion", Fusion), ("collective", Collective), ("wire", Wire)):
             if getattr(self, name) not in get_args(choices):
                 raise ValueError(f"{name} must be one of {get_args(choices)}, got {getattr(self, name)!r}")
-        if self.reduce_dtype is not None and self.reduce_dtype not in (torch.bfloat16, torch.float32, torch.float64):
+        if self.reduce_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(
-                f"reduce_dtype must be None, torch.bfloat16, torch.float32 or torch.float64 (float16 would "
-                f"overflow), got {self.reduce_dtype}"
+                f"reduce_dtype must be None, torch.float32 or torch.float64, got {self.reduce_dtype}: to send "
+                f'gradients in fewer bits use wire="bf16"'
             )
         if self.master_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"master_dtype must be None, torch.float32 or torch.float64, got {self.master_dtype}")

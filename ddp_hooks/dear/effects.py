@@ -54,6 +54,11 @@ _IN_SETUP = (
         lambda c, s: all(dtype.itemsize > c.master_dtype.itemsize for dtype in s.dtypes),
         "with a model whose parameters are of larger types",
     ),
+    _Rule(
+        "wire",
+        lambda c, s: c.wire == "bf16" and all(dtype.itemsize == 2 for dtype in s.dtypes) and not c.reduce_dtype,
+        "with parameters in 16 bits, whose gradients travel in 16 bits",
+    ),
     _Rule("collective", lambda c, s: s.device != "cpu" and c.collective != "auto", "on {s.device}, but on CPUs"),
     _Rule("node_size", lambda _, s: s.device != "cpu", "on {s.device}, but on CPUs"),
 )

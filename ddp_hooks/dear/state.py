@@ -243,6 +243,10 @@ class DearState:
         """Return the largest values of a small tensor over the ranks, on :attr:`device`; collective."""
         return self._driver.sum_over_ranks(value, "largest_over_ranks()", largest=True)
 
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply what rounded gradients left out by ``factor``; called by GradScaler when it changes its scale."""
+        self._driver.wires.scale_residuals(factor)
+
     @calling("set_fusion()")
     def set_fusion(self, fusion: Fusion, *, mb: float | None = None, layers: int | None = None) -> None:
         """Change which atoms travel together, from the next backward on; moves no data.

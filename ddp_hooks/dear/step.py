@@ -92,7 +92,7 @@ class StepDriver:
         self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
         self.model_gradients = ModelGradients(self.parameters, self.update.shards)
         self.gradients = ShardGradients(self.update.shards, self.model_gradients, self.recorder)
-        self._wires = ReductionWires(config.wire, self.lanes)
+        self.wires = ReductionWires(config, self.lanes, self.parameters.tensors)
         self.tracker = GradReadyTracker(self.parameters.tensors, self._advance)
         self.pipe = FeedPipe(
             ddp.module,
@@ -118,7 +118,7 @@ class StepDriver:
     def _choose_update(self, replicates: bool) -> Update:
         optimizer, config = self.optimizer, self.config
         if not replicates:
-            return ShardedUpdate(optimizer, self.parameters, self.lanes, config.master_dtype)
+            return ShardedUpdate(optimizer, self.parameters, self.lanes, config.master_dtype, config.rounds_to)
         parameterwise = checks.updates_parameters(optimizer, config)
         if config.update == "auto" and self.lanes.rank == 0:
             waits = ", and step() waits for all gradients (see DearConfig(assume_parameterwise=True))"
@@ -175,7 +175,7 @@ class StepDriver:
         if self._latest_forward == "none" or self.phase is Phase.REDUCING:
             refuse_unhooked_forward()
         self._wait_for_gathers()  # parameters that the forward did not touch may still be in flight
-        reduction = Reduction(self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype, self._wires)
+        reduction = Reduction(self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype, self.wires)
         self._enter(Phase.BACKWARD)
         self.reduction = reduction
         return reduction
@@ -366,7 +366,9 @@ class StepDriver:
     def _submit_gathers(self, memory: Sequence[Tensor]) -> list[Work]:
         work_of = self.gradients.works_by_atom()
         after = [{work_of[atom] for atom in group if atom in work_of} for group in self.layout.gather_groups]
-        gathers = zip(self.layout.gathers(memory), self.layout.gather_labels, after, strict=True)
+        gathers = zip(
+            self.layout.gathers(memory, self.update.wires), self.layout.gather_labels, after, strict=True
+        )
         return [self.lanes.all_gather(*gather) for gather in gathers]
 
     def _wait_for_step_gathers(self) -> None:

@@ -94,15 +94,15 @@ def test_another_thread_may_read(workers: WorkerPools, world_size: int) -> None:
         assert outcome.bitwise, outcome
 
 
-@pytest.mark.quick("bfloat16-sums", "inspected", "three-lanes")
+@pytest.mark.quick("rounded", "inspected", "three-lanes")
 @pytest.mark.parametrize("config", [
     replace(REPLICATED, overlap_forward=False),
     replace(REPLICATED, check_replicas=True),
-    replace(REPLICATED, reduce_dtype=torch.bfloat16),
+    replace(REPLICATED, wire="bf16"),
     replace(REPLICATED, max_grad_norm=1e9, on_nonfinite="raise"),
     replace(REPLICATED, lanes=3),
     DearConfig(update="replicated"),
-], ids=["no-overlap", "checked", "bfloat16-sums", "inspected", "three-lanes", "defaults"])  # fmt: skip
+], ids=["no-overlap", "checked", "rounded", "inspected", "three-lanes", "defaults"])  # fmt: skip
 def test_settings_change_nothing(workers: WorkerPools, config: DearConfig) -> None:
     for outcome in workers(3).run(compare, WholeNumbers, whole_batches, adamw_two_groups, twins.plain, 6, config):
         assert outcome.bitwise, outcome

@@ -126,7 +126,7 @@ def interrupted_wait(rank: int, world_size: int, interrupted: bool) -> list[Any]
     torch.manual_seed(0)
     ddp = DistributedDataParallel(torch.nn.Linear(8, 8), gradient_as_bucket_view=True)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=0.1)
-    state = DearState(ddp, optimizer, replace(CONFIG, reduce_dtype=torch.bfloat16))
+    state = DearState(ddp, optimizer, replace(CONFIG, reduce_dtype=torch.float64))
     ddp.register_comm_hook(state, dear_hook)
     for _ in range(2):
         optimizer.zero_grad()

@@ -98,7 +98,6 @@ RUNS = {
     "static graph": Run(options={"static_graph": True}),
     "unused parameters": Run(options={"find_unused_parameters": True}),
     "replicated": Run(replace(CONFIG, update="replicated")),
-    "bfloat16": Run(replace(CONFIG, reduce_dtype=torch.bfloat16), mean=in_bfloat16),
     "resumed": Run(then=replace(CONFIG, atom_mb=0.003, lanes=1)),
     "resumed from shards": Run(then=replace(CONFIG, atom_mb=0.05, fusion="none", fusion_mb=None), saved="shards"),
 }

@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from torch import Tensor
 
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send, round_of
 from ddp_hooks.comm.wire.exact import ExactWire
+from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
+
+Wire: TypeAlias = ExactWire | RoundedWire | DifferenceWire
 
 _WIDE_BYTES = 4  # of an element; sums of narrower floating-point types are formed in float32
 
@@ -109,7 +112,7 @@ class Partition(NamedTuple):
 
     flat: Tensor  # (numel,), contiguous
     bounds: tuple[int, ...]  # world_size + 1 ascending offsets, in elements, from 0 to numel
-    wire: ExactWire | None = None  # how its numbers travel; None: as they are
+    wire: Wire | None = None  # how its numbers travel; None: as they are
 
     @property
     def ranges(self) -> list[Tensor]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send, round_of
+from ddp_hooks.comm.algorithms.scratch import Scratch, room_for
 from ddp_hooks.comm.wire.exact import Arrived, ExactWire, encode, message_bytes
 
 
@@ -20,7 +21,7 @@ def exact_reduce_scatter(
     the partition that ``wire`` belongs to. ``scratch``: uint8, of :func:`exact_scratch_bytes`.
     """
     size, own = len(chunks), chunks[rank]
-    space = _Space(scratch)
+    space = Scratch(scratch)
     first: list[Recv | Send] = []
     second: list[Recv | Send] = []
     arriving: dict[int, Tensor] = {}  # numbers as they are, or messages
@@ -28,7 +29,7 @@ def exact_reduce_scatter(
         source, to = (rank - step) % size, (rank + step) % size
         numel, memory = own.numel(), wire.pair(index, source, sends=False)
         if memory.is_whole(numel):
-            arriving[source] = space.take(4 * numel).view(torch.float32)
+            arriving[source] = space.like(own)
         else:
             arriving[source] = space.take(message_bytes(numel, memory))
         numel, memory = chunks[to].numel(), wire.pair(index, to, sends=True)
@@ -59,26 +60,15 @@ def exact_scratch_bytes(chunks: Sequence[Tensor], rank: int) -> int:
     """Return how much scratch memory :func:`exact_reduce_scatter` takes at most, in bytes."""
     # A message of n numbers has at most 4 n bytes, because it has low bits of at most half of the blocks. Ranges go to
     # P - 1 ranks, P - 1 messages come, and two ranges are for adding.
-    return 4 * (sum(chunk.numel() for chunk in chunks) + len(chunks) * chunks[rank].numel())
-
-
-class _Space:
-    """Scratch memory that is handed out piece by piece, aligned for float32."""
-
-    def __init__(self, scratch: Tensor) -> None:
-        self._rest = scratch
-
-    def take(self, nbytes: int) -> Tensor:
-        taken = self._rest[:nbytes]
-        self._rest = self._rest[-(-nbytes // 4) * 4 :]
-        return taken
+    own = room_for(4 * chunks[rank].numel())
+    return sum(room_for(4 * chunk.numel()) for chunk in chunks) + len(chunks) * own
 
 
 def _add_in_order(
-    own: Tensor, rank: int, arriving: dict[int, Tensor], decoded: dict[int, Arrived], space: _Space
+    own: Tensor, rank: int, arriving: dict[int, Tensor], decoded: dict[int, Arrived], space: Scratch
 ) -> None:
     """Make ``own`` the sum of lower ranks' values, its own and higher ranks', in this order."""
-    room = [space.take(4 * own.numel()).view(torch.float32) for _ in range(2)]
+    room = [space.like(own) for _ in range(2)]
 
     def values_of(source: int, memory: Tensor) -> Tensor:
         if source not in decoded:

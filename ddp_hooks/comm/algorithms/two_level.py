@@ -31,14 +31,14 @@ def two_level_reduce_scatter(
     :func:`two_level_scratch_numel` elements. Chunks of equal local ranks end as their node's sums, the rest stays.
     float16 and bfloat16 are rounded once per level.
     """
-    within, between = _levels(chunks, rank, node_size)
+    within, between = levels_of(chunks, rank, node_size)
     yield from reduce_scatter_among(*within, scratch)
     yield from reduce_scatter_among(*between, scratch, divisor)
 
 
 def two_level_all_gather(chunks: Sequence[Tensor], rank: int, node_size: int) -> Algorithm:
     """Copy ``chunks[r]`` of every rank r to all ranks, in place; arguments as above."""
-    within, between = _levels(chunks, rank, node_size)
+    within, between = levels_of(chunks, rank, node_size)
     yield from all_gather_among(*between)
     yield from all_gather_among(*within)
 
@@ -49,7 +49,7 @@ def two_level_scratch_numel(chunks: Sequence[Tensor], rank: int, node_size: int)
     return max(within, (len(chunks) // node_size - 1) * chunks[rank].numel())
 
 
-def _levels(chunks: Sequence[Tensor], rank: int, node_size: int) -> tuple[_Level, _Level]:
+def levels_of(chunks: Sequence[Tensor], rank: int, node_size: int) -> tuple[_Level, _Level]:
     """Return the level within the rank's node, and that between nodes."""
     world_size = len(chunks)
     if node_size < 1 or world_size % node_size:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple
@@ -10,9 +11,20 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm.algorithms.collectives import Partition, direct_reduce_scatter, ring_all_gather
+from ddp_hooks.comm.algorithms.encoded import (
+    difference_all_gather,
+    difference_gather_bytes,
+    encoded_reduce_scatter,
+    encoded_scatter_bytes,
+    two_level_encoded_reduce_scatter,
+    two_level_encoded_scatter_bytes,
+)
 from ddp_hooks.comm.algorithms.exact import exact_reduce_scatter, exact_scratch_bytes
 from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.comm.algorithms.two_level import two_level_all_gather, two_level_reduce_scatter, two_level_scratch_numel
+from ddp_hooks.comm.wire.codecs import Codec
+from ddp_hooks.comm.wire.exact import ExactWire
+from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
 WINDOW = 2  # slices under way per lane; with more, messages of several ranks pile up at one and wait for each other
 _SMALLER = 3  # messages of a reduce-scatter, of which P - 1 arrive at once, are smaller than slice_bytes by this factor
@@ -35,15 +47,21 @@ def reduce_scatter_slices(
     for partition in partitions:
         world_size = len(partition.bounds) - 1
         copies = world_size - 1 if node_size == 1 else (node_size - 1) * (world_size // node_size)
-        for index, chunks in enumerate(_sliced_chunks(partition, scatter_message_bytes(slice_bytes, copies))):
-            if partition.wire is not None:
+        message_bytes = scatter_message_bytes(slice_bytes, copies)
+        for index, ranges in enumerate(_sliced_ranges(partition, message_bytes)):
+            chunks = [partition.flat[each] for each in ranges]
+            if isinstance(partition.wire, ExactWire):
                 start = partial(exact_reduce_scatter, chunks, rank, partition.wire, index, divisor=divisor)
                 yield Slice(start, exact_scratch_bytes(chunks, rank), torch.uint8)
-                continue
-            start = partial(direct_reduce_scatter, chunks, rank, divisor=divisor)
-            if node_size > 1:
+            elif isinstance(partition.wire, RoundedWire):
+                codec, residuals = partition.wire.codec, [partition.wire.residual[each] for each in ranges]
+                yield _rounded(chunks, rank, node_size, codec, residuals, divisor)
+            elif node_size > 1:
                 start = partial(two_level_reduce_scatter, chunks, rank, node_size, divisor=divisor)
-            yield Slice(start, two_level_scratch_numel(chunks, rank, node_size), partition.flat.dtype)
+                yield Slice(start, two_level_scratch_numel(chunks, rank, node_size), partition.flat.dtype)
+            else:
+                start = partial(direct_reduce_scatter, chunks, rank, divisor=divisor)
+                yield Slice(start, (world_size - 1) * chunks[rank].numel(), partition.flat.dtype)
 
 
 def all_gather_slices(
@@ -51,8 +69,14 @@ def all_gather_slices(
 ) -> Iterator[Slice]:
     """Cut all-gathers over ``partitions`` into slices with messages of at most ``slice_bytes``."""
     for partition in partitions:
-        for chunks in _sliced_chunks(partition, slice_bytes):
-            yield Slice(partial(_gather, chunks, rank, node_size), 0, partition.flat.dtype)
+        for ranges in _sliced_ranges(partition, slice_bytes):
+            chunks = [partition.flat[each] for each in ranges]
+            if isinstance(partition.wire, DifferenceWire):
+                start = partition.bounds[rank]
+                wire = partition.wire.part(slice(ranges[rank].start - start, ranges[rank].stop - start))
+                yield _differences(chunks, rank, node_size, wire)
+            else:
+                yield Slice(partial(_gather, chunks, rank, node_size), 0, partition.flat.dtype)
 
 
 def scatter_message_bytes(slice_bytes: int, copies: int) -> int:
@@ -60,14 +84,34 @@ def scatter_message_bytes(slice_bytes: int, copies: int) -> int:
     return max(1, min(slice_bytes // _SMALLER, _MOST_RECEIVED * slice_bytes // WINDOW // max(1, copies)))
 
 
+def _rounded(
+    chunks: list[Tensor], rank: int, node_size: int, codec: Codec, residuals: list[Tensor], divisor: int
+) -> Slice:
+    """Return a slice that sums exactly within a node, and in fewer bits between nodes."""
+    if node_size > 1:
+        start = partial(two_level_encoded_reduce_scatter, chunks, rank, node_size, codec, residuals, divisor=divisor)
+        return Slice(start, two_level_encoded_scatter_bytes(chunks, rank, node_size, codec), torch.uint8)
+    members = range(len(chunks))
+    start = partial(encoded_reduce_scatter, members, rank, chunks, codec, residuals, divisor=divisor)
+    return Slice(start, encoded_scatter_bytes(chunks, rank, codec), torch.uint8)
+
+
+def _differences(chunks: list[Tensor], rank: int, node_size: int, wire: DifferenceWire) -> Slice:
+    start = partial(difference_all_gather, chunks, rank, wire, node_size=node_size)
+    return Slice(start, difference_gather_bytes(chunks, wire), torch.uint8)
+
+
 def _gather(chunks: Sequence[Tensor], rank: int, node_size: int, scratch: Tensor) -> Algorithm:
     return two_level_all_gather(chunks, rank, node_size) if node_size > 1 else ring_all_gather(chunks, rank)
 
 
-def _sliced_chunks(partition: Partition, range_bytes: int) -> Iterator[list[Tensor]]:
+def _sliced_ranges(partition: Partition, range_bytes: int) -> Iterator[list[slice]]:
     """Yield the same number of slices on every rank, each with at most ``range_bytes`` of every range."""
-    ranges = partition.ranges
-    longest = max(each.numel() for each in ranges)
+    ranges = list(itertools.pairwise(partition.bounds))
+    longest = max(end - start for start, end in ranges)
     num_slices = -(-longest // max(1, range_bytes // partition.flat.element_size()))
     for i in range(num_slices):
-        yield [each[each.numel() * i // num_slices : each.numel() * (i + 1) // num_slices] for each in ranges]
+        yield [
+            slice(start + (end - start) * i // num_slices, start + (end - start) * (i + 1) // num_slices)
+            for start, end in ranges
+        ]

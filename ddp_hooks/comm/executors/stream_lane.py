@@ -11,10 +11,13 @@ from torch import Tensor
 
 from ddp_hooks.comm.accounting import Traffic
 from ddp_hooks.comm.algorithms.collectives import Partition
+from ddp_hooks.comm.algorithms.encoded import add_encoded, encoded_scatter_bytes
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv
+from ddp_hooks.comm.algorithms.scratch import Scratch
 from ddp_hooks.comm.executors.work import StreamWork, Work
 from ddp_hooks.comm.torch_compat.distributed import all_gather_single, reduce_scatter_single
 from ddp_hooks.comm.torch_compat.overrides import copy_all
+from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
 
 class StreamLane:
@@ -34,31 +37,69 @@ class StreamLane:
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> StreamWork:
         with self._submitting(f"reduce-scatter of {label}") as work:
-            for body, own in self._bodies(partitions):
+            for partition in partitions:
+                if isinstance(partition.wire, RoundedWire):
+                    self._encoded_reduce_scatter(partition, partition.wire, divisor)
+            plain = [partition for partition in partitions if partition.wire is None]
+            for body, own in self._bodies(plain):
                 reduce_scatter_single(own, body, group=self._group)
                 if divisor > 1:
                     own.div_(divisor)
-            tails = self._tails(partitions)
+            tails = self._tails(plain)
             if tails:
                 joined = torch.cat(tails)
                 dist.all_reduce(joined, group=self._group)
                 if divisor > 1:
                     joined.div_(divisor)
                 copy_all(tails, joined.split([tail.numel() for tail in tails]))
-        self._count(partitions)
+        self._count(plain)
         return work
 
     def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> StreamWork:
         with self._submitting(f"all-gather of {label}", after) as work:
-            for body, own in self._bodies(partitions):
+            for partition in partitions:
+                if isinstance(partition.wire, DifferenceWire):
+                    self._difference_all_gather(partition, partition.wire)
+            plain = [partition for partition in partitions if partition.wire is None]
+            for body, own in self._bodies(plain):
                 all_gather_single(body, own, group=self._group)
-            tails = self._tails(partitions)
+            tails = self._tails(plain)
             if tails:
                 joined = torch.cat(tails)
                 dist.broadcast(joined, group=self._group, group_src=self._world_size - 1)
                 copy_all(tails, joined.split([tail.numel() for tail in tails]))
-        self._count(partitions)
+        self._count(plain)
         return work
+
+    def _encoded_reduce_scatter(self, partition: Partition, wire: RoundedWire, divisor: int) -> None:
+        """Send every range to its owner in an all-to-all; see :func:`~..algorithms.encoded.encoded_reduce_scatter`."""
+        rank, codec, chunks = self._rank, wire.codec, partition.ranges
+        residuals = wire.residual.split([chunk.numel() for chunk in chunks])
+        to_send = [0 if peer == rank else codec.nbytes(chunk.numel()) for peer, chunk in enumerate(chunks)]
+        to_receive = [0 if peer == rank else codec.nbytes(chunks[rank].numel()) for peer in range(len(chunks))]
+        outgoing, incoming = (partition.flat.new_empty(sum(n), dtype=torch.uint8) for n in (to_send, to_receive))
+        for peer, payload in enumerate(outgoing.split(to_send)):
+            if peer != rank:
+                codec.encode_with_residual(chunks[peer], residuals[peer], payload)
+        dist.all_to_all_single(incoming, outgoing, to_receive, to_send, group=self._group)
+        payloads = {peer: payload for peer, payload in enumerate(incoming.split(to_receive)) if peer != rank}
+        scratch = Scratch(partition.flat.new_empty(encoded_scatter_bytes(chunks, rank, codec), dtype=torch.uint8))
+        add_encoded(chunks[rank], rank, payloads, codec, residuals[rank], scratch, divisor)
+        self._count_bytes(sum(to_send), sum(to_receive))
+
+    def _difference_all_gather(self, partition: Partition, wire: DifferenceWire) -> None:
+        """Gather rounded differences, padded to one length; see :func:`~..algorithms.encoded.difference_all_gather`."""
+        chunks = partition.ranges
+        longest = max(wire.codec.nbytes(chunk.numel()) for chunk in chunks)
+        gathered = partition.flat.new_empty(len(chunks) * longest, dtype=torch.uint8)
+        own = gathered.new_zeros(longest)
+        numel = chunks[self._rank].numel()
+        wire.codec.encode(wire.precise - chunks[self._rank], own[: wire.codec.nbytes(numel)])
+        all_gather_single(gathered, own, group=self._group)
+        for payload, chunk in zip(gathered.split(longest), chunks, strict=True):
+            wire.codec.add(payload[: wire.codec.nbytes(chunk.numel())], chunk)
+        wire.shown.copy_(chunks[self._rank])
+        self._count_bytes(longest * (len(chunks) - 1), longest * (len(chunks) - 1))
 
     def run(
         self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None
@@ -118,8 +159,10 @@ class StreamLane:
         return [tail for tail in tails if tail.numel()]
 
     def _count(self, partitions: Sequence[Partition]) -> None:
-        others = self._world_size - 1
-        nbytes = sum(partition.nbytes for partition in partitions) * others // self._world_size
-        self.traffic.sent_bytes += nbytes
-        self.traffic.received_bytes += nbytes
-        self.traffic.rounds += others
+        nbytes = sum(partition.nbytes for partition in partitions) * (self._world_size - 1) // self._world_size
+        self._count_bytes(nbytes, nbytes)
+
+    def _count_bytes(self, sent: int, received: int) -> None:
+        self.traffic.sent_bytes += sent
+        self.traffic.received_bytes += received
+        self.traffic.rounds += self._world_size - 1

@@ -294,7 +294,10 @@ class ThreadLane:
 
 
 def _content_of(partitions: Sequence[Partition]) -> str:
-    return " + ".join(f"{flat.numel()} of {flat.dtype} in {len(bounds) - 1}" for flat, bounds, _ in partitions)
+    return " + ".join(
+        f"{flat.numel()} of {flat.dtype} in {len(bounds) - 1}" + (f" as {type(wire).__name__}" if wire else "")
+        for flat, bounds, wire in partitions
+    )
 
 
 def _slice_of(start: Callable[[], Algorithm], tag: int | None = None) -> Slice:

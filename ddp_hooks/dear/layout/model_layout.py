@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ddp_hooks.comm import Partition
+from ddp_hooks.comm import DifferenceWire, Partition
 from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.planning.atoms import Atom, FusionRule, ParameterShape, cut_bucket, fuse
@@ -57,10 +57,16 @@ class ModelLayout:
         atoms = self.current.atoms
         return self.fuse_in_order(atoms, rule), fuse(self._atoms_by_need, atoms, self._shapes, rule)
 
-    def gathers(self, memory: Sequence[Tensor]) -> list[list[Partition]]:
+    def gathers(
+        self, memory: Sequence[Tensor], wires: Sequence[DifferenceWire | None] | None
+    ) -> list[list[Partition]]:
+        """Return the partitions of every group of gathers; ``wires``: per atom."""
         assert self.current is not None
-        atoms = self.current.atoms
-        return [[Partition(memory[i], atoms[i].bounds) for i in group] for group in self.gather_groups]
+        of_atom = [
+            Partition(flat, atom.bounds, wires[i] if wires is not None else None)
+            for i, (flat, atom) in enumerate(zip(memory, self.current.atoms, strict=True))
+        ]
+        return [[of_atom[i] for i in group] for group in self.gather_groups]
 
     def cut(self, position: int, parameters: tuple[int, ...], is_last: bool) -> list[Atom]:
         known = self.current

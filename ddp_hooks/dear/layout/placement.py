@@ -15,6 +15,7 @@ from ddp_hooks.planning.atoms import Atom, Member
 
 GRADIENT_KEY = "ddp_hooks.gradient"  # a gradient kept from an earlier backward travels like optimizer state
 MASTER_KEY = "ddp_hooks.master"  # in a saved state: the parameter as the optimizer has it, before rounding
+SHOWN_KEY = "ddp_hooks.shown"  # the parameter that the master belongs to, where it is not the master's rounding
 
 
 class ParameterRange(NamedTuple):
@@ -90,13 +91,14 @@ class Shard:
     offset: int  # of the range in its atom
     memory: Tensor  # (numel of the range,), the view of the parameter's memory
     tensor: torch.nn.Parameter  # for the optimizer: the same memory, or a more precise master of it
+    shown: Tensor | None  # (numel,), memory as gathers of differences left it; None: gathers copy
     guard: GradientGuard  # stands for its reduced gradient where nobody may read it
     hidden: Tensor | None = None  # its gradient, while the guard stands for it
     base: Tensor | None = None  # gradient of earlier backward passes, while a newer one is being reduced
 
     @property
     def is_master(self) -> bool:
-        return self.tensor.dtype != self.memory.dtype
+        return self.shown is not None or self.tensor.dtype != self.memory.dtype
 
 
 class Shards:

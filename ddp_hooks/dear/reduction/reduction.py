@@ -93,7 +93,8 @@ class Reduction:
                 self._ahead[index] = atom, gradient
             atoms.append(atom)
             flat = self._in_reduce_dtype(index, gradient)
-            partitions.append(Partition(flat, atom.bounds, self._wires.of(self._known, index, flat)))
+            wire = self._wires.of(self._known, index, atom, self._bucket_of(atom), flat)
+            partitions.append(Partition(flat, atom.bounds, wire))
         label = self._model_layout.label(atoms)
         work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
         self.works.append((work, group))
@@ -104,6 +105,9 @@ class Reduction:
             return gradient
         self._converted[index] = gradient.to(self._reduce_dtype)
         return self._converted[index]
+
+    def _bucket_of(self, atom: Atom) -> tuple[int, ...]:
+        return self.buckets[atom.bucket] if self._known is None else self._known.buckets[atom.bucket]
 
     def reduced_view(self, atom: int) -> Tensor:
         """Return the memory whose range of this rank becomes the atom's mean: the bucket's, or of another type."""

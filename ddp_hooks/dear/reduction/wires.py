@@ -2,28 +2,45 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import ExactWire, Lanes
+from ddp_hooks.comm import ExactWire, Lanes, Residuals, RoundedWire, codec_of
+from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout.placement import Layout
+from ddp_hooks.planning.atoms import Atom
 
 
 class ReductionWires:
-    """Wires of atoms, with their memory of earlier steps: the same on every rank."""
+    """Wires of atoms, with their memory of earlier steps: the same on every rank, but for the residuals."""
 
-    def __init__(self, wire: str, lanes: Lanes) -> None:
-        # Sums of a node's ranks do not fit, and NCCL has its own collectives.
-        self._is_exact = wire == "exact" and lanes.node_size == 1 and lanes.world_size > 1 and not lanes.native
+    def __init__(self, config: DearConfig, lanes: Lanes, parameters: Sequence[Tensor]) -> None:
+        # Sums of a node's ranks do not fit 16 bits, and NCCL has its own collectives.
+        self._is_exact = config.wire == "exact" and lanes.node_size == 1 and lanes.world_size > 1 and not lanes.native
+        self._rounds_to = config.rounds_to if lanes.world_size > 1 else None
+        self._residuals = Residuals(parameters)
         self._layout: Layout | None = None
         self._of_atom: dict[int, ExactWire] = {}
 
-    def of(self, layout: Layout | None, atom: int, gradient: Tensor) -> ExactWire | None:
-        """Return the wire of an atom of ``layout``; None: of one that DDP is about to change."""
+    def scale_residuals(self, factor: float) -> None:
+        """Multiply residuals, where the loss will have another scale."""
+        for residual in self._residuals.by_parameter().values():
+            residual.mul_(factor)
+
+    def of(
+        self, layout: Layout | None, index: int, atom: Atom, bucket: tuple[int, ...], gradient: Tensor
+    ) -> ExactWire | RoundedWire | None:
+        """Return the wire of an atom of a bucket of parameters; ``layout`` is None where DDP is about to change it."""
+        if self._rounds_to is not None:
+            codec = codec_of(self._rounds_to, None, gradient.dtype)
+            residual = self._residuals.of_bucket(bucket)[atom.start : atom.start + atom.numel]
+            return None if codec is None else RoundedWire(codec, residual)
         if not self._is_exact or gradient.dtype != torch.float32:
             return None
         if layout is None:
             return ExactWire()
         if layout is not self._layout:
             self._layout, self._of_atom = layout, {}
-        return self._of_atom.setdefault(atom, ExactWire())
+        return self._of_atom.setdefault(index, ExactWire())

@@ -10,12 +10,13 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, see
+from ddp_hooks.comm import DifferenceWire, Lanes, see
 from ddp_hooks.dear.checkpoint.reshard import State
 from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import (
     GRADIENT_KEY,
     MASTER_KEY,
+    SHOWN_KEY,
     Layout,
     ParameterRange,
     Placement,
@@ -41,6 +42,7 @@ class Update(ABC):
     is_updating = False  # this thread runs the optimizer's code for some parameters, outside of the user's step()
     has_masters = False  # the optimizer steps on more precise copies
     is_whole = True  # optimizer.state has every parameter's whole state
+    wires: Sequence[DifferenceWire | None] | None = None  # of gathers, per atom; None: numbers travel as they are
     waits_one_by_one: bool  # the optimizer may step while gradients travel
     gathers_under_forward: bool
     placement: Placement  # ranges whose state every rank holds, or takes when it is loaded
@@ -73,15 +75,16 @@ class Update(ABC):
             elements = ParameterRange(parameter, start, end)
             view = self._parameters.flats[atom][offset : offset + end - start]
             state = states.get(elements, {})
-            tensor = torch.nn.Parameter(self._tensor_for(view, state))
+            own, shown = self._tensor_for(atom, offset, view, state)
+            tensor = torch.nn.Parameter(own)
             tensor.grad = state.pop(GRADIENT_KEY, None)
             guard = GradientGuard.standing_for(tensor, self._parameters.names[parameter], held_in_shards)
-            self.shards.of_atom[atom].append(Shard(elements, atom, offset, view, tensor, guard))
+            self.shards.of_atom[atom].append(Shard(elements, atom, offset, view, tensor, shown, guard))
         self._layout = layout
 
-    def _tensor_for(self, view: Tensor, state: State) -> Tensor:
-        """Return the tensor that stands for a range of a parameter in the optimizer."""
-        return view
+    def _tensor_for(self, atom: int, offset: int, view: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
+        """Return the tensor that stands for a range of a parameter in the optimizer, and its memory as it is shown."""
+        return view, None
 
     # -- one step ---------------------------------------------------------------------------------------------------
 
@@ -165,7 +168,7 @@ class Update(ABC):
         placed = {}
         for key, value in state.items():
             if is_elementwise(value, elements):
-                rounds = value.is_floating_point() and key not in ("step", MASTER_KEY)
+                rounds = value.is_floating_point() and key not in ("step", MASTER_KEY, SHOWN_KEY)
                 value = value.to(device=device, dtype=dtype if rounds else value.dtype)
             elif isinstance(value, Tensor) and counts_on_device:
                 value = value.to(device)

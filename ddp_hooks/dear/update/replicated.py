@@ -19,7 +19,15 @@ from torch import Tensor
 from ddp_hooks.comm import Lanes, see
 from ddp_hooks.dear.checkpoint.reshard import State, move_states, shaped_state
 from ddp_hooks.dear.layout.memory import ManagedParameters
-from ddp_hooks.dear.layout.placement import GRADIENT_KEY, MASTER_KEY, Layout, ParameterRange, Placement, Replicated
+from ddp_hooks.dear.layout.placement import (
+    GRADIENT_KEY,
+    MASTER_KEY,
+    SHOWN_KEY,
+    Layout,
+    ParameterRange,
+    Placement,
+    Replicated,
+)
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.intercept import GradientGuard, SuspendedGuards
@@ -176,7 +184,8 @@ class ReplicatedUpdate(Update):
         """Drop the masters of a run that had some."""
         for parameter in self._parameters.tensors:
             if parameter in self._optimizer.state:
-                self._optimizer.state[parameter].pop(MASTER_KEY, None)
+                for key in (MASTER_KEY, SHOWN_KEY):
+                    self._optimizer.state[parameter].pop(key, None)
 
     def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:
         for index, parameter in enumerate(self._parameters.tensors):

@@ -48,6 +48,15 @@ class GradScaler(torch.amp.GradScaler):
         progress["stage"] = OptState.STEPPED
         return result
 
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Change the scale as torch's scaler does, and with it the scale of what rounded gradients left out."""
+        states = [each["dear"] for each in self._per_optimizer_states.values() if "dear" in each]
+        rounding = [state for state in states if state.config.rounds_to is not None]
+        before = self.get_scale() if rounding else 1.0
+        super().update(new_scale)
+        for state in rounding:
+            state.scale_residuals(self.get_scale() / before)
+
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
     ) -> dict[torch.device, Tensor]:
@@ -57,6 +66,7 @@ class GradScaler(torch.amp.GradScaler):
         if state is None:
             found = super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
         else:
+            self._per_optimizer_states[id(optimizer)]["dear"] = state
             with state.reduced_gradients() as shards:
                 holders = SimpleNamespace(param_groups=[{"params": [*shards, *state.other_parameters]}])
                 found = super()._unscale_grads_(cast(torch.optim.Optimizer, holders), inv_scale, found_inf, allow_fp16)

@@ -18,12 +18,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, in_order_of, see
+from ddp_hooks.comm import CodecName, Lanes, in_order_of, see
 from ddp_hooks.dear.checkpoint.reshard import State, agree_on_entries, move_states, shaped_state
 from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import (
     GRADIENT_KEY,
     MASTER_KEY,
+    SHOWN_KEY,
     EvenSplit,
     Layout,
     ParameterRange,
@@ -34,6 +35,7 @@ from ddp_hooks.dear.layout.placement import (
 )
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.update.base import Update
+from ddp_hooks.dear.update.differences import ParameterDifferences
 from ddp_hooks.dear.update.spread_state import SpreadState, cut_state
 from ddp_hooks.intercept import ELEMENTWISE
 from ddp_hooks.overlap import take_back
@@ -50,11 +52,15 @@ class ShardedUpdate(Update):
         parameters: ManagedParameters,
         lanes: Lanes,
         master_dtype: torch.dtype | None,  # let the optimizer step on copies of this type; None: on the parameters
+        rounds_to: CodecName | None = None,  # gathers move differences in this code
     ) -> None:
         super().__init__(optimizer, parameters, lanes)
         self.waits_one_by_one = type(optimizer) in ELEMENTWISE  # they read one gradient after the other
         self.gathers_under_forward = lanes.world_size > 1  # one rank has everything
-        self.has_masters = master_dtype is not None
+        self._differences: ParameterDifferences | None = None
+        if rounds_to is not None and lanes.world_size > 1:
+            self._differences = ParameterDifferences(rounds_to, master_dtype, lanes.rank)
+        self.has_masters = master_dtype is not None or self._differences is not None
         self._master_dtype = master_dtype
         self._even_split = EvenSplit(parameters.numels, lanes.world_size)
         self._state = SpreadState(parameters, self.shards, self._even_split)
@@ -83,7 +89,8 @@ class ShardedUpdate(Update):
         gradients.wait()
         self.take_back_memory()
         for shard in self._masters:
-            shard.memory.copy_(shard.tensor)
+            if shard.shown is None:
+                shard.memory.copy_(shard.tensor)
         return self._parameters.flats if self.gathers_under_forward else None
 
     def take_back_memory(self) -> None:
@@ -171,6 +178,9 @@ class ShardedUpdate(Update):
         return states
 
     def install(self, layout: Layout, states: dict[ParameterRange, State]) -> None:
+        if self._differences is not None:
+            self._differences.install(layout, self._parameters.flats)
+            self.wires = self._differences.wires
         super().install(layout, states)
         self._state.placement = layout
         for shard in self.shards:
@@ -226,15 +236,17 @@ class ShardedUpdate(Update):
 
     # -- masters ----------------------------------------------------------------------------------------------------
 
-    def _tensor_for(self, view: Tensor, state: State) -> Tensor:
+    def _tensor_for(self, atom: int, offset: int, view: Tensor, state: State) -> tuple[Tensor, Tensor | None]:
         kept: Tensor | None = state.pop(MASTER_KEY, None)  # also where it came from a run with masters, to one without
-        precise = self._dtype_of(view)
-        if precise == view.dtype:
-            return view
-        master = view.to(precise)
+        belongs_to: Tensor | None = state.pop(SHOWN_KEY, None)
+        found = self._differences.of_range(atom, offset, view.numel()) if self._differences is not None else None
+        if found is None and self._dtype_of(view) == view.dtype:
+            return view, None
+        master, shown = found or (view.to(self._dtype_of(view)), None)
         if kept is not None:
-            _keep_where_it_rounds_to(view, kept.to(master), master)
-        return master
+            kept = kept.to(master)
+            _keep_where(kept.to(view.dtype) if belongs_to is None else belongs_to, view, kept, master)
+        return master, shown
 
     def _dtype_of(self, parameter: Tensor) -> torch.dtype:
         if self._master_dtype is None:
@@ -249,16 +261,24 @@ class ShardedUpdate(Update):
     def _read_masters(self) -> None:
         """Let masters follow where code has written into the parameters, or loaded them."""
         for shard in self._masters:
-            written = shard.memory.to(shard.tensor.dtype)
-            _keep_where_it_rounds_to(shard.memory, shard.tensor.data, written)
+            if shard.shown is not None and torch.equal(shard.shown, shard.memory):
+                continue
+            belongs_to = shard.tensor.to(shard.memory.dtype) if shard.shown is None else shard.shown
+            written = shard.memory.to(shard.tensor.dtype, copy=True)
+            _keep_where(belongs_to, shard.memory, shard.tensor.data, written)
             shard.tensor.copy_(written)
+            if shard.shown is not None:
+                shard.shown.copy_(shard.memory)
 
     @torch.no_grad()
     def adopt_loaded_masters(self) -> None:
         for shard in self.shards:
-            master = self._state.own.get(shard.tensor, {}).pop(MASTER_KEY, None)
+            state = self._state.own.get(shard.tensor, {})
+            master, shown = state.pop(MASTER_KEY, None), state.pop(SHOWN_KEY, None)
             if master is not None and shard.is_master:
                 shard.tensor.copy_(master)
+                if shard.shown is not None:
+                    shard.shown.copy_(master if shown is None else shown)
 
     # -- the optimizer's state --------------------------------------------------------------------------------------
 
@@ -283,6 +303,8 @@ class ShardedUpdate(Update):
         states = {shard.range: dict(self._state.own.get(shard.tensor, {})) for shard in self.shards}
         for shard in self._masters:
             states[shard.range][MASTER_KEY] = shard.tensor.detach()
+            if shard.shown is not None:
+                states[shard.range][SHOWN_KEY] = shard.shown
         return self._layout, states
 
     def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:
@@ -325,6 +347,6 @@ class ShardedUpdate(Update):
         return self._state.placement
 
 
-def _keep_where_it_rounds_to(rounded: Tensor, master: Tensor, values: Tensor) -> None:
-    """Copy ``master`` into ``values`` wherever it rounds to ``rounded``, that is, still means the same."""
-    torch.where(master.to(rounded.dtype) == rounded, master, values, out=values)
+def _keep_where(belongs_to: Tensor, parameter: Tensor, master: Tensor, values: Tensor) -> None:
+    """Copy ``master`` into ``values`` wherever ``parameter`` is the one that it belongs to: nobody has written it."""
+    torch.where(belongs_to == parameter, master, values, out=values)

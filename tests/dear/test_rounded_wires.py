@@ -1,0 +1,94 @@
+"""Rounded wires: replicas stay equal in every bit, and what rounding leaves out is not lost.
+
+Prevents: residuals that are forgotten when DDP forms other buckets, masters that go stale when parameters are written
+or loaded, and ranks whose parameters part.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from ddp_hooks import DearConfig, DearState, dear_hook
+from tests.dear.test_sums import Real, gradient
+from tests.support.dear.twins import CONFIG
+from tests.support.workers import WorkerPools
+
+WIRES = {"bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}  # with a bound of the relative error
+STEPS = 8
+
+
+def begin(config: DearConfig, rate: float = 1.0) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState]:
+    ddp = DistributedDataParallel(Real(), gradient_as_bucket_view=True, bucket_cap_mb=0.05)
+    optimizer = torch.optim.SGD(ddp.parameters(), lr=rate)
+    state = DearState(ddp, optimizer, config)
+    ddp.register_comm_hook(state, dear_hook)
+    return ddp, optimizer, state
+
+
+def train(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, rank: int, steps: range) -> None:
+    for step in steps:
+        optimizer.zero_grad()
+        ddp(step, rank).backward()
+        optimizer.step()
+
+
+def masters(state: DearState, model: nn.Module) -> dict[int, Tensor]:
+    """Return every parameter as the optimizer of its owners has it, (numel,), 0 where this rank owns nothing."""
+    driver = state._driver
+    whole = {i: torch.zeros(p.numel()) for i, p in enumerate(driver.parameters.tensors)}
+    for shard in driver.update.shards:
+        whole[shard.range.parameter][shard.range.start : shard.range.end] = shard.tensor.detach()
+    return whole
+
+
+def nothing_is_lost(rank: int, world_size: int, config: DearConfig) -> dict[str, Any]:
+    """With a rate of 1 the weights' changes are the applied means. With the residuals they are all gradients."""
+    ddp, optimizer, state = begin(config)
+    names = [name for name, _ in ddp.module.named_parameters()]
+    before = [parameter.detach().clone() for parameter in ddp.module.parameters()]
+    train(ddp, optimizer, rank, range(STEPS))
+    state.synchronize()
+    after = [parameter.detach().clone() for parameter in ddp.module.parameters()]
+    index_of = {name: index for index, name in enumerate(state._driver.parameters.names)}
+    owned, residuals = masters(state, ddp.module), state._driver.wires._residuals.by_parameter()
+    gap, distance = 0.0, 0.0
+    for layer, name in enumerate(names):
+        index = index_of[name]
+        precise = state.sum_over_ranks(owned[index])
+        shape = before[layer].shape
+        given = sum(gradient(s, r, layer, tuple(shape)) for s in range(STEPS) for r in range(world_size))
+        assert isinstance(given, Tensor)
+        applied = world_size * (before[layer].flatten() - precise)
+        left = state.sum_over_ranks(residuals[index].clone()) if index in residuals else torch.zeros(())
+        gap = max(gap, float((applied + left - given.flatten()).abs().max()))
+        distance = max(distance, float((after[layer].flatten() - precise).abs().max()))
+    sent = state.stats().sent_bytes
+    state.close()
+    return {"gap": gap, "distance": distance, "weights": after, "sent": sent}
+
+
+@pytest.mark.quick("3")
+@pytest.mark.parametrize("world_size", [2, 3, 4])
+def test_nothing_is_lost(workers: WorkerPools, world_size: int) -> None:
+    whole = workers(world_size).run(nothing_is_lost, replace(CONFIG, wire="float32"))[0]["sent"]
+    shares: dict[Any, float] = {"bf16": 0.5, "int8": 0.3, "int4": 0.2}
+    for wire, share in shares.items():
+        outcomes = workers(world_size).run(nothing_is_lost, replace(CONFIG, wire=wire))
+        for outcome in outcomes:
+            assert outcome["gap"] < 1e-3, (wire, outcome["gap"])
+            assert all(map(torch.equal, outcome["weights"], outcomes[0]["weights"])), wire
+            assert 0 < outcome["distance"] < 4 * WIRES[wire], "replicas do not follow the masters"
+        assert outcomes[0]["sent"] < 1.5 * share * whole  # ranges are short here, and their last blocks are not full
+
+
+def test_two_levels(workers: WorkerPools) -> None:
+    config = replace(CONFIG, collective="two-level", node_size=2, wire="int8")
+    outcomes = workers(4).run(nothing_is_lost, config)
+    assert all(outcome["gap"] < 1e-3 for outcome in outcomes)
+    assert all(map(torch.equal, outcomes[0]["weights"], outcomes[3]["weights"]))
