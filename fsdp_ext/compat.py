@@ -156,7 +156,8 @@ class GroupFacts(NamedTuple):
     parameters: tuple[Tensor, ...]  # sharded, in the order in which FSDP2 flattens them
     original_dtype: torch.dtype | None  # of parameters that were trained at first; None before the first forward
     replicated: bool  # other ranks have the same shards (HSDP)
-    sums_replicas_at_once: bool  # False: FSDP2 adds several results before an all-reduce (set_requires_all_reduce)
+    is_partial: bool  # FSDP2 keeps the result, for an all-reduce in a later backward (set_requires_all_reduce)
+    partial_sum: Tensor | None  # of such results of earlier backwards
     hooked: bool  # a hook of FSDPModule.set_all_reduce_hook gets the result
     offloads: bool  # gradients are copied to the CPU
     factor: float | None  # divisor of the sum over all ranks (set_gradient_divide_factor)
@@ -164,11 +165,13 @@ class GroupFacts(NamedTuple):
 
 def facts_of(module: FSDPModule) -> GroupFacts:
     group = _group(module)
+    replicated = hasattr(group.mesh_info, "replicate_process_group")
     return GroupFacts(
         parameters=tuple(param.sharded_param for param in group.fsdp_params),
         original_dtype=getattr(group, "_orig_dtype", None),
-        replicated=hasattr(group.mesh_info, "replicate_process_group"),
-        sums_replicas_at_once=group.all_reduce_grads and group._partial_reduce_output is None,
+        replicated=replicated,
+        is_partial=replicated and not group.all_reduce_grads,
+        partial_sum=group._partial_reduce_output,
         hooked=group._all_reduce_hook is not None,
         offloads=any(param.offload_to_cpu for param in group.fsdp_params),
         factor=group.gradient_divide_factor,

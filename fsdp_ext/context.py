@@ -27,6 +27,7 @@ class ExtStats:
 
     Args:
         gathers, reduce_scatters: collectives that were submitted.
+        all_reduces: over replicas (HSDP), that were submitted.
         deferred: reduce-scatters that ended with the backward, instead of being waited for one by one.
         early: reduce-scatters that were waited for, and had begun before FSDP2 asked for them.
         sent_bytes, received_bytes: payload of all messages.
@@ -37,6 +38,7 @@ class ExtStats:
 
     gathers: int = 0
     reduce_scatters: int = 0
+    all_reduces: int = 0
     deferred: int = 0
     early: int = 0
     sent_bytes: int = 0
@@ -124,6 +126,8 @@ class ExtContext:
         self.transports: dict[tuple[int, ...], Transport] = {}  # by ranks
         self.averages_replicas = False
         """True once FSDP2 was seen to leave its all-reduce to the extension; the same on all ranks."""
+        self.is_advised = False
+        """True once a message told how to leave out all-reduces over replicas."""
         self.is_closing = False
         self._num_turns = 0
         self._last_owner: object = None  # of a gradient that was ready

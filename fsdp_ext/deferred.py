@@ -40,7 +40,7 @@ class DeferredOutput(Tensor):
             given = [each if isinstance(each, (list, tuple)) else (each,) for each in (*args, *kwargs.values())]
             for output in (each for several in given for each in several if isinstance(each, cls)):
                 if output._takes_over(func, args, kwargs):
-                    return None if func is all_reduce else output
+                    return None if func is all_reduce else args[0]
             return func(*args, **kwargs)
 
     def _takes_over(self, func: Any, args: Any, kwargs: Any) -> bool:
@@ -51,6 +51,8 @@ class DeferredOutput(Tensor):
             takes_over = self.reduction.all_reduce(self.memory, kwargs["group"], kwargs["op"])
         elif func == Tensor.div_ and not kwargs and args[0] is self:
             takes_over = self.reduction.divide(args[1])
+        elif func == Tensor.add_ and not kwargs:  # also +=
+            takes_over = self.reduction.add(memory_of(args[0]), memory_of(args[1]))
         if not takes_over:
             self.reduction.finish()
         return takes_over
@@ -67,28 +69,41 @@ def memory_of(tensor: Tensor) -> Tensor:
 
 
 class Delivery(NamedTuple):
-    """Reduced gradients on their way: once ``work`` is complete, ``source / divisor`` belongs into ``output``."""
+    """Reduced gradients on their way: once ``work`` is complete, ``source / divisor`` belongs into ``output``.
+
+    Or, without ``parameters``, a part of a sum that FSDP2 keeps (``set_requires_all_reduce(False)``).
+    """
 
     work: Work
     source: Tensor  # (numel,), this rank's range of the memory in which sums are formed
-    output: Tensor  # (numel,), which FSDP2 made the sharded gradients of
+    output: Tensor  # (numel,), which FSDP2 made the sharded gradients of, or keeps
     nbytes: int  # of the memory that is kept for it
     owner: object = None  # whose gradients these are
     saved: Mapping[Tensor, Tensor] = {}  # parameter -> gradient to accumulate into, hidden from FSDP2 until then
     parameters: tuple[Tensor, ...] = ()  # that may have gradients in the output
     divisor: float | None = None
     version: int = 0  # of the output, when it became NaN
+    partial_sum: Tensor | None = None  # of earlier backwards, to be added to the source
+    adds: bool = False  # to an output that has values
 
     def wait(self) -> None:
         self.work.wait()
+        if self.partial_sum is not None:
+            self.source.add_(self.partial_sum)
         if self.divisor is not None:
             self.source.div_(self.divisor)
 
     def complete(self) -> None:
         self.wait()
-        self.output.copy_(self.source)
+        self._fill()
         for parameter in self.saved:
             self._restore(parameter, add=True)
+
+    def _fill(self) -> None:
+        if self.adds:
+            self.output.add_(self.source)
+        else:
+            self.output.copy_(self.source)
 
     @property
     def was_changed(self) -> bool:
@@ -104,6 +119,8 @@ class Delivery(NamedTuple):
 
         If the reduce-scatter has ``failed``, too, saved gradients come back, and others become None.
         """
+        if not self.parameters and not failed:
+            self._fill()
         for parameter in (*self.parameters, *self.saved):
             grad = parameter.grad
             if grad is None or not _shares_memory(grad, self.output) or not _local(grad).isnan().all():

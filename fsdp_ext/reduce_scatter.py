@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from ddp_hooks.comm import Algorithm, Partition, Work, aligned_bounds, without_messages
-from ddp_hooks.comm.torch_compat.autograd import in_backward
+from ddp_hooks.comm.torch_compat.autograd import current_backward, in_backward
 from ddp_hooks.comm.wire.codecs import codec_of
 from fsdp_ext import compat, compressed
 from fsdp_ext.checks import ROOT
@@ -25,6 +25,9 @@ from fsdp_ext.early import EarlyReduceScatter, Phase
 from fsdp_ext.residuals import Residuals
 
 logger = logging.getLogger("fsdp_ext")
+
+_OUTSIDE = "it runs outside of a backward"
+_FEW = 1024  # numbers of a gradient that tell whether it has values
 
 
 class LaneReduceScatter(compat.ReduceScatter):
@@ -48,6 +51,7 @@ class LaneReduceScatter(compat.ReduceScatter):
         self._input_numel = 0  # of the input that an output is to be allocated for
         self._is_all_reduce_due = False  # by FSDP2, of the last result
         self._open: Delivery | None = None  # the last result, until gradients are made of it
+        self._last_all_reduce: int | None = None  # the number of its backward
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Allocate memory for the whole gradients, then for this rank's part of their mean, or sum."""
@@ -60,7 +64,8 @@ class LaneReduceScatter(compat.ReduceScatter):
         facts = compat.facts_of(self._module)
         if facts.hooked and not facts.replicated:
             return torch.empty(numel, dtype=dtype, device=device)
-        if self._context.config.defer and not facts.offloads and self._reason_at_return(facts) is None:
+        waits = facts.offloads or facts.is_partial or self._reason_at_return(facts) is not None
+        if self._context.config.defer and not waits:
             # FSDP2 converts it inside of the backward; here, where it may arrive later, there is nothing to convert.
             dtype = facts.original_dtype or dtype
         return deferred_output(torch.empty(numel, dtype=dtype, device=device), self)
@@ -83,10 +88,14 @@ class LaneReduceScatter(compat.ReduceScatter):
         partition = compressed.even_partition(input_tensor, transport.scatters.world_size)
         work = self._submit(transport, partition, op)
         delivery = Delivery(work, partition.ranges[transport.scatters.rank], output, partition.nbytes, self)
-        reason = self._reason_at_return(compat.facts_of(self._module))
+        facts = compat.facts_of(self._module)
+        reason = self._reason_at_return(facts)
         if reason is None and isinstance(output_tensor, DeferredOutput):
-            self._open = delivery
             output.fill_(torch.nan)
+            if facts.is_partial and facts.partial_sum is None:
+                self._defer_partial(delivery)  # FSDP2 keeps the output, and does nothing with it in this backward
+            else:
+                self._open = delivery
         else:
             self._log(reason or "the output buffer was not allocated by this extension")
             self._complete(delivery)
@@ -135,19 +144,42 @@ class LaneReduceScatter(compat.ReduceScatter):
         if group is None or group is not compat.replicas_of(self._module) or not self._is_all_reduce_due:
             return False
         self._is_all_reduce_due, self._context.averages_replicas = False, True
+        self._context.counts.all_reduces += 1
+        self._advise()
         own, after = (output, ()) if self._open is None else (self._open.source, (self._open.work,))
+        partial_sum = None if self._open is None else self._open.partial_sum
+
+        def add_earlier() -> None:
+            if partial_sum is not None:
+                own.add_(partial_sum)
+
         world_size = dist.get_world_size(group)
         partition = Partition(own, aligned_bounds(own.numel(), world_size, own.element_size()))
         lane = self._context.transport_of(group).scatters.next_lane()
-        lane.run(without_messages(lambda: None), self._name, after)
+        lane.run(without_messages(add_earlier), self._name, after)
         lane.reduce_scatter([partition], self._name, compat.divisor_of(op, own, world_size))
         work = lane.all_gather([partition], self._name)
         if self._open is not None:
-            self._open = self._open._replace(work=work)
+            self._open = self._open._replace(work=work, partial_sum=None)
         else:
             with self._measure(work.label):
                 work.wait()
         return True
+
+    def add(self, target: Tensor, value: Any) -> bool:
+        """Add a result to FSDP2's sum of earlier ones, or that sum to the last result, when it arrives.
+
+        Return False if the result has arrived, or for other tensors.
+        """
+        delivery = self._open
+        if delivery is None or not isinstance(value, Tensor) or target.shape != value.shape:
+            return False
+        if value is delivery.output:
+            self._open = None
+            self._defer_partial(delivery._replace(output=target, adds=True))
+        elif target is delivery.output:
+            self._open = delivery._replace(partial_sum=value)
+        return self._open is not delivery
 
     def divide(self, divisor: float) -> bool:
         """Return False if the sum, which is divided when it arrives, has arrived."""
@@ -174,6 +206,17 @@ class LaneReduceScatter(compat.ReduceScatter):
             for parameter in saved:
                 parameter.grad = None  # so that FSDP2 makes a new one
             self._context.pending.defer(delivery._replace(saved=saved, parameters=facts.parameters))
+        else:
+            self._log(reason)
+            self._complete(delivery)
+
+    def _defer_partial(self, delivery: Delivery) -> None:
+        """Deliver a result that FSDP2 all-reduces in a later backward when this one ends."""
+        reason = "defer=False" if not self._context.config.defer else None if in_backward() else _OUTSIDE
+        if reason is None:
+            self._context.pending.make_room(delivery.nbytes)
+            self._context.counts.deferred += 1
+            self._context.pending.defer(delivery)
         else:
             self._log(reason)
             self._complete(delivery)
@@ -212,11 +255,27 @@ class LaneReduceScatter(compat.ReduceScatter):
             return "a hook of set_all_reduce_hook follows"
         if not compat.overrides_are_enabled():
             return "__torch_function__ is disabled (the backward was started from a tensor subclass)"
-        if facts.replicated and not facts.sums_replicas_at_once:
-            return "FSDP2 adds several results before it all-reduces them over replicas"
         if facts.replicated and not self._context.averages_replicas:
             return "FSDP2 was not seen yet to leave its all-reduce over replicas to the extension"
         return None
+
+    def _advise(self) -> None:
+        """Tell, once, how to leave out all-reduces whose results are only added to those of earlier backwards."""
+        context, facts = self._context, compat.facts_of(self._module)
+        last, self._last_all_reduce = self._last_all_reduce, current_backward()
+        is_first = last in (None, self._last_all_reduce)  # or the module has run twice
+        if context.is_advised or is_first or facts.partial_sum is not None or dist.get_rank() > 0:
+            return
+        gradients = (parameter.grad for parameter in facts.parameters if isinstance(parameter.grad, DTensor))
+        # Zeros are left by zero_grad(set_to_none=False).
+        context.is_advised = any(bool(each.to_local().flatten()[:_FEW].any()) for each in gradients)
+        if context.is_advised:
+            logger.warning(
+                "several backwards accumulate gradients, and each all-reduces them over replicas. One all-reduce is "
+                "enough: call model.set_requires_all_reduce(False) before all micro-batches but the last, and "
+                "model.set_requires_all_reduce(True) before the last. FSDP2 then adds micro-batches before replicas, "
+                "in the reduce_dtype: the result may differ in its last bits"
+            )
 
     def _log(self, reason: str) -> None:
         if reason not in self._logged:
@@ -233,7 +292,7 @@ def _reason_before_views(facts: compat.GroupFacts, dtype: torch.dtype, defer: bo
     if not defer:
         return "defer=False"
     if not in_backward():
-        return "it runs outside of a backward"
+        return _OUTSIDE
     if facts.offloads:
         return "gradients are offloaded"
     if dtype != facts.original_dtype:

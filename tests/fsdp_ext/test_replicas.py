@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import gc
+import logging
+import math
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -20,12 +22,15 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 
 import fsdp_ext.deferred
-from fsdp_ext import ExtConfig, extend
+from fsdp_ext import ExtConfig, extend, restore
 from fsdp_ext.early import EarlyReduceScatter, Phase
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.exact import BF16, FP16_SUMS, SMALL, all_reduce_hook, check, divide_by_eight, each
 from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
+from tests.support.fsdp_ext.unusual import Failing, needs_reset
 from tests.support.workers import WorkerPools
+
+NUM_GROUPS = 3  # of parameters in a SMALL model
 
 several_before_the_all_reduce = partial(twins.accumulate, setting="set_requires_all_reduce")
 """Accumulation in shards, which replicas sum once."""
@@ -43,7 +48,126 @@ def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], optio
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_several_before_the_all_reduce(workers: WorkerPools, options: dict[str, Any]) -> None:
     stats = check(workers(4).run(twins.compare, several_before_the_all_reduce, NUM_STEPS, CONFIG, options, SMALL, 2))
-    assert stats.deferred == 0
+    assert stats.deferred == stats.reduce_scatters - 7, "all wait until the first all-reduce was seen"
+
+
+@pytest.mark.parametrize("config", [dataclasses.replace(CONFIG, defer=False), CONFIG], ids=["waiting", "deferred"])
+def test_bytes_of_one_all_reduce_in_place_of_three(workers: WorkerPools, config: ExtConfig) -> None:
+    run = workers(4).run
+    once = check(run(twins.compare, several_before_the_all_reduce, NUM_STEPS, config, {}, SMALL, 2))
+    always = check(run(twins.compare, twins.two_backwards, NUM_STEPS, config, {}, SMALL, 2))
+    assert (once.gathers, once.reduce_scatters) == (always.gathers, always.reduce_scatters)
+    assert 3 * once.all_reduces == always.all_reduces == 3 * NUM_STEPS * NUM_GROUPS
+    # Of two replicas each sends its half of the sums, and the other's half of the gradients: all numbers of a shard.
+    parameters = WholeNumbers(4, num_blocks=2).parameters()
+    numel = sum(math.ceil(parameter.shape[0] / 2) * parameter[0].numel() for parameter in parameters)
+    assert always.sent_bytes - once.sent_bytes == 2 * NUM_STEPS * 4 * numel
+
+
+def sum_of_two_forwards(twin: Trainee, step: int) -> None:
+    """Modules are reduced twice in a backward, most without an all-reduce, and one with all of them."""
+    model: Any = twin.model
+    twin.optimizer.zero_grad()
+    for part in range(2):
+        model.set_requires_all_reduce(part == 1)
+        model.blocks[0].set_requires_all_reduce(True)
+        (twin.loss(100 * step + part) + twin.loss(100 * step + 50 + part)).backward()
+    twin.see_gradients()
+    twin.optimizer.step()
+
+
+def sum_over_steps(twin: Trainee, step: int) -> None:
+    """A step without an all-reduce adds to the next one's."""
+    model: Any = twin.model
+    model.set_requires_all_reduce(step % 2 == 1)
+    twins.two_backwards(twin, step)
+
+
+@pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
+@pytest.mark.parametrize("loop", [sum_of_two_forwards, sum_over_steps])
+def test_other_loops_without_an_all_reduce(workers: WorkerPools, loop: Any, options: dict[str, Any]) -> None:
+    config = dataclasses.replace(CONFIG, pending_mb=0.01)
+    assert check(workers(4).run(twins.compare, loop, NUM_STEPS, config, options, SMALL, 2)).deferred > 0
+
+
+def fail_before_the_all_reduce(rank: int, world_size: int) -> bool:
+    """Return True if a backward that fails leaves the sums that stock leaves: with those of modules that it reduced."""
+
+    def run(model: Any) -> list[Tensor]:
+        seen = []
+        for step in range(4):
+            model.zero_grad()
+            model.set_requires_all_reduce(False)
+            if step % 2:
+                handle = model.blocks[2].register_forward_hook(lambda module, given, total: Failing.apply(total))
+                with pytest.raises(twins.Stopped):
+                    model(1000 * step + 77 + rank).backward()
+                handle.remove()
+                if step == 3:
+                    model.reset_iter_state()
+            model(1000 * step + 55 + rank).backward()
+            model.set_requires_all_reduce(True)
+            model(1000 * step + rank).backward()
+            seen += [twins.local(parameter.grad).clone() for parameter in model.parameters()]
+        return seen
+
+    return twins.same(*twins.on_both(lambda: twins.shard(WholeNumbers(world_size), twins.mesh_of(world_size, 2)), run))
+
+
+@needs_reset
+def test_a_failure_before_the_all_reduce(workers: WorkerPools) -> None:
+    assert all(workers(4).run(fail_before_the_all_reduce))
+
+
+def extend_between(rank: int, world_size: int) -> bool:
+    """Return True if models have stock's bits that are extended, or restored, after some of the micro-batches."""
+
+    def run(extended: bool) -> list[Tensor]:
+        torch.manual_seed(7)
+        model: Any = twins.shard(WholeNumbers(world_size), twins.mesh_of(world_size, 2))
+        seen = []
+        for step in range(3):
+            model.zero_grad()
+            for part in range(4):
+                if extended:
+                    (extend if part % 2 else restore)(model, *(CONFIG,) * (part % 2))
+                model.set_requires_all_reduce(part == 3)
+                model(100 * step + 10 * part + rank).backward()
+            seen += [twins.local(parameter.grad).clone() for parameter in model.parameters()]
+        return seen
+
+    return twins.same(run(True), run(False))
+
+
+def test_extended_between_micro_batches(workers: WorkerPools) -> None:
+    assert all(workers(4).run(extend_between))
+
+
+def advice(rank: int, world_size: int, loop: Any) -> list[str]:
+    told: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("fsdp_ext").addHandler(handler)
+    twins.compare(rank, world_size, loop, 2, CONFIG, {}, SMALL, 2)
+    logging.getLogger("fsdp_ext").removeHandler(handler)
+    return told
+
+
+@pytest.mark.parametrize(
+    ("loop", "is_advised"),
+    [
+        (twins.two_backwards, True),
+        (twins.zero_grad_to_zeros, False),
+        (twins.two_forwards, False),
+        (several_before_the_all_reduce, False),
+        (twins.accumulate, False),
+    ],
+    ids=["accumulation", "zeros", "two-forwards", "once", "whole-gradients"],
+)
+def test_advice(workers: WorkerPools, loop: Any, is_advised: bool) -> None:
+    told, *others = workers(4).run(advice, loop)
+    assert len(told) == is_advised and all("set_requires_all_reduce(False)" in each for each in told)
+    assert others == [[]] * 3
 
 
 @pytest.mark.quick("True-two_backwards", "False-plain")
@@ -72,7 +196,9 @@ def test_sums_that_are_divided(workers: WorkerPools, options: dict[str, Any], pr
     assert stats.deferred == stats.reduce_scatters - 1
 
 
-def train_fractions(rank: int, world_size: int, policy: MixedPrecisionPolicy, prepare: Any) -> bool:
+def train_fractions(
+    rank: int, world_size: int, policy: MixedPrecisionPolicy, prepare: Any, micro_batches: int = 1
+) -> bool:
     """Return True if gradients of any numbers have stock's bits: two numbers have one sum, divided where stock does."""
     mesh = twins.mesh_of(world_size, 2)
 
@@ -85,12 +211,14 @@ def train_fractions(rank: int, world_size: int, policy: MixedPrecisionPolicy, pr
             prepare(model)
         return model
 
-    def run(model: nn.Module) -> list[Tensor]:
+    def run(model: Any) -> list[Tensor]:
         seen = []
         for step in range(3):
-            batch = torch.randn(7, 33, generator=torch.Generator().manual_seed(10 * step + rank))
+            generator = torch.Generator().manual_seed(10 * step + rank)
             model.zero_grad()
-            model(batch).float().square().sum().backward()
+            for part in range(micro_batches):
+                model.set_requires_all_reduce(part == micro_batches - 1)
+                model(torch.randn(7, 33, generator=generator)).float().square().sum().backward()
             seen += [twins.local(parameter.grad).clone() for parameter in model.parameters()]
         return seen
 
@@ -102,6 +230,12 @@ def train_fractions(rank: int, world_size: int, policy: MixedPrecisionPolicy, pr
 @pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16, FP16_SUMS], ids=["float32", "bf16", "fp16-sums"])
 def test_fractions(workers: WorkerPools, policy: MixedPrecisionPolicy, prepare: Any) -> None:
     assert all(workers(4).run(train_fractions, policy, prepare))
+
+
+@pytest.mark.quick("bf16")
+@pytest.mark.parametrize("policy", [MixedPrecisionPolicy(), BF16, FP16_SUMS], ids=["float32", "bf16", "fp16-sums"])
+def test_fractions_of_several_before_the_all_reduce(workers: WorkerPools, policy: MixedPrecisionPolicy) -> None:
+    assert all(workers(4).run(train_fractions, policy, None, 3))
 
 
 def hook_that_all_reduces(model: nn.Module) -> None:

@@ -868,6 +868,22 @@ _FSDP = (
         ("tests/fsdp_ext/test_replicas.py",),
     ),
     Fault(
+        "fsdp_ext: replicas get the last micro-batch alone",
+        "fsdp_ext/reduce_scatter.py",
+        "own.add_(partial_sum)",
+        "own.add_(0)",
+        ("tests/fsdp_ext/test_replicas.py",),
+        "several",
+    ),
+    Fault(
+        "fsdp_ext: micro-batches of a backward that fails are lost",
+        "fsdp_ext/deferred.py",
+        "if not self.parameters and not failed:",
+        "if not self.parameters and failed:",
+        ("tests/fsdp_ext/test_replicas.py",),
+        "failure",
+    ),
+    Fault(
         "fsdp_ext: gradients that changed are not sent again",
         "fsdp_ext/early.py",
         "if each.gradients is not None and not _have_same_bits(",
