@@ -119,7 +119,7 @@ class Delivery(NamedTuple):
 
         If the reduce-scatter has ``failed``, too, saved gradients come back, and others become None.
         """
-        if not self.parameters and not failed:
+        if not (self.parameters or self.saved or failed):
             self._fill()
         for parameter in (*self.parameters, *self.saved):
             grad = parameter.grad

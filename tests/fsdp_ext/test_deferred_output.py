@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fsdp_ext.compat import overrides_are_enabled
-from fsdp_ext.deferred import DeferredOutput, deferred_output, memory_of
+from fsdp_ext.deferred import DeferredOutput, Delivery, deferred_output, memory_of
 
 
 class Seven:
@@ -29,6 +29,9 @@ class Seven:
         assert type(output) is Tensor and output.data_ptr() == memory_of(self.output).data_ptr()
         self.asked.append(f"{op} over {group}")
         return self.is_late
+
+    def add(self, target: Tensor, value: Any) -> bool:
+        return False
 
     def divide(self, divisor: float) -> bool:
         self.asked.append(f"divide by {divisor}")
@@ -92,6 +95,17 @@ def test_a_division_of_what_is_there() -> None:
     seven = Seven(is_late=False)
     assert seven.output.div_(2) is seven.output
     assert seven.asked == ["divide by 2", "finish"] and memory_of(seven.output).tolist() == [3.5] * 4
+
+
+@pytest.mark.parametrize(("adds", "expected"), [(False, 2.0), (True, 3.0)], ids=["first", "later"])
+def test_a_partial_sum_of_a_failed_backward(adds: bool, expected: float) -> None:
+    """FSDP2 keeps it, and it has no parameters: the result is in it if all ranks came so far, as without us."""
+    work: Any = None
+    delivery = Delivery(work, torch.full((2,), 2.0), torch.ones(2), 8, adds=adds)
+    delivery.finalize(failed=True)
+    assert delivery.output.tolist() == [1.0] * 2
+    delivery.finalize(failed=False)
+    assert delivery.output.tolist() == [expected] * 2
 
 
 def test_sizes_and_views_do_not_need_it() -> None:
