@@ -10,7 +10,8 @@ from ddp_hooks.comm.algorithms.collectives import (
     pairwise_exchange,
     ring_all_gather,
 )
-from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round, Send, round_of, without_messages
+from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Round, Send, among, round_of, without_messages
+from ddp_hooks.comm.algorithms.two_level import sum_within_node
 from ddp_hooks.comm.executors.fabric import AlphaBeta, run_on_fabric
 from ddp_hooks.comm.executors.lanes import Lanes
 from ddp_hooks.comm.executors.thread_lane import LaneSettings, special_tag
@@ -18,6 +19,7 @@ from ddp_hooks.comm.executors.work import ThreadWork, Work
 from ddp_hooks.comm.exit_handler import at_exit
 from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.meeting import Patience, broadcast_object, calling, gather_objects, report_error
+from ddp_hooks.comm.nodes import Nodes, ranks_per_node
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.torch_compat.state_dict import read_metadata
@@ -41,8 +43,9 @@ from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
 __all__ = [  # noqa: RUF022 - by topic
     # algorithms: rounds of messages
-    "Algorithm", "Partition", "Recv", "Round", "Send", "aligned_bounds", "bruck_all_gather", "direct_reduce_scatter",
-    "num_rounds", "pairwise_exchange", "ring_all_gather", "round_of", "without_messages",
+    "Algorithm", "Nodes", "Partition", "Recv", "Round", "Send", "aligned_bounds", "among", "bruck_all_gather",
+    "direct_reduce_scatter", "num_rounds", "pairwise_exchange", "ranks_per_node", "ring_all_gather", "round_of",
+    "sum_within_node", "without_messages",
     # wire: how numbers travel
     "Codec", "CodecName", "DifferenceWire", "ExactWire", "Residuals", "RoundedWire", "codec_of",
     # executors: lanes, and the fabric in one process

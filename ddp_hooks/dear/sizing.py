@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 
-from ddp_hooks.comm import Lanes, LaneSettings, LinkProfile, Recorder, mebibytes, profile_link
+from ddp_hooks.comm import Lanes, LaneSettings, LinkProfile, Recorder, mebibytes, profile_link, ranks_per_node
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.planning.atoms import atom_and_fusion_bytes, tuned_atom_bytes
 
@@ -86,11 +85,3 @@ def choose_node_size(config: DearConfig, lanes: Lanes) -> int:
         'collective="two-level" needs several nodes with equal numbers of neighbouring ranks, more than one in '
         'each; found no such nodes by the names of hosts: give node_size, or take collective="auto"'
     )
-
-
-def ranks_per_node(hosts: Sequence[str]) -> int | None:
-    """Return how many neighbouring ranks share each host; None if hosts have different numbers, or ranks are mixed."""
-    size = hosts.count(hosts[0])
-    nodes = [hosts[first : first + size] for first in range(0, len(hosts), size)]
-    equal = all(len(node) == size and len(set(node)) == 1 for node in nodes)
-    return size if equal and len({node[0] for node in nodes}) == len(nodes) else None

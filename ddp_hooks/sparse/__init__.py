@@ -6,8 +6,9 @@ from ddp_hooks.sparse.selector import BlockSelector
 from ddp_hooks.sparse.sparse_sum import Name, SparseSum, Sparsity
 from ddp_hooks.sparse.sparse_vector import SparseVector
 from ddp_hooks.sparse.threshold import ChunkedGradient
+from ddp_hooks.sparse.two_level import range_counts, sum_between_nodes
 
 __all__ = [
     "BlockSelector", "ChunkedGradient", "Collection", "EntryCodec", "ErrorFeedback", "Format", "Name", "SparseSum",
-    "SparseVector", "Sparsity",
+    "SparseVector", "Sparsity", "range_counts", "sum_between_nodes",
 ]

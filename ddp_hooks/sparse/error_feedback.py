@@ -81,12 +81,7 @@ class ErrorFeedback:
             RuntimeError: on every rank, if sums are infinite or NaN. The working vector does not change, so every rank
                 has its own gradients in it.
         """
-        if len(result) and not math.isfinite(result.values.abs().max()):
-            raise RuntimeError(
-                "gradients are finite on every rank, and their sum over the ranks is not, or not in bfloat16: they are "
-                "of the order of 1e38. Lower the learning rate, or clip gradients before they become so large"
-                f"{see('gradients-are-not-finite')}"
-            )
+        refuse_nonfinite(result)
         if self._collection == "global":
             self._collect(result.indices)
         elif self._collection == "partial":
@@ -118,6 +113,16 @@ class ErrorFeedback:
     def _replace(self, vectors: Sequence[SparseVector]) -> None:
         for vector in vectors:
             self.work.index_copy_(0, vector.indices, vector.values)
+
+
+def refuse_nonfinite(result: SparseVector) -> None:
+    """Raise RuntimeError if sums, the same on every rank, are infinite or NaN."""
+    if len(result) and not math.isfinite(result.values.abs().max()):
+        raise RuntimeError(
+            "gradients are finite on every rank, and their sum over the ranks is not, or not in bfloat16: they are of "
+            "the order of 1e38. Lower the learning rate, or clip gradients before they become so large"
+            f"{see('gradients-are-not-finite')}"
+        )
 
 
 def _inside(vectors: Sequence[SparseVector], result: Tensor) -> list[SparseVector]:

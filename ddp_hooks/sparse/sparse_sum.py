@@ -50,12 +50,13 @@ class SparseSum:
         The residual of the last step becomes that of this step; without a gradient it includes that already.
         """
         feedback = ErrorFeedback(residual, self.sparsity.collection)
-        gradient = ChunkedGradient((gradient,)) if isinstance(gradient, Tensor) else gradient
-        result = yield from self._exchange(feedback, gradient)
+        result = yield from self.exchange(feedback, gradient)
         feedback.close(result)
         return result
 
-    def _exchange(self, feedback: ErrorFeedback, gradient: ChunkedGradient | None) -> Exchange:
+    def exchange(self, feedback: ErrorFeedback, gradient: Tensor | ChunkedGradient | None) -> Exchange:
+        """Return the sum as :meth:`run` does, but leave ``feedback``, of the residual, open."""
+        gradient = ChunkedGradient((gradient,)) if isinstance(gradient, Tensor) else gradient
         sparsity, memory, plan, codec = self.sparsity, self.memory, self._plan, self.sparsity.codec
         if isinstance(memory, OkTopkEstimates):
             return oktopk(feedback, gradient, plan, codec, memory)

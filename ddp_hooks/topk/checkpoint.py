@@ -22,10 +22,13 @@ def kept_by_name(groups: Sequence[GradientGroup], context: Context) -> dict[str,
     result: dict[str, dict[str, Tensor]] = {kind: {} for kind in _KINDS}
     for group in groups:
         for kind, kept in group.kept().items():
-            for index, values in kept.items():
-                like = context.parameters[index]
+            for piece, own in kept.items():
+                like, values = context.parameters[piece.parameter], own
+                if own.numel() < like.numel():  # zeros where other local ranks have residuals
+                    values = own.new_zeros(like.numel())
+                    values[piece.start : piece.end] = own
                 shaped = shaped_like(like, values) if is_dense(like) else values.view(like.shape).clone()
-                result[kind][context.names[index]] = shaped
+                result[kind][context.names[piece.parameter]] = shaped
     return result
 
 
@@ -36,11 +39,11 @@ def restore(
     everyones: Sequence[Mapping[str, Any]],
 ) -> None:
     """Replace residuals and velocities by the sums of the states ``mine``."""
-    group_of = {index: group for group in groups for index in group.members}
     for group in groups:
         group.clear()
-    for index, (name, like) in enumerate(zip(context.names, context.parameters, strict=True)):
-        group = group_of[index]
+    group_of = {piece: each for each in groups for piece in each.own_pieces}
+    for piece, group in group_of.items():
+        name, like = context.names[piece.parameter], context.parameters[piece.parameter]
         if any(name in state["residual"] for state in everyones):  # a group has one on all ranks or on none
             group.ensure_residual()
         for kind in _KINDS:
@@ -49,7 +52,8 @@ def restore(
                 total = found[0].clone()
                 for other in found[1:]:
                     total += other
-                group.keep(kind, index, in_order_of(total, like) if is_dense(like) else total.contiguous().view(-1))
+                values = in_order_of(total, like) if is_dense(like) else total.contiguous().view(-1)
+                group.keep(kind, piece, values[piece.start : piece.end])
 
 
 def fingerprint(saved: Mapping[str, Any], own: bool) -> dict[str, Any]:
@@ -58,23 +62,28 @@ def fingerprint(saved: Mapping[str, Any], own: bool) -> dict[str, Any]:
     return entries | {"what is loaded": "this rank's own state" if own else "a list of states"}
 
 
-def find_problem(
-    saved: Sequence[Mapping[str, Any]], own_rank: int | None, world_size: int, context: Context
-) -> str | None:
-    """Return the reason why states cannot be loaded, None if they can; without ``own_rank`` they are all ranks'."""
+def find_problem(saved: Sequence[Mapping[str, Any]], own: bool, context: Context) -> str | None:
+    """Return the reason why this rank's ``own`` state, or those of all ranks, cannot be loaded, None if they can."""
+    nodes = context.lanes.nodes
     if not saved:
         return "there is no state to load"
     problem = next((found for state in saved if (found := _problem_of_content(state, context))), None)
     if problem is not None:
         return problem
     before, ranks = saved[0]["world_size"], [state["rank"] for state in saved]
-    if own_rank is not None:
-        if before != world_size:
+    if own:
+        if before != nodes.world_size:
             return (
-                f"the state was saved by one of {before} ranks, and there are {world_size} now: pass the states of all "
-                f"of them, as a list, on every rank"
+                f"the state was saved by one of {before} ranks, and there are {nodes.world_size} now: pass the states "
+                f"of all of them, as a list, on every rank"
             )
-        return None if ranks == [own_rank] else f"rank {own_rank} was given the state of rank {ranks[0]}"
+        size = saved[0].get("node_size", 1)
+        if size != nodes.size:
+            return (
+                f"the state was saved with {size} ranks per node, and there are {nodes.size} now: pass the states of "
+                f"all ranks, as a list, on every rank"
+            )
+        return None if ranks == [nodes.rank] else f"rank {nodes.rank} was given the state of rank {ranks[0]}"
     if sorted(ranks) != list(range(before)):
         return f"the states of all {before} ranks are needed, each once, got those of {sorted(ranks)}"
     if len({state["step"] for state in saved}) > 1:

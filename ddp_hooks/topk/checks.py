@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import socket
+
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import agree
+from ddp_hooks.comm import agree, gather_objects, ranks_per_node, see
 from ddp_hooks.comm.torch_compat.ddp import managed_parameters
 from ddp_hooks.intercept import ddp_checks
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
@@ -19,8 +21,12 @@ def agree_on_setup(
     config: TopKConfig,
     scaler: torch.amp.GradScaler | None,
     optimizer: torch.optim.Optimizer | None,
-) -> dist.ProcessGroup:
-    """Return the model's group if all ranks have the same set-up, and it can work; else raise on all; collective."""
+) -> tuple[dist.ProcessGroup, int]:
+    """Return the model's group, and the ranks per node, 1 for one level; collective.
+
+    Raises:
+        ValueError: on every rank, if the set-up cannot work, or if ranks differ.
+    """
     group = getattr(ddp, "process_group", None) or dist.group.WORLD
     assert group is not None, "torch.distributed is not initialised"
     problem = (
@@ -28,7 +34,7 @@ def agree_on_setup(
         or ddp_checks.find_problem_of_ddp(ddp)
         or ddp_checks.find_problem_of_parameters(ddp, "TopKState")
         or _problem_of_dtypes(ddp)
-        or _problem_of_algorithm(ddp, config, dist.get_world_size(group))
+        or _problem_of_nodes(ddp, config, dist.get_world_size(group))
         or (_problem_of_optimizer(optimizer, config) if optimizer is not None else None)
         or (_problem_of_pipeline(ddp, scaler, optimizer) if config.pipeline == "forward" else None)
     )
@@ -36,7 +42,39 @@ def agree_on_setup(
     if problem is None:
         entries = ddp_checks.fingerprint(ddp, config) | {"a gradient scaler": "none" if scaler is None else "given"}
     agree(entries, problem, group, "the set-up of TopKState", config)
-    return group
+    node_size = _node_size(config, group)
+    problem = _problem_of_algorithm(ddp, config, dist.get_world_size(group) // node_size)
+    if problem is not None:  # the same on every rank
+        raise ValueError(f"{problem}{see('set-up-is-refused')}")
+    return group, node_size
+
+
+def _node_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
+    """Return the ranks per node, 1 for one level; collective."""
+    if config.node_size != "auto":
+        return config.node_size or 1
+    size = ranks_per_node(gather_objects(socket.gethostname(), group, "the set-up of TopKState", config))
+    return size if size is not None and size < dist.get_world_size(group) else 1
+
+
+def _problem_of_nodes(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
+    size = config.node_size
+    device = next(iter(managed_parameters(ddp).values())).device
+    if size is not None and config.algorithm == "dense" and device.type != "cpu":
+        return (
+            f'node_size={size!r} has no effect on {device.type} with algorithm="dense", whose collectives are native: '
+            f"leave it out"
+        )
+    if not isinstance(size, int) or (size < world_size and world_size % size == 0):
+        return None
+    if size == world_size:
+        return (
+            f"node_size={size} makes all {size} ranks one node, and within a node everything is sent: leave it out, or "
+            f"use DearState, which is exact"
+        )
+    possible = [number for number in range(2, world_size) if world_size % number == 0]
+    remedy = f"possible are {possible}" if possible else "leave it out"
+    return f"node_size must divide the number of ranks, {world_size}: got {size}, {remedy}"
 
 
 def _problem_of_dtypes(ddp: DistributedDataParallel) -> str | None:
@@ -49,16 +87,17 @@ def _problem_of_dtypes(ddp: DistributedDataParallel) -> str | None:
     return None
 
 
-def _problem_of_algorithm(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
+def _problem_of_algorithm(ddp: DistributedDataParallel, config: TopKConfig, num_nodes: int) -> str | None:
     teams = config.teams
     if config.algorithm in ("spardl", "auto") and isinstance(teams, int):
-        if world_size % teams:
-            possible = [number for number in range(1, world_size + 1) if world_size % number == 0]
-            return f"teams must divide the number of ranks, {world_size}: got {teams}, possible are {possible}"
+        if num_nodes % teams:
+            possible = [number for number in range(1, num_nodes + 1) if num_nodes % number == 0]
+            what = "ranks" if config.node_size is None else "nodes"
+            return f"teams must divide the number of {what}, {num_nodes}: got {teams}, possible are {possible}"
         if config.sag == "r" and teams & (teams - 1):
             return f'sag="r" needs a power of two of teams, got {teams}: use sag="b" or "auto"'
     device = next(iter(managed_parameters(ddp).values())).device
-    possible_variants = candidates(config, world_size)
+    possible_variants = candidates(config, num_nodes)
     if device.type != "cpu" and len(possible_variants) > 1:
         names = ", ".join(variant.name for variant in possible_variants)
         return f"on {device.type} there is no choosing by trial yet: name algorithm, teams and sag, of {names}"

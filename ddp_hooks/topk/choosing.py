@@ -32,14 +32,17 @@ class Variant(NamedTuple):
         return f"{self.algorithm}, {self.teams} teams, {self.sag}-SAG" if self.teams > 1 else self.algorithm
 
 
-def candidates(config: TopKConfig, world_size: int) -> list[Variant]:
-    """Return the variants to try, the default first; a single one if there is no choice."""
+def candidates(config: TopKConfig, num_nodes: int) -> list[Variant]:
+    """Return the variants to try, the default first; a single one if there is no choice.
+
+    On one level ``num_nodes`` is the number of ranks.
+    """
     if config.algorithm != "spardl" and config.algorithm != "auto":
         return [Variant(config.algorithm)]
     if isinstance(config.teams, int):
         numbers = [config.teams]
     else:
-        numbers = [teams for teams in range(1, world_size) if world_size % teams == 0] or [1]
+        numbers = [teams for teams in range(1, num_nodes) if num_nodes % teams == 0] or [1]
     variants = []
     for teams in numbers:
         is_power_of_two = not teams & (teams - 1)
@@ -54,7 +57,7 @@ class VariantChooser:
     def __init__(self, config: TopKConfig, lanes: Lanes) -> None:
         self.chosen: list[Variant] | None = None  # per group, after trials
         self.is_trying = False  # steps are timed, or will be
-        self._candidates = candidates(config, lanes.world_size)
+        self._candidates = candidates(config, lanes.nodes.num_nodes)
         self._warmup_steps = config.warmup_steps
         self._lanes = lanes
         self._times_s: dict[Variant, list[list[float]]] = {}  # per step, per group

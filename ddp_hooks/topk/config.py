@@ -33,6 +33,10 @@ class TopKConfig:
             many teams as ranks, which leave out more.
         sag: Spar-All-Gather between teams: ``"r"``, recursive, for a power of two of teams; ``"b"``, Bruck's;
             ``"auto"``: the faster of the possible ones.
+        node_size: ranks per node, for two levels: gradients are summed in full within nodes, and sparse between them,
+            where the links are slow; a residual is a node's, and each of its ranks keeps a part. Neighbouring ranks
+            share a node; their number is a divisor of the number of ranks, >= 2, and there are several nodes. Teams are
+            of nodes then. ``"auto"``: as the names of hosts tell; one level if they tell no such size. None: one level.
         collection: of residuals. ``"global"`` keeps everything (zhao2024spardl, section III-C); ``"partial"`` and
             ``"local"``, for comparison, lose some.
         wire: ``"compact"``, four bytes per entry, values in bfloat16 (rounding errors are kept, too); ``"exact"``,
@@ -65,6 +69,7 @@ class TopKConfig:
     algorithm: AlgorithmName | Choice = "spardl"
     teams: int | Choice = 1
     sag: Sag = "auto"
+    node_size: int | Choice | None = None
     collection: Collection = "global"
     wire: Format = "compact"
     group_mb: float = 25.0
@@ -100,6 +105,10 @@ class TopKConfig:
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
         if self.teams != "auto" and not whole(self.teams, 1):
             raise ValueError(f'teams must be a whole number >= 1 or "auto", got {self.teams!r}')
+        if self.node_size not in (None, "auto") and not whole(self.node_size, 2):
+            raise ValueError(
+                f'node_size must be None, which is one level, "auto", or a whole number >= 2, got {self.node_size!r}'
+            )
         if self.momentum is not None and not (at_least(self.momentum, 0) and self.momentum < 1):
             raise ValueError(f"momentum must be None or in [0, 1), got {self.momentum!r}")
         if not positive(self.group_mb):

@@ -72,8 +72,8 @@ class TopKState:
     ) -> None:
         self.config = config = config if config is not None else TopKConfig()
         self._scaler = scaler if scaler is not None and scaler.is_enabled() else None
-        group = checks.agree_on_setup(ddp, config, self._scaler, optimizer)
-        self._context = context = Context.open(ddp, config, group)
+        group, node_size = checks.agree_on_setup(ddp, config, self._scaler, optimizer)
+        self._context = context = Context.open(ddp, config, group, node_size)
         self._lanes = lanes = context.lanes
         self._index_of = {id(parameter): index for index, parameter in enumerate(context.parameters)}
         self._finds_unused = ddp.find_unused_parameters and lanes.world_size > 1
@@ -96,9 +96,11 @@ class TopKState:
         if lanes.world_size > 1:
             self._local = LocalGradients(ddp, context.parameters, context.names, "TopKState", "topk_hook")
         ddp.join = ddp.join_hook = partial(refuse_join, "TopKState", "selects nothing")  # type: ignore[method-assign]
-        if config.algorithm in ("spardl", "auto") and config.teams == lanes.world_size > 1 and lanes.rank == 0:
+        nodes = lanes.nodes
+        if config.algorithm in ("spardl", "auto") and config.teams == nodes.num_nodes > 1 and lanes.rank == 0:
             logger.warning(
-                "as many teams as ranks: each reduces by itself, and more is left out; fewer teams lose less accuracy"
+                "as many teams as %s: each reduces by itself, and more is left out; fewer teams lose less accuracy",
+                "ranks" if nodes.size == 1 else "nodes",
             )
         self._handles: list[Any] = [
             ddp.register_forward_pre_hook(self._before_forward),
@@ -142,6 +144,7 @@ class TopKState:
         return {
             "rank": self._lanes.rank,
             "world_size": self._lanes.world_size,
+            "node_size": self._lanes.node_size,
             "step": self._steps.step,
             "num_skipped": self._steps.num_skipped,
             "order": self._grouping.order(),
@@ -166,8 +169,8 @@ class TopKState:
         self._refuse_under_way("load_state_dict()")
         own = isinstance(state, Mapping)
         saved: list[Mapping[str, Any]] = [state] if isinstance(state, Mapping) else list(state)
-        rank, world_size = self._lanes.rank, self._lanes.world_size
-        problem = checkpoint.find_problem(saved, rank if own else None, world_size, self._context)
+        nodes = self._lanes.nodes
+        problem = checkpoint.find_problem(saved, own, self._context)
         entries = checkpoint.fingerprint(saved[0], own) if problem is None else {}
         agree(entries, problem, self._lanes.group, "the state of TopKState", self.config)
         first = saved[0]
@@ -175,10 +178,10 @@ class TopKState:
         group_mb = self.config.group_mb if self.config.tuner is None else first["group_mb"]
         self._grouping.restore(first["order"], group_mb)
         if self.tuning is not None:
-            finished = first["tuned"] and first["world_size"] == world_size
+            finished = first["tuned"] and first["world_size"] == nodes.world_size
             self.tuning.resume(group_mb, finished)
         groups = self._grouping.groups
-        mine = saved if own else [state for state in saved if state["rank"] % world_size == rank]
+        mine = saved if own else [state for state in saved if state["rank"] % nodes.num_nodes == nodes.node]
         checkpoint.restore(groups, self._context, mine, saved)
         same_groups = own and len(first["memories"]) == len(groups)
         self._chooser.begin(first["step"], first["chosen"] if same_groups else None, later=self._is_tuning)
@@ -268,8 +271,7 @@ class TopKState:
             variant.sag,
             config.collection,
         )
-        summation = group.sum_of(variant.name, sparsity, lanes.rank, lanes.world_size)
-        return SparseReduction(group, gradients, lanes, summation)
+        return SparseReduction(group, gradients, lanes, group.sum_of(variant.name, sparsity))
 
     # -- 2. the backward ends, but DDP has not waited for its buckets ------------------------------------------------
 

@@ -16,9 +16,8 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
-from ddp_hooks.comm import LaneError
+from ddp_hooks.comm import LaneError, ranks_per_node
 from ddp_hooks.dear import sizing
-from ddp_hooks.dear.sizing import ranks_per_node
 from tests.support.dear import twins
 from tests.support.dear.loops import adamw_two_groups
 from tests.support.dear.twins import CONFIG, WholeNumbers, whole_batches

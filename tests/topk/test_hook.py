@@ -22,10 +22,20 @@ from ddp_hooks.comm import run_on_fabric
 from ddp_hooks.sparse import SparseSum, Sparsity
 from ddp_hooks.sparse.codec import EntryCodec
 from tests.support.dear.twins import WholeNumbers
-from tests.support.devices import rank_device
 from tests.support.messages import message_of
 from tests.support.topk.algorithms import returning
-from tests.support.topk.hooks import ALGORITHMS, CONFIG, Pair, accumulate, check, conserve, plain, zero_to_zeros
+from tests.support.topk.hooks import (
+    ALGORITHMS,
+    CONFIG,
+    Pair,
+    Sometimes,
+    accumulate,
+    check,
+    conserve,
+    gradients_of,
+    plain,
+    zero_to_zeros,
+)
 from tests.support.workers import WorkerPools
 
 DENSE: dict[str, Any] = {"algorithm": "dense", "density": None}
@@ -105,19 +115,6 @@ def test_everything_is_plain_ddp(workers: WorkerPools, world_size: int, changes:
     check(workers(world_size).run(conserve, replace(CONFIG, **changes), accumulate, 5), keeps=False)
 
 
-class Sometimes(WholeNumbers):
-    """Layers that some ranks, or all of them, leave out in some steps."""
-
-    def forward(self, seed: int) -> Tensor:
-        total = torch.zeros((), device=rank_device())
-        step, rank = (seed - 1) // 17, (seed - 1) % 17
-        for index, layer in reversed(list(enumerate(self.layers))):
-            nobody, not_me = (index + step) % 4 == 1, (index + step) % 4 == 2 and rank == 0
-            if index == 0 or not (nobody or not_me):
-                total = layer(total, 100 * seed + index)
-        return total
-
-
 @pytest.mark.quick(
     "True-plain-{}", "True-accumulate-{'algorithm': 'oktopk'}", "True-zero_to_zeros-{'dense_below_numel': 200}"
 )
@@ -189,12 +186,6 @@ def against_the_fabric(rank: int, world_size: int, algorithm: Any, momentum: flo
     num_groups = len(pair.state._grouping.groups)
     pair.state.close()
     return problems if num_groups > 2 else ["there were too few groups"]
-
-
-def gradients_of(model: nn.Module, seed: int) -> list[Tensor]:
-    model.zero_grad()
-    model(seed).backward()
-    return [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone() for p in model.parameters()]
 
 
 @pytest.mark.quick("3-*-None", "2-spardl-0.5")
@@ -319,9 +310,9 @@ def conserve_scaled(rank: int, world_size: int, changes: dict[str, Any]) -> tupl
     return result
 
 
-@pytest.mark.parametrize("changes", [{}, {"dense_below_numel": 200}], ids=str)
+@pytest.mark.parametrize("changes", [{}, {"dense_below_numel": 200}, {"node_size": 2}], ids=str)
 def test_residuals_are_kept_without_the_scale(workers: WorkerPools, changes: dict[str, Any]) -> None:
-    check(workers(2).run(conserve_scaled, changes))
+    check(workers(4 if "node_size" in changes else 2).run(conserve_scaled, changes))
 
 
 class Half(nn.Module):
@@ -358,10 +349,10 @@ def train_half(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[int
 
 @pytest.mark.parametrize("changes", [
     {}, {"momentum": 0.5, "dense_below_numel": 100}, {"dense_below_numel": 100},
-    {"warmup_steps": 5, "warmup_density": 1.0},
+    {"warmup_steps": 5, "warmup_density": 1.0}, {"node_size": 2, "momentum": 0.5, "dense_below_numel": 100},
 ], ids=lambda changes: "-".join(changes))  # fmt: skip
 def test_sixteen_bits(workers: WorkerPools, changes: dict[str, Any]) -> None:
-    for skipped, same, kept in workers(3).run(train_half, changes):
+    for skipped, same, kept in workers(4 if "node_size" in changes else 3).run(train_half, changes):
         assert skipped == 1 and same and kept
 
 
@@ -451,7 +442,7 @@ def resume(rank: int, world_size: int, changes: dict[str, Any], before: int, aft
 @pytest.mark.parametrize("changes", [
     {}, {"teams": 2, "sag": "b"}, {"algorithm": "oktopk"}, {"momentum": 0.5, "warmup_steps": 5},
     {"algorithm": "oktopk", "warmup_steps": 5}, {"teams": 2, "sag": "b", "warmup_steps": 5},
-    {"dense_below_numel": 200, "momentum": 0.5},
+    {"dense_below_numel": 200, "momentum": 0.5}, {"algorithm": "oktopk", "momentum": 0.5, "node_size": 2},
 ], ids=lambda changes: "-".join(changes) or "spardl")  # fmt: skip
 def test_resuming_ends_in_the_same_bits(workers: WorkerPools, changes: dict[str, Any], before: int) -> None:
     assert all(workers(4).run(resume, changes, before, 4))
@@ -579,7 +570,10 @@ def choose(rank: int, world_size: int, changes: dict[str, Any]) -> tuple[Any, fl
 
 @pytest.mark.slow
 @pytest.mark.quick("changes0")
-@pytest.mark.parametrize("changes", [{"algorithm": "auto"}, {"teams": "auto"}, {"algorithm": "auto", "teams": "auto"}])
+@pytest.mark.parametrize("changes", [
+    {"algorithm": "auto"}, {"teams": "auto"}, {"algorithm": "auto", "teams": "auto"},
+    {"algorithm": "auto", "node_size": 2},
+])  # fmt: skip
 def test_all_ranks_choose_the_same(workers: WorkerPools, changes: dict[str, Any]) -> None:
     outcomes = workers(4).run(choose, changes)
     for chosen, gap, agree in outcomes:

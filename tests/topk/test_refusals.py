@@ -38,6 +38,8 @@ from tests.support.workers import WorkerPools
     ({"lanes": "two"}, "lanes must be a whole number >= 1, got 'two'"),
     ({"density": "1%"}, "density must be None, or in (0, 1], got '1%'"),
     ({"momentum": True}, "momentum must be None or in [0, 1), got True"),
+    ({"node_size": 1}, 'node_size must be None, which is one level, "auto", or a whole number >= 2, got 1'),
+    ({"node_size": "hosts"}, "node_size must be None"),
     ({"warmup_steps": -1}, "warmup_steps must be a whole number >= 0"),
 ])  # fmt: skip
 def test_settings(changes: dict[str, Any], expected: str) -> None:
@@ -74,6 +76,8 @@ def refusals(rank: int, world_size: int) -> dict[str, str]:
         "complex": lambda: TopKState(complex_ones),
         "teams": lambda: TopKState(linear(), TopKConfig(teams=2)),
         "sag": lambda: TopKState(linear(), TopKConfig(teams=3, sag="r")),
+        "prime": lambda: TopKState(linear(), TopKConfig(node_size=2)),
+        "one node": lambda: TopKState(linear(), TopKConfig(node_size=3)),
         "differing": lambda: TopKState(linear(), TopKConfig(density=0.1 if rank else 0.2)),
         "strides": lambda: TopKState(transposed),
         "optimizer": lambda: TopKState(linear(), optimizer=torch.optim.SGD),  # type: ignore[arg-type]
@@ -94,6 +98,8 @@ def test_set_up(workers: WorkerPools) -> None:
         "complex": "weight is torch.complex64",
         "teams": "teams must divide the number of ranks, 3: got 2, possible are [1, 3]",
         "sag": 'use sag="b" or "auto"',
+        "prime": "node_size must divide the number of ranks, 3: got 2, leave it out",
+        "one node": "makes all 3 ranks one node, and within a node everything is sent",
         "differing": "make them equal",
         "strides": "strides (3, 1) on ranks [0, 2], (3, 3) torch.float32 strides (1, 3) on ranks [1]",
         "optimizer": "takes the torch.optim.Optimizer that steps on the model, got type",
@@ -105,6 +111,18 @@ def test_set_up(workers: WorkerPools) -> None:
     for found in workers(3).run(refusals):
         for name, part in expected.items():
             assert part in found[name], (name, found[name])
+
+
+def refuse_nodes(rank: int, world_size: int) -> list[str]:
+    configs = TopKConfig(node_size=3), TopKConfig(node_size=2, teams=4), TopKConfig(node_size=2 if rank else None)
+    return [message_of(lambda config=config: TopKState(linear(), config)) for config in configs]
+
+
+def test_nodes_that_do_not_fit(workers: WorkerPools) -> None:
+    for sizes, teams, differing in workers(4).run(refuse_nodes):
+        assert "node_size must divide the number of ranks, 4: got 3, possible are [2]" in sizes
+        assert "teams must divide the number of nodes, 2: got 4, possible are [1, 2]" in teams
+        assert "node_size is None on ranks [0], 2 on ranks [1, 2, 3]; make them equal" in differing
 
 
 class Part(nn.Module):

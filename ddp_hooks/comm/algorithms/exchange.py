@@ -7,8 +7,8 @@ tensors, never process groups: the same code is tested and timed in one process,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Generator, Sequence
+from typing import NamedTuple, TypeAlias, TypeVar
 
 from torch import Tensor
 
@@ -29,6 +29,7 @@ class Recv(NamedTuple):
 
 Round: TypeAlias = list[Send | Recv]
 Algorithm: TypeAlias = Generator[Round, None, None]
+_Result = TypeVar("_Result")
 
 
 def round_of(*exchanges: Send | Recv) -> Round:
@@ -40,3 +41,14 @@ def without_messages(function: Callable[[], None]) -> Algorithm:
     """Return an algorithm that only calls ``function``, when its turn comes."""
     function()
     yield from ()
+
+
+def among(members: Sequence[int], algorithm: Generator[Round, None, _Result]) -> Generator[Round, None, _Result]:
+    """Run an algorithm of ``len(members)`` ranks among some ranks of more; its rank i is ``members[i]``."""
+    while True:
+        try:
+            exchanges = next(algorithm)
+        except StopIteration as end:
+            result: _Result = end.value
+            return result
+        yield [exchange._replace(peer=members[exchange.peer]) for exchange in exchanges]

@@ -1,6 +1,6 @@
 """Dense collectives on two levels: within nodes, whose links are fast, then between nodes.
 
-Ranks ``n * node_size`` to ``(n + 1) * node_size - 1`` share node n; ``rank % node_size`` is the local rank.
+Nodes and local ranks are those of :class:`~ddp_hooks.comm.Nodes`.
 
 1. Within each node: local rank l gets the node's sum of the ranges owned by local rank l of every node.
 2. Between nodes: equal local ranks sum their ranges.
@@ -14,10 +14,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeAlias
 
+import torch
 from torch import Tensor
 
 from ddp_hooks.comm.algorithms.collectives import all_gather_among, reduce_scatter_among
 from ddp_hooks.comm.algorithms.exchange import Algorithm
+from ddp_hooks.comm.nodes import Nodes
 
 _Level: TypeAlias = tuple[Sequence[int], int, Sequence[Sequence[Tensor]]]  # members, which is this, chunks by member
 
@@ -49,13 +51,19 @@ def two_level_scratch_numel(chunks: Sequence[Tensor], rank: int, node_size: int)
     return max(within, (len(chunks) // node_size - 1) * chunks[rank].numel())
 
 
+def sum_within_node(ranges: Sequence[Sequence[Tensor]], nodes: Nodes) -> Algorithm:
+    """Sum this local rank's tensors over the ranks of its node, in their order, in place; the first level alone.
+
+    ``ranges`` are by local rank. The other ranks' tensors travel, and do not change.
+    """
+    own = ranges[nodes.local_rank]
+    scratch = own[0].new_empty((nodes.size - 1) * sum(each.numel() for each in own)) if own else torch.empty(0)
+    yield from reduce_scatter_among(nodes.members, nodes.local_rank, ranges, scratch)
+
+
 def levels_of(chunks: Sequence[Tensor], rank: int, node_size: int) -> tuple[_Level, _Level]:
     """Return the level within the rank's node, and that between nodes."""
-    world_size = len(chunks)
-    if node_size < 1 or world_size % node_size:
-        raise ValueError(f"node_size must divide {world_size} ranks, got {node_size}")
-    node, local_rank = divmod(rank, node_size)
-    members = range(node * node_size, (node + 1) * node_size)
-    peers = range(local_rank, world_size, node_size)  # equal local ranks, by node
+    nodes = Nodes(len(chunks), rank, node_size)
     within = [chunks[each::node_size] for each in range(node_size)]
-    return (members, local_rank, within), (peers, node, [[chunks[peer]] for peer in peers])
+    between = [[chunks[peer]] for peer in nodes.peers]
+    return (nodes.members, nodes.local_rank, within), (nodes.peers, nodes.node, between)

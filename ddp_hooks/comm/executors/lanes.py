@@ -27,6 +27,7 @@ from ddp_hooks.comm.executors.work import Work, WorkGroup
 from ddp_hooks.comm.exit_handler import while_all_live
 from ddp_hooks.comm.failure import FailureStore, LaneError, is_lost_connection, shortened
 from ddp_hooks.comm.meeting import broadcast_object, call_named, gather_objects
+from ddp_hooks.comm.nodes import Nodes
 from ddp_hooks.comm.torch_compat.distributed import backend_of, default_store, destroy_group, new_group_like
 from ddp_hooks.comm.validation import see
 
@@ -102,6 +103,11 @@ class Lanes:
     def node_size(self) -> int:
         """Ranks per node of collectives on two levels; 1: one level."""
         return self._settings.node_size
+
+    @property
+    def nodes(self) -> Nodes:
+        """Place of this rank among the nodes of collectives on two levels."""
+        return Nodes(self.world_size, self.rank, self._settings.node_size)
 
     @property
     def traffic(self) -> Traffic:

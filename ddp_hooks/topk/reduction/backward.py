@@ -72,7 +72,7 @@ class Backward:
         if self.used is not None:
             unused = [index for index in group.members if index not in self.used]
             self._stale += [index for index in unused if self._part(index).any()]
-        runs = runs_of(group.members, self.context.numels, self._places)
+        runs = runs_of(group.pieces, self._places)
         scale, early = self.scale if self.scale is not None else 1.0, self.context.early
         reduction = self.reduction_of(number, Gradients(self.buffers, runs, scale, self.context.config.momentum))
         self.reductions.append(reduction)
@@ -110,17 +110,17 @@ class Backward:
         self.wait_nonfinite_flags()
         if self.nonfinite_ranks:
             for reduction in self.reductions:
-                reduction.restore_residual(0, reduction.group.numel)
+                reduction.restore_residual(slice(0, reduction.group.own_numel))
         else:
             self.restore_unused(self.unused)
 
     def restore_unused(self, among: Collection[int]) -> None:
         """Return results of unused parameters ``among`` those that have arrived: DDP leaves their gradients alone."""
         for reduction in self.reductions if self.unused else []:
-            for index, start in reduction.group.offsets.items():
-                if index in self.unused and index in among:
-                    reduction.restore_residual(start, start + self.context.numels[index])
-                    self._part(index).zero_()  # which may be the gradient itself
+            for piece, place in reduction.group.own_pieces.items():
+                if piece.parameter in self.unused and piece.parameter in among:
+                    reduction.restore_residual(place)
+                    self._part(piece.parameter).zero_()  # which may be the gradient itself
 
     def refuse_stale(self) -> None:
         """Raise on every rank if parameters that no rank has used still have gradients."""

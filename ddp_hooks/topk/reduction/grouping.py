@@ -72,8 +72,8 @@ class Grouping:
             kept = group.kept()
             group.residual = group.velocity = None  # they go with the views
             for kind, values_of in kept.items():
-                for index, values in values_of.items():
-                    group_of[index].keep(kind, index, values)
+                for piece, values in values_of.items():
+                    group_of[piece.parameter].keep(kind, piece, values)
 
     def groups_of(self, mb: float) -> Groups:
         members = tuple(self._members_of(mb))

@@ -4,6 +4,9 @@ Groups are runs of parameters in the order of the backward, up to a size; parame
 of their own. Groups do not depend on DDP's buckets, which change after the first step and after a resume: a bucket only
 says when gradients are ready. So residuals belong to parameters, and a selection does not depend on how DDP has packed
 them.
+
+On two levels the l-th local rank of every node has the residuals of the l-th range of every parameter, whatever the
+groups are. So a group's vector begins with the first range of each of its parameters.
 """
 
 from __future__ import annotations
@@ -11,7 +14,8 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
 import torch
@@ -19,9 +23,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Stall, Work
+from ddp_hooks.comm import Lanes, LaneSettings, Nodes, Recorder, Stall, Work
 from ddp_hooks.comm.torch_compat.ddp import managed_parameters
-from ddp_hooks.sparse import SparseSum, Sparsity
+from ddp_hooks.sparse import SparseSum, Sparsity, range_counts
 from ddp_hooks.topk.config import TopKConfig
 
 Kept: TypeAlias = Literal["residual", "velocity"]
@@ -43,11 +47,15 @@ class Context:
     stall: Stall = field(default_factory=Stall)  # time that training has waited for the lanes
 
     @staticmethod
-    def open(ddp: DistributedDataParallel, config: TopKConfig, group: dist.ProcessGroup) -> Context:
+    def open(
+        ddp: DistributedDataParallel, config: TopKConfig, group: dist.ProcessGroup, node_size: int
+    ) -> Context:
         """Create the lanes; collective."""
         managed, recorder = managed_parameters(ddp), Recorder(False)
         parameters = list(managed.values())
-        settings = LaneSettings(timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s)
+        settings = LaneSettings(
+            timeout_s=config.timeout_s, stall_warning_s=config.stall_warning_s, node_size=node_size
+        )
         lanes = Lanes(group, config.lanes, parameters[0].device, settings, recorder)
         early = None
         if config.pipeline == "forward" and lanes.world_size > 1:
@@ -76,6 +84,14 @@ class Context:
     @property
     def _all_lanes(self) -> list[Lanes]:
         return [self.lanes] if self.early is None else [self.lanes, self.early]
+
+
+class Piece(NamedTuple):
+    """Range of a parameter in a group's vector."""
+
+    parameter: int  # its index
+    start: int
+    end: int
 
 
 class Run(NamedTuple):
@@ -117,18 +133,19 @@ def form_groups(
     return sorted(groups, key=lambda group: position[group.indices[-1]])
 
 
-def runs_of(members: Sequence[int], numels: Sequence[int], places: Mapping[int, Place]) -> list[Run]:
-    """Return where the gradients of ``members``, one after the other, lie in buckets: as few runs as possible."""
+def runs_of(pieces: Sequence[Piece], places: Mapping[int, Place]) -> list[Run]:
+    """Return where the gradients of ``pieces``, one after the other, lie in buckets: as few runs as possible."""
     runs: list[Run] = []
     offset = 0
-    for index in members:
-        bucket, start = places[index]
+    for piece in pieces:
+        bucket, start = places[piece.parameter]
+        start, numel = start + piece.start, piece.end - piece.start
         last = runs[-1] if runs else None
         if last is not None and last.bucket == bucket and last.start + last.numel == start:
-            runs[-1] = last._replace(numel=last.numel + numels[index])
-        elif numels[index]:
-            runs.append(Run(bucket, start, offset, numels[index]))
-        offset += numels[index]
+            runs[-1] = last._replace(numel=last.numel + numel)
+        elif numel:
+            runs.append(Run(bucket, start, offset, numel))
+        offset += numel
     return runs
 
 
@@ -138,44 +155,81 @@ class GradientGroup:
 
     members: tuple[int, ...]
     is_dense: bool  # see :class:`Members`
-    offsets: dict[int, int]  # parameter -> beginning in the group's vector
-    numel: int  # of the vector
+    pieces: tuple[Piece, ...]  # of the vector: by local rank, then by member
+    nodes: Nodes
     dtype: torch.dtype
     device: torch.device
     name: str  # for messages
-    residual: Tensor | None = None  # (numel,); None: nothing was left out
-    velocity: Tensor | None = None  # (numel,), running sum of momentum correction; None without
+    residual: Tensor | None = None  # (own_numel,); None: nothing was left out
+    velocity: Tensor | None = None  # (own_numel,), running sum of momentum correction; None without
     sums: dict[str, SparseSum] = field(default_factory=dict)  # algorithms in use, by name
     memories: dict[str, dict[str, Any]] = field(default_factory=dict)  # loaded, of algorithms that are not in use yet
 
     @staticmethod
     def of(members: Members, context: Context) -> GradientGroup:
         """Return a group without a residual, and with a velocity of zero if it has one."""
-        indices, numels = members.indices, [context.numels[index] for index in members.indices]
-        offsets = dict(zip(indices, itertools.accumulate(numels, initial=0), strict=False))
+        indices, numels, nodes = members.indices, context.numels, context.lanes.nodes
+        pieces = tuple(
+            Piece(index, numels[index] * local // nodes.size, numels[index] * (local + 1) // nodes.size)
+            for local in range(nodes.size)
+            for index in indices
+        )
         first, others = context.parameters[indices[0]], len(indices) - 1
         dtype = torch.promote_types(first.dtype, torch.float32)
         name = context.names[indices[0]] + (f" and {others} more" if others else "")
         if members.is_dense:
             name += ", in full"
-        group = GradientGroup(indices, members.is_dense, offsets, sum(numels), dtype, first.device, name)
+        group = GradientGroup(indices, members.is_dense, pieces, nodes, dtype, first.device, name)
         if context.config.momentum is not None:
             group.velocity = group.zeros()
         return group
 
+    @cached_property
+    def bounds(self) -> tuple[int, ...]:
+        """Ranges of the local ranks in the vector: ascending offsets, from 0 to its length."""
+        edges = (0, *itertools.accumulate(piece.end - piece.start for piece in self.pieces))
+        return edges[:: len(self.members)]
+
+    @property
+    def numel(self) -> int:
+        """Elements of the vector."""
+        return self.bounds[-1]
+
+    @property
+    def own(self) -> slice:
+        """This rank's range of the vector, with its residuals: all of it on one level."""
+        return slice(self.bounds[self.nodes.local_rank], self.bounds[self.nodes.local_rank + 1])
+
+    @property
+    def own_numel(self) -> int:
+        return self.own.stop - self.own.start
+
+    @cached_property
+    def own_pieces(self) -> dict[Piece, slice]:
+        """Pieces of the own range, and where they lie in it; one per member."""
+        first = self.nodes.local_rank * len(self.members)
+        pieces = self.pieces[first : first + len(self.members)]
+        ends = itertools.accumulate(piece.end - piece.start for piece in pieces)
+        return {piece: slice(end - piece.end + piece.start, end) for piece, end in zip(pieces, ends, strict=True)}
+
     def zeros(self) -> Tensor:
-        return torch.zeros(self.numel, dtype=self.dtype, device=self.device)
+        return torch.zeros(self.own_numel, dtype=self.dtype, device=self.device)
 
     def ensure_residual(self) -> Tensor:
         if self.residual is None:
             self.residual = self.zeros()
         return self.residual
 
-    def sum_of(self, name: str, sparsity: Sparsity, rank: int, world_size: int) -> SparseSum:
-        """Return the algorithm with this name; it keeps its memory as long as its settings stay the same."""
+    def sum_of(self, name: str, sparsity: Sparsity) -> SparseSum:
+        """Return the algorithm with this name, for the own range of a vector of which ``sparsity.k`` entries travel.
+
+        It keeps its memory as long as its settings stay the same.
+        """
+        nodes = self.nodes
+        sparsity = replace(sparsity, k=range_counts(sparsity.k, self.bounds)[nodes.local_rank])
         present = self.sums.get(name)
         if present is None or present.sparsity != sparsity:
-            present = self.sums[name] = SparseSum(sparsity, self.numel, rank, world_size)
+            present = self.sums[name] = SparseSum(sparsity, self.own_numel, nodes.node, nodes.num_nodes)
             present.load_state_dict(self.memories.pop(name, {}))
         return present
 
@@ -183,8 +237,8 @@ class GradientGroup:
         """Return the memory of the algorithms, by name, as plain numbers and lists."""
         return self.memories | {name: sums.state_dict() for name, sums in self.sums.items()}
 
-    def kept(self) -> dict[Kept, dict[int, Tensor]]:
-        """Return residuals and velocities by parameter: views, (numel,) each, in storage order."""
+    def kept(self) -> dict[Kept, dict[Piece, Tensor]]:
+        """Return residuals and velocities by piece: views, (end - start,) each, in storage order."""
         return {"residual": self._split(self.residual), "velocity": self._split(self.velocity)}
 
     def clear(self) -> None:
@@ -192,16 +246,13 @@ class GradientGroup:
         if self.velocity is not None:
             self.velocity.zero_()
 
-    def keep(self, kind: Kept, parameter: int, values: Tensor) -> None:
-        """Copy (numel,) into the memory of a parameter, if the group has such memory."""
+    def keep(self, kind: Kept, piece: Piece, values: Tensor) -> None:
+        """Copy (end - start,) into the memory of an own piece, if the group has such memory."""
         if kind == "residual" and not self.is_dense:
             self.ensure_residual()
-        target = self.kept()[kind].get(parameter)
+        target = self.kept()[kind].get(piece)
         if target is not None:
             target.copy_(values)
 
-    def _split(self, vector: Tensor | None) -> dict[int, Tensor]:
-        if vector is None:
-            return {}
-        edges = itertools.pairwise([*self.offsets.values(), self.numel])
-        return {index: vector[start:end] for index, (start, end) in zip(self.offsets, edges, strict=True)}
+    def _split(self, vector: Tensor | None) -> dict[Piece, Tensor]:
+        return {} if vector is None else {piece: vector[place] for piece, place in self.own_pieces.items()}

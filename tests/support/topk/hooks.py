@@ -20,6 +20,19 @@ from tests.support.devices import rank_device
 CONFIG = TopKConfig(density=0.05, wire="exact", group_mb=0.03, timeout_s=20, stall_warning_s=10)
 
 
+class Sometimes(WholeNumbers):
+    """Layers that some ranks, or all of them, leave out in some steps."""
+
+    def forward(self, seed: int) -> Tensor:
+        total = torch.zeros((), device=rank_device())
+        step, rank = (seed - 1) // 17, (seed - 1) % 17
+        for index, layer in reversed(list(enumerate(self.layers))):
+            nobody, not_me = (index + step) % 4 == 1, (index + step) % 4 == 2 and rank == 0
+            if index == 0 or not (nobody or not_me):
+                total = layer(total, 100 * seed + index)
+        return total
+
+
 def sum_and_divide(_, bucket):  # type: ignore[no-untyped-def]
     """DDP's own reduction, but for a division that is exact for whole numbers."""
     buffer = bucket.buffer()
@@ -106,6 +119,12 @@ def accumulate(pair: Pair, step: int) -> None:
                 ddp(pair.seed(100 * step + part)).backward()
         ddp(pair.seed(step)).backward()
         optimizer.step()
+
+
+def gradients_of(model: nn.Module, seed: int) -> list[Tensor]:
+    model.zero_grad()
+    model(seed).backward()
+    return [torch.zeros(p.numel()) if p.grad is None else p.grad.flatten().clone() for p in model.parameters()]
 
 
 def conserve(
