@@ -40,9 +40,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run(options: argparse.Namespace, command: Sequence[str]) -> int:
-    with Cluster(options.workers, options.rate, options.latency) as cluster:
+    with Cluster(options.workers, options.rate, options.latency, options.ranks_per_node) as cluster:
         if options.check:
-            _show_speeds(cluster, receivers=range(cluster.num_workers))
+            _show_speeds(cluster, receivers=range(0, cluster.num_workers, cluster.ranks_per_node))
         elif not options.quiet:
             _show_speeds(cluster, receivers=[0])
         if not command:
@@ -54,11 +54,11 @@ def _show_speeds(cluster: Cluster, receivers: Iterable[int]) -> None:
     """Measures what each receiver gets from its right-hand neighbour, one after another, and says it."""
     rate_bit_s = cluster.link.rate_bit_s
     links = f"{cluster.num_workers} workers at {rate_bit_s / 1e6:g} Mbit/s"
-    if cluster.num_workers == 1:
+    if cluster.num_workers == cluster.ranks_per_node:
         say(f"{links}; no link to measure")
         return
     for receiver in receivers:
-        sender = (receiver + 1) % cluster.num_workers
+        sender = (receiver + cluster.ranks_per_node) % cluster.num_workers
         speed = cluster.measure(sender, receiver)
         share = speed.goodput_bit_s / rate_bit_s
         say(
@@ -90,6 +90,7 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--workers", type=int, default=4, metavar="N", help="number of workers (default: %(default)s)")
     add("--rate", default="1gbit", help="rate of each link and direction, as 2.5gbit (default: %(default)s)")
+    add("--ranks-per-node", type=int, default=1, metavar="N", help="workers that share a link (default: %(default)s)")
     add("--latency", help="one-way delay between two workers: 500us, 1ms (default: none added; needs netem)")
     add("--timeout", type=float, metavar="SECONDS", help="stop all workers after this time; exit code 124")
     add(

@@ -26,17 +26,21 @@ class Cluster:
     Args:
         workers: how many, at least 1.
         rate: line rate of every worker's link in each direction, such as ``"500mbit"`` or ``"2.5gbit"``.
-        latency: one-way delay between two workers, such as ``"1ms"``; needs netem in the kernel.
+        latency: one-way delay between two nodes, such as ``"1ms"``; needs netem in the kernel.
+        ranks_per_node: neighbouring workers that share a namespace, and so a link; a divisor of ``workers``.
 
     Raises:
         ValueError: a setting has a wrong form.
         ClusterUnavailable: (on entering) this machine lacks something; the message says what.
     """
 
-    def __init__(self, workers: int, rate: str, latency: str | None = None) -> None:
+    def __init__(self, workers: int, rate: str, latency: str | None = None, ranks_per_node: int = 1) -> None:
         if not 1 <= workers <= network.MAX_WORKERS:
             raise ValueError(f"workers must lie in 1 … {network.MAX_WORKERS}, got {workers}")
+        if ranks_per_node < 1 or workers % ranks_per_node:
+            raise ValueError(f"ranks_per_node must divide {workers} workers, got {ranks_per_node}")
         self.num_workers = workers
+        self.ranks_per_node = ranks_per_node
         self.link = network.Link(
             rate_bit_s=network.parse_rate(rate),
             latency_s=0.0 if latency is None else network.parse_latency(latency),
@@ -51,9 +55,10 @@ class Cluster:
         for name in leftovers.find():
             logger.warning("ended %d processes left behind by %s", leftovers.remove(name), name)
         # The bridge has a namespace too, so that the host's own network stays untouched.
-        self._namespaces = Namespaces(self.num_workers + 1, self.name, tools)
+        num_nodes = self.num_workers // self.ranks_per_node
+        self._namespaces = Namespaces(num_nodes + 1, self.name, tools)
         try:
-            network.build(self._namespaces, tools, self.num_workers, self.link)
+            network.build(self._namespaces, tools, num_nodes, self.link)
         except BaseException:
             self.close()
             raise
@@ -103,17 +108,25 @@ class Cluster:
             raise ValueError(f"{command[0]!r} is not a program on PATH; start a script as: python SCRIPT")
         return run_workers(
             [[*self.enter(rank), *command] for rank in range(self.num_workers)],
-            [worker_environment(base, rank, self.num_workers) for rank in range(self.num_workers)],
+            [
+                worker_environment(base, rank, self.num_workers, self.ranks_per_node)
+                for rank in range(self.num_workers)
+            ],
             timeout_s=timeout,
             grace_s=grace,
             prefix=prefix,
         )
 
-    def measure(self, sender: int = 1, receiver: int = 0) -> selfcheck.LinkSpeed:
-        """What a TCP stream from one worker to another really carries. Sends for about half a second."""
+    def measure(self, sender: int | None = None, receiver: int = 0) -> selfcheck.LinkSpeed:
+        """What a TCP stream from one worker to another really carries. Sends for about half a second.
+
+        Args:
+            sender: None: the first worker of the second node.
+        """
+        sender = self.ranks_per_node if sender is None else sender
         # Slow start doubles once per round trip: ten of them reach any rate we offer.
         warm_up_s = 0.1 + 20 * self.link.latency_s
-        address = network.address(receiver)
+        address = network.address(receiver // self.ranks_per_node)
         return selfcheck.measure(self.enter(sender), self.enter(receiver), address, warm_up_s)
 
     def enter(self, rank: int) -> list[str]:
@@ -122,7 +135,7 @@ class Cluster:
             raise RuntimeError("the cluster is not set up: use it as `with Cluster(…) as cluster:`")
         if not 0 <= rank < self.num_workers:
             raise ValueError(f"rank must lie in 0 … {self.num_workers - 1}, got {rank}")
-        return self._namespaces.enter(rank)
+        return self._namespaces.enter(rank // self.ranks_per_node)
 
 
 def why_unavailable(latency: str | None = None) -> str | None:

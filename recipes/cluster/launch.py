@@ -83,17 +83,20 @@ class Worker:
             reader.join(timeout=1.0)
 
 
-def worker_environment(base: Mapping[str, str], rank: int, num_workers: int) -> dict[str, str]:
-    """Environment of one worker: torchrun's variables, every worker being a node with one process.
+def worker_environment(
+    base: Mapping[str, str], rank: int, num_workers: int, ranks_per_node: int = 1
+) -> dict[str, str]:
+    """Environment of one worker: torchrun's variables, every node having some neighbouring workers.
 
     On top come the network interface for gloo and NCCL, and defaults that `base` may override.
     """
+    node, local_rank = divmod(rank, ranks_per_node)
     # A surrounding torchrun's variables would send workers to its store instead of rank 0's.
     inherited = {name: value for name, value in base.items() if not name.startswith("TORCHELASTIC_")}
     defaults = {
         "OMP_NUM_THREADS": "1",
         # NCCL would see that all workers share one machine and go around the emulated network.
-        "NCCL_HOSTID": f"worker{rank}",
+        "NCCL_HOSTID": f"worker{node}",
         "NCCL_IB_DISABLE": "1",
         # torch would warn once per connection that no name server knows the cluster's addresses.
         "TORCH_CPP_LOG_LEVEL": "ERROR",
@@ -101,11 +104,11 @@ def worker_environment(base: Mapping[str, str], rank: int, num_workers: int) -> 
     torchrun = {
         "RANK": str(rank),
         "WORLD_SIZE": str(num_workers),
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": "1",
-        "NODE_RANK": str(rank),
-        "GROUP_RANK": str(rank),
-        "GROUP_WORLD_SIZE": str(num_workers),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(ranks_per_node),
+        "NODE_RANK": str(node),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(num_workers // ranks_per_node),
         "ROLE_NAME": "default",
         "ROLE_RANK": str(rank),
         "ROLE_WORLD_SIZE": str(num_workers),

@@ -1,4 +1,4 @@
-"""The cluster's network: one bridge, one shaped link per worker."""
+"""The cluster's network: one bridge, one shaped link per worker, or per node of several workers."""
 
 from __future__ import annotations
 

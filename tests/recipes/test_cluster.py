@@ -188,6 +188,16 @@ def test_workers_get_the_environment_of_torchrun() -> None:
     assert environment["MASTER_PORT"].isdigit()
 
 
+def test_neighbouring_workers_share_a_node() -> None:
+    environments = [worker_environment({}, rank, 4, 2) for rank in range(4)]
+    assert [each["LOCAL_RANK"] for each in environments] == ["0", "1", "0", "1"]
+    assert [each["NODE_RANK"] for each in environments] == ["0", "0", "1", "1"]
+    last = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "GROUP_WORLD_SIZE": "2", "NCCL_HOSTID": "worker1"}
+    assert environments[3].items() >= last.items()
+    with pytest.raises(ValueError, match="ranks_per_node must divide 4 workers, got 3"):
+        Cluster(4, "1gbit", ranks_per_node=3)
+
+
 def test_the_users_threads_stay_and_a_surrounding_torchrun_goes() -> None:
     base = {"OMP_NUM_THREADS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True", "GLOO_SOCKET_IFNAME": "eth0"}
     environment = worker_environment(base, rank=0, num_workers=1)
@@ -284,6 +294,18 @@ def measured_mbit_s(run: Run, rate: str) -> float:
     code, _, error = run.finish("--workers", "2", "--rate", rate, "--", "true")
     assert code == 0, error
     return float(error.partition("from rank 1 to 0: ")[2].split()[0])
+
+
+@pytest.mark.usefixtures("available")
+def test_workers_of_a_node_share_a_link_and_are_fast_among_themselves(run: Run) -> None:
+    options = ("--workers", "4", "--ranks-per-node", "2", "--rate", "20mbit")
+    code, _, error = run.finish(*options, "--", "sh", "-c", NOTE)
+    assert code == 0 and "from rank 2 to 0" in error, error
+    networks = [(run.folder / f"network{rank}").read_text() for rank in range(4)]
+    assert networks[0] == networks[1] != networks[2] == networks[3]
+    with Cluster(4, "20mbit", ranks_per_node=2) as cluster:
+        between, within = cluster.measure(), cluster.measure(sender=1)
+    assert between.goodput_bit_s < 40e6 < within.goodput_bit_s
 
 
 @pytest.mark.usefixtures("available")

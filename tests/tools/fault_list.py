@@ -82,9 +82,9 @@ _COMM = (
     ),
     Fault(
         "comm: node and place are swapped",
-        "ddp_hooks/comm/algorithms/two_level.py",
-        "node, local_rank = divmod(rank, node_size)",
-        "local_rank, node = divmod(rank, node_size)",
+        "ddp_hooks/comm/nodes.py",
+        "return self.rank // self.size",
+        "return self.rank % self.num_nodes",
         ("tests/comm/test_two_level.py",),
     ),
     Fault(
@@ -509,10 +509,34 @@ _TOPK = (
     Fault(
         "topk: momentum stays where it was sent",
         "ddp_hooks/topk/reduction/group_reduction.py",
-        "group.velocity.index_fill_(0, self._result.indices, 0.0)",
-        "group.velocity.index_fill(0, self._result.indices, 0.0)",
+        "group.velocity.index_fill_(0, self._own.indices, 0.0)",
+        "group.velocity.index_fill(0, self._own.indices, 0.0)",
         ("tests/topk/test_hook.py",),
         "equal_to_the_algorithm",
+    ),
+    Fault(
+        "topk: one rank of all keeps what one of a node's ranks has to keep",
+        "ddp_hooks/topk/reduction/group_reduction.py",
+        "entries.indices % nodes.num_nodes == nodes.node",
+        "entries.indices % nodes.world_size == nodes.rank",
+        ("tests/topk/test_two_level.py",),
+        "unused",
+    ),
+    Fault(
+        "topk: velocities of nodes are added to gradients of other ranges",
+        "ddp_hooks/topk/reduction/group_reduction.py",
+        "self._flat[: group.own.start].zero_()",
+        "self._flat[:0].zero_()",
+        ("tests/topk/test_two_level.py",),
+        "nodes_for_ranks",
+    ),
+    Fault(
+        "topk: each rank takes over states, of which it keeps its range",
+        "ddp_hooks/topk/state.py",
+        'state["rank"] % nodes.num_nodes == nodes.node',
+        'state["rank"] % nodes.world_size == nodes.rank',
+        ("tests/topk/test_two_level.py",),
+        "take_over",
     ),
 )
 

@@ -78,6 +78,12 @@ def test_nothing_is_lost(gpu_workers: WorkerPools, world_size: int, changes: dic
     hooks.check(gpu_workers(world_size).run(hooks.conserve, config, hooks.plain, 5))
 
 
+@pytest.mark.parametrize("changes", [{}, {"teams": 2, "sag": "b"}, {"dense_below_numel": 200}, {"algorithm": "oktopk"}])
+def test_nothing_is_lost_on_two_levels(gpu_workers: WorkerPools, changes: dict[str, Any]) -> None:
+    config = replace(hooks.CONFIG, node_size=2, **changes)
+    hooks.check(gpu_workers(4).run(hooks.conserve, config, hooks.plain, 5))
+
+
 @pytest.mark.parametrize("changes", [{"wire": "compact"}, {"dense_below_numel": 200}, {"warmup_steps": 3}], ids=str)
 @pytest.mark.parametrize("loop", [hooks.zero_to_zeros, hooks.accumulate], ids=lambda loop: loop.__name__)
 def test_loops(gpu_workers: WorkerPools, loop: Any, changes: dict[str, Any]) -> None:

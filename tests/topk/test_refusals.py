@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 from typing import Any
 
 import pytest
@@ -115,7 +116,7 @@ def test_set_up(workers: WorkerPools) -> None:
 
 def refuse_nodes(rank: int, world_size: int) -> list[str]:
     configs = TopKConfig(node_size=3), TopKConfig(node_size=2, teams=4), TopKConfig(node_size=2 if rank else None)
-    return [message_of(lambda config=config: TopKState(linear(), config)) for config in configs]
+    return [message_of(partial(TopKState, linear(), config)) for config in configs]
 
 
 def test_nodes_that_do_not_fit(workers: WorkerPools) -> None:

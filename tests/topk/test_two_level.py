@@ -102,7 +102,7 @@ def test_ranges_are_summed_between_nodes(format: Any, whole: bool, job: Any) -> 
         gradients = [gradient.round() for gradient in gradients] if whole else gradients
         by_node = [gradients[first : first + size] for first in range(0, world_size, size)]
         sums = [sum(others, first) for first, *others in by_node]
-        total += sum(sums)  # type: ignore[arg-type]
+        total += sum(sums)
         results: dict[int, Any] = {}
         sent_bytes = [0] * world_size
         run_on_fabric([
@@ -163,7 +163,7 @@ def everywhere() -> list[Any]:
         for changes in ALGORITHMS:
             if world_size // node_size % changes.get("teams", 1) == 0:
                 name = f"{world_size}-{node_size}-{'-'.join(map(str, changes.values()))}"
-                marks = [] if world_size == 4 else pytest.mark.slow
+                marks = [pytest.mark.slow] if world_size > 4 else []
                 cases.append(pytest.param(world_size, node_size, changes, marks=marks, id=name))
     return cases
 
@@ -230,7 +230,7 @@ def against_the_twin(rank: int, world_size: int, changes: dict[str, Any]) -> lis
                 vectors = [torch.cat([v[i][cut[i]] for i in members]) for v in velocities]
                 residuals = [torch.cat([r[i][cut[i]] for i in members]) for r in kept]
                 if group.is_dense:
-                    mean, sent = sum(vectors) / world_size, torch.zeros(lengths[part], dtype=torch.bool)
+                    mean, sent = torch.stack(vectors).sum(0) / world_size, torch.zeros(lengths[part], dtype=torch.bool)
                 else:
                     sparsity = Sparsity("spardl", counts[part], EntryCodec("exact", torch.float32))
                     results: dict[int, Any] = {}
