@@ -1,0 +1,263 @@
+"""Ways of sending gradients, of all workers in one process: from the gradients of a step to the mean that is applied.
+
+Ours are the algorithms of the packages, run on the fabric. bfloat16 and PowerSGD are twins of torch's hooks: the same
+arithmetic, without processes; a test compares them with the hooks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeAlias, TypeVar, get_args
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import Algorithm, Partition, Round, aligned_bounds, direct_reduce_scatter, run_on_fabric
+from ddp_hooks.comm.wire.codecs import Codec, CodecName, codec_of
+from ddp_hooks.sparse import EntryCodec, SparseSum, Sparsity
+from fsdp_ext.compressed import compressed_reduce_scatter
+
+Mean: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
+"""Takes a gradient per worker, (numel,) float32, and returns their mean as all workers get it; may change all of them."""
+ResultT = TypeVar("ResultT")
+
+BLOCK_NUMEL = 256  # elements that share a scale
+SPARSE_WIRE = EntryCodec("compact", torch.float32)  # TopKConfig's default
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a format is told before the first step.
+
+    Args:
+        shapes: of the parameters, in the order of the gradients' elements: that of DDP's only bucket.
+        workers: how many.
+        steps: of the whole training.
+    """
+
+    shapes: Sequence[torch.Size]
+    workers: int
+    steps: int
+
+    @property
+    def numels(self) -> list[int]:
+        return [shape.numel() for shape in self.shapes]
+
+    @property
+    def numel(self) -> int:
+        return sum(self.numels)
+
+
+def in_rank_order(setup: Setup) -> Mean:
+    """Plain DDP's mean, but for the order: ``((g0 + g1) + g2) + g3``, as our exact sums have it."""
+
+    def mean(gradients: Sequence[Tensor]) -> Tensor:
+        total, *others = gradients
+        for gradient in others:
+            total += gradient
+        return total.div_(setup.workers)
+
+    return mean
+
+
+def in_ring_order(setup: Setup, dtype: torch.dtype = torch.float32) -> Mean:
+    """Plain DDP's mean, bit for bit, and in bfloat16 that of torch's hook: divided before gloo's ring adds."""
+
+    def mean(gradients: Sequence[Tensor]) -> Tensor:
+        return ring_sum([gradient.to(dtype).div_(setup.workers) for gradient in gradients]).to(gradients[0].dtype)
+
+    return mean
+
+
+def ring_sum(values: Sequence[Tensor]) -> Tensor:
+    """Return the sum in the order of gloo's ring, measured with torch 2.14: part r of P is complete on rank r.
+
+    Its first value is that of rank r - 1, and the others follow downwards.
+    """
+    size = len(values)
+    parts = [value.tensor_split(size) for value in values]
+    sums = []
+    for rank in range(size):
+        total = parts[(rank - 1) % size][rank].clone()
+        for step in range(2, size + 1):
+            total += parts[(rank - step) % size][rank]
+        sums.append(total)
+    return torch.cat(sums)
+
+
+def exact(setup: Setup) -> Mean:
+    """``DearConfig(wire="exact")``."""
+    bounds = aligned_bounds(setup.numel, setup.workers, 4)
+
+    def mean(gradients: Sequence[Tensor]) -> Tensor:
+        partitions = [Partition(gradient, bounds) for gradient in gradients]
+        run([
+            direct_reduce_scatter(each.ranges, rank, torch.empty_like(each.flat), setup.workers)
+            for rank, each in enumerate(partitions)
+        ])
+        return owned(partitions)
+
+    return mean
+
+
+def rounded(name: str, setup: Setup) -> Mean:
+    """``DearConfig(wire=name)``: rounded once, on the way to the owner, with error feedback; summed in float32.
+
+    Owners' means are what is applied: parameters are gathered as they are.
+    """
+    codec = codec_called(name)
+    bounds = aligned_bounds(setup.numel, setup.workers, 4)
+    residuals = [Partition(torch.zeros(setup.numel), bounds) for _ in range(setup.workers)]
+
+    def mean(gradients: Sequence[Tensor]) -> Tensor:
+        partitions = [Partition(gradient, bounds) for gradient in gradients]
+        run([
+            compressed_reduce_scatter(each.ranges, rank, codec, setup.workers, residuals[rank].ranges)
+            for rank, each in enumerate(partitions)
+        ])
+        return owned(partitions)
+
+    return mean
+
+
+def quantized(name: str, setup: Setup) -> Mean:
+    """``QuantizedConfig``: also the mean is rounded on its way to all workers, with its owner's error feedback."""
+    codec = codec_called(name)
+    bounds = aligned_bounds(setup.numel, setup.workers, 4)
+    once, residual = rounded(name, setup), Partition(torch.zeros(setup.numel), bounds)
+
+    def mean(gradients: Sequence[Tensor]) -> Tensor:
+        found = Partition(once(gradients), bounds)
+        for values, left in zip(found.ranges, residual.ranges, strict=True):
+            payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
+            codec.encode_with_residual(values, left, payload)
+            codec.decode(payload, values)
+        return found.flat
+
+    return mean
+
+
+def codec_called(name: str) -> Codec:
+    """Return the codec of float32 with this name.
+
+    Raises:
+        ValueError: there is none.
+    """
+    for known in get_args(CodecName):
+        if known == name and (codec := codec_of(known, BLOCK_NUMEL, torch.float32)) is not None:
+            return codec
+    raise ValueError(f"expected a codec of {', '.join(get_args(CodecName))}, got {name!r}")
+
+
+def spardl(density: float, setup: Setup) -> Mean:
+    """``TopKConfig(density=density)``, all parameters in one group."""
+    sparsity = Sparsity("spardl", max(1, round(density * setup.numel)), SPARSE_WIRE)
+    sums = [SparseSum(sparsity, setup.numel, rank, setup.workers) for rank in range(setup.workers)]
+    residuals = [torch.zeros(setup.numel) for _ in sums]
+
+    def mean(gradients: Sequence[Tensor]) -> Tensor:
+        parts = zip(sums, residuals, gradients, strict=True)
+        result = run([part.run(residual, gradient) for part, residual, gradient in parts])[0]
+        return gradients[0].zero_().index_copy_(0, result.indices, result.values / setup.workers)
+
+    return mean
+
+
+class PowerSgd:
+    """Twin of torch's ``powerSGD_hook`` with its defaults, error feedback and warm start among them.
+
+    It begins after a tenth of the steps, as torch's documentation advises; until then the sum is dense.
+    """
+
+    def __init__(self, rank: int, setup: Setup) -> None:
+        self._setup = setup
+        self._step, self._start = 0, max(2, setup.steps // 10)
+        self._dense = in_ring_order(setup)
+        self._errors = [torch.zeros(setup.numel) for _ in range(setup.workers)]
+        self._ranks = [self._rank_of(shape, rank) for shape in setup.shapes]  # 0: not compressed
+        self._qs: list[Tensor] = []  # of compressed parameters, (columns, rank) each
+
+    def __call__(self, gradients: Sequence[Tensor]) -> Tensor:
+        self._step += 1
+        if self._step <= self._start:
+            return self._dense(gradients)
+        for gradient, error in zip(gradients, self._errors, strict=True):
+            error.add_(gradient)  # what this step is to send
+        workers, setup = self._setup.workers, self._setup
+        pieces = [error.split(setup.numels) for error in self._errors]
+        places = [index for index, rank in enumerate(self._ranks) if rank]
+        matrices = [[piece[i].view(setup.shapes[i][0], -1) for i in places] for piece in pieces]
+        ps = self._reduced([[m @ q for m, q in zip(each, self._start_qs(), strict=True)] for each in matrices])
+        ps = [_orthogonal(p) for p in ps]
+        qs = self._reduced([[m.T @ p for m, p in zip(each, ps, strict=True)] for each in matrices])
+        self._qs = [q.div_(workers) for q in qs]
+        low_rank = iter([p @ q.T for p, q in zip(ps, self._qs, strict=True)])
+        whole = [torch.cat([p for p, rank in zip(piece, self._ranks, strict=True) if not rank]) for piece in pieces]
+        kept = iter(ring_sum(whole).div_(workers).split([n for n, r in zip(setup.numels, self._ranks, strict=True) if not r]))
+        mean = torch.cat([next(low_rank).flatten() if rank else next(kept) for rank in self._ranks])
+        for error in self._errors:
+            error.sub_(mean)
+        return mean
+
+    @staticmethod
+    def _rank_of(shape: torch.Size, most: int) -> int:
+        """Return the rank of a parameter's approximation; 0: too small to save at least half."""
+        rows, columns = shape[0], math.prod(shape[1:])
+        rank = min(rows, columns, most)
+        return rank if 2 * (rows + columns) * rank < rows * columns else 0
+
+    def _start_qs(self) -> list[Tensor]:
+        """Return orthogonal matrices to begin a step with, (columns, rank) each; the same on all workers."""
+        if not self._qs:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(np.random.RandomState(0).randint(1_000_000_000))
+                shapes = zip(self._setup.shapes, self._ranks, strict=True)
+                self._qs = [torch.randn(math.prod(shape[1:]), rank) for shape, rank in shapes if rank]
+        return [_orthogonal(q) for q in self._qs]
+
+    def _reduced(self, factors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return the sums of all workers' factors, which travel in one message."""
+        total = ring_sum([torch.cat([factor.flatten() for factor in each]) for each in factors])
+        parts = total.split([factor.numel() for factor in factors[0]])
+        return [part.view_as(factor) for part, factor in zip(parts, factors[0], strict=True)]
+
+
+def _orthogonal(matrix: Tensor) -> Tensor:
+    return torch.linalg.qr(matrix).Q
+
+
+def run(algorithms: Sequence[Generator[Round, None, ResultT]]) -> list[ResultT]:
+    """Run ``algorithms[r]`` as rank r on the fabric; return their results."""
+    results: dict[int, ResultT] = {}
+
+    def noted(rank: int, algorithm: Generator[Round, None, ResultT]) -> Algorithm:
+        results[rank] = yield from algorithm
+
+    run_on_fabric([noted(rank, algorithm) for rank, algorithm in enumerate(algorithms)])
+    return [results[rank] for rank in range(len(algorithms))]
+
+
+def owned(partitions: Sequence[Partition]) -> Tensor:
+    """Return every rank's own range, one after the other."""
+    return torch.cat([partition.ranges[rank] for rank, partition in enumerate(partitions)])
+
+
+DENSE, EXACT = "plain DDP", "exact"
+FORMATS: dict[str, Callable[[Setup], Mean]] = {
+    DENSE: in_rank_order,
+    "plain DDP, other order": in_ring_order,
+    EXACT: exact,
+    "bf16": partial(rounded, "bf16"),
+    "int8": partial(rounded, "int8"),
+    "int4": partial(rounded, "int4"),
+    "quantized int8": partial(quantized, "int8"),
+    "quantized int4": partial(quantized, "int4"),
+    "torch's bf16 hook": partial(in_ring_order, dtype=torch.bfloat16),
+    "PowerSGD, rank 4": partial(PowerSgd, 4),
+    "SparDL, 1 %": partial(spardl, 0.01),
+    "SparDL, 0.1 %": partial(spardl, 0.001),
+}
