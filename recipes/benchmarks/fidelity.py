@@ -15,7 +15,7 @@ import math
 import statistics
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -40,8 +40,8 @@ difference is that of the validation losses after the last step, relative to pla
 standard error of the mean over seeds. "plain DDP, other order" adds the same gradients in the order of gloo's ring: \
 float32 rounds differently, and training amplifies that. What is not larger than this row says nothing.
 
-GPT-2, BERT and Llama have 4 layers of width 256, and learn with AdamW; the LSTM (2 layers of width 256) and the ResNet \
-(3 blocks) learn with SGD and momentum 0.9. Text: the documentation and docstrings of Python. Images: scikit-learn's \
+GPT-2, BERT and Llama have 4 layers of width 256, and learn with AdamW; the LSTM (2 layers of width 256) and the \
+ResNet (3 blocks) learn with SGD and momentum 0.9. Text: the documentation and docstrings of Python. Images: scikit-learn's \
 digits, under noise. Gradients are clipped to norm 1; learning rates rise for a tenth of the steps, then fall to 0.
 
 All workers run in one process. `bf16`, `int8`, `int4` are wires of `DearConfig`: a gradient is rounded once. \

@@ -14,19 +14,23 @@ from typing import TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Partition, Round, aligned_bounds, direct_reduce_scatter, run_on_fabric
+from ddp_hooks.comm import Algorithm, Partition, Round, aligned_bounds, run_on_fabric
+from ddp_hooks.comm.algorithms.exact import exact_reduce_scatter, exact_scratch_bytes
 from ddp_hooks.comm.wire.codecs import Codec, CodecName, codec_of
+from ddp_hooks.comm.wire.exact import ExactWire
 from ddp_hooks.sparse import EntryCodec, SparseSum, Sparsity
 from fsdp_ext.compressed import compressed_reduce_scatter
 
 Mean: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
-"""Takes a gradient per worker, (numel,) float32, and returns their mean as all workers get it; may change all of them."""
+"""Takes a gradient per worker, (numel,) float32, and returns the mean that all workers get; may change all of them."""
 ResultT = TypeVar("ResultT")
 
 BLOCK_NUMEL = 256  # elements that share a scale
 SPARSE_WIRE = EntryCodec("compact", torch.float32)  # TopKConfig's default
+_GLOO_SEGMENT_BYTES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -74,12 +78,12 @@ def in_ring_order(setup: Setup, dtype: torch.dtype = torch.float32) -> Mean:
 
 
 def ring_sum(values: Sequence[Tensor]) -> Tensor:
-    """Return the sum in the order of gloo's ring, measured with torch 2.14: part r of P is complete on rank r.
-
-    Its first value is that of rank r - 1, and the others follow downwards.
-    """
-    size = len(values)
-    parts = [value.tensor_split(size) for value in values]
+    """Return the sum in the order of gloo's ring: part r of P begins with rank r - 1, and goes downwards to rank r."""
+    size, numel = len(values), values[0].numel()
+    segments_of_rank = max(2, -(-values[0].nbytes // (size * _GLOO_SEGMENT_BYTES)))
+    length = segments_of_rank * -(-numel // (segments_of_rank * size))
+    bounds = [min(rank * length, numel) for rank in range(size)]
+    parts = [value.tensor_split(bounds[1:]) for value in values]
     sums = []
     for rank in range(size):
         total = parts[(rank - 1) % size][rank].clone()
@@ -90,15 +94,18 @@ def ring_sum(values: Sequence[Tensor]) -> Tensor:
 
 
 def exact(setup: Setup) -> Mean:
-    """``DearConfig(wire="exact")``."""
+    """``DearConfig(wire="exact")``: in 16 bits where numbers fit."""
     bounds = aligned_bounds(setup.numel, setup.workers, 4)
+    wires = [ExactWire() for _ in range(setup.workers)]
 
     def mean(gradients: Sequence[Tensor]) -> Tensor:
         partitions = [Partition(gradient, bounds) for gradient in gradients]
-        run([
-            direct_reduce_scatter(each.ranges, rank, torch.empty_like(each.flat), setup.workers)
-            for rank, each in enumerate(partitions)
-        ])
+        algorithms = []
+        for rank, partition in enumerate(partitions):
+            chunks = partition.ranges
+            scratch = torch.empty(exact_scratch_bytes(chunks, rank), dtype=torch.uint8)
+            algorithms.append(exact_reduce_scatter(chunks, rank, wires[rank], 0, scratch, setup.workers))
+        run(algorithms)
         return owned(partitions)
 
     return mean
@@ -110,16 +117,17 @@ def rounded(name: str, setup: Setup) -> Mean:
     Owners' means are what is applied: parameters are gathered as they are.
     """
     codec = codec_called(name)
-    bounds = aligned_bounds(setup.numel, setup.workers, 4)
-    residuals = [Partition(torch.zeros(setup.numel), bounds) for _ in range(setup.workers)]
+    bounds = tuple(-(-setup.numel // setup.workers) * rank for rank in range(setup.workers + 1))
+    residuals = [Partition(torch.zeros(bounds[-1]), bounds) for _ in range(setup.workers)]
 
     def mean(gradients: Sequence[Tensor]) -> Tensor:
-        partitions = [Partition(gradient, bounds) for gradient in gradients]
+        missing = bounds[-1] - setup.numel
+        partitions = [Partition(F.pad(gradient, (0, missing)) if missing else gradient, bounds) for gradient in gradients]
         run([
             compressed_reduce_scatter(each.ranges, rank, codec, setup.workers, residuals[rank].ranges)
             for rank, each in enumerate(partitions)
         ])
-        return owned(partitions)
+        return owned(partitions)[: setup.numel]
 
     return mean
 
@@ -196,9 +204,10 @@ class PowerSgd:
         qs = self._reduced([[m.T @ p for m, p in zip(each, ps, strict=True)] for each in matrices])
         self._qs = [q.div_(workers) for q in qs]
         low_rank = iter([p @ q.T for p, q in zip(ps, self._qs, strict=True)])
-        whole = [torch.cat([p for p, rank in zip(piece, self._ranks, strict=True) if not rank]) for piece in pieces]
-        kept = iter(ring_sum(whole).div_(workers).split([n for n, r in zip(setup.numels, self._ranks, strict=True) if not r]))
-        mean = torch.cat([next(low_rank).flatten() if rank else next(kept) for rank in self._ranks])
+        others = [index for index, rank in enumerate(self._ranks) if not rank]
+        sums = ring_sum([torch.cat([piece[i] for i in others]) for piece in pieces]).div_(workers)
+        whole = iter(sums.split([setup.numels[i] for i in others]))
+        mean = torch.cat([next(low_rank).flatten() if rank else next(whole) for rank in self._ranks])
         for error in self._errors:
             error.sub_(mean)
         return mean
@@ -227,7 +236,7 @@ class PowerSgd:
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:
-    return torch.linalg.qr(matrix).Q
+    return torch.linalg.qr(matrix).Q.contiguous()
 
 
 def run(algorithms: Sequence[Generator[Round, None, ResultT]]) -> list[ResultT]:
