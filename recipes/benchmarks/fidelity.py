@@ -40,9 +40,10 @@ difference is that of the validation losses after the last step, relative to pla
 standard error of the mean over seeds. "plain DDP, other order" adds the same gradients in the order of gloo's ring: \
 float32 rounds differently, and training amplifies that. What is not larger than this row says nothing.
 
-GPT-2, BERT and Llama have 4 layers of width 256, and learn with AdamW; the LSTM (2 layers of width 256) and the \
-ResNet (3 blocks) learn with SGD and momentum 0.9. Text: the documentation and docstrings of Python. Images: scikit-learn's \
-digits, under noise. Gradients are clipped to norm 1; learning rates rise for a tenth of the steps, then fall to 0.
+GPT-2, BERT and Llama have 4 layers of width 256, and learn with AdamW. The LSTM (2 layers of width 256) and the \
+ResNet (3 blocks) learn with SGD and momentum 0.9. Text: the documentation and docstrings of Python. Images: \
+scikit-learn's digits, under noise. Gradients are clipped to norm 1. Learning rates rise for a tenth of the steps, \
+then fall to 0. Each worker normalises batches by its own statistics; running ones are the first worker's, as in DDP.
 
 All workers run in one process. `bf16`, `int8`, `int4` are wires of `DearConfig`: a gradient is rounded once. \
 `quantized`: `QuantizedState`, where the mean is rounded, too. torch's hooks are twins that tests compare with the \

@@ -14,21 +14,20 @@ from typing import TypeAlias, TypeVar, get_args
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Partition, Round, aligned_bounds, run_on_fabric
+from ddp_hooks.comm import Algorithm, Partition, Round, aligned_bounds, pairwise_exchange, run_on_fabric
 from ddp_hooks.comm.algorithms.exact import exact_reduce_scatter, exact_scratch_bytes
 from ddp_hooks.comm.wire.codecs import Codec, CodecName, codec_of
 from ddp_hooks.comm.wire.exact import ExactWire
 from ddp_hooks.sparse import EntryCodec, SparseSum, Sparsity
-from fsdp_ext.compressed import compressed_reduce_scatter
+from fsdp_ext.compressed import add_payloads, encode_for_peers
 
 Mean: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 """Takes a gradient per worker, (numel,) float32, and returns the mean that all workers get; may change all of them."""
 ResultT = TypeVar("ResultT")
 
-BLOCK_NUMEL = 256  # elements that share a scale
+BLOCK_NUMEL = 256  # elements that share a scale: the default
 SPARSE_WIRE = EntryCodec("compact", torch.float32)  # TopKConfig's default
 _GLOO_SEGMENT_BYTES = 1 << 20
 
@@ -111,38 +110,29 @@ def exact(setup: Setup) -> Mean:
     return mean
 
 
-def rounded(name: str, setup: Setup) -> Mean:
+def rounded(name: str, setup: Setup, rounds_mean: bool = False) -> Mean:
     """``DearConfig(wire=name)``: rounded once, on the way to the owner, with error feedback; summed in float32.
 
-    Owners' means are what is applied: parameters are gathered as they are.
+    Owners' means are what is applied, as parameters are gathered whole. ``rounds_mean``: as ``QuantizedConfig``, which
+    rounds means once more, on their way to all workers; the owner has the residual.
     """
     codec = codec_called(name)
-    bounds = tuple(-(-setup.numel // setup.workers) * rank for rank in range(setup.workers + 1))
-    residuals = [Partition(torch.zeros(bounds[-1]), bounds) for _ in range(setup.workers)]
+    bounds = aligned_bounds(setup.numel, setup.workers, 1, BLOCK_NUMEL)
+    residuals = [Partition(torch.zeros(setup.numel), bounds).ranges for _ in range(setup.workers)]
+
+    def reduce(chunks: Sequence[Tensor], rank: int) -> Algorithm:
+        payloads = encode_for_peers(chunks, rank, codec, residuals[rank])
+        incoming = [torch.empty_like(payloads[rank]) for _ in payloads]
+        yield from pairwise_exchange(payloads, incoming, rank)
+        add_payloads(chunks[rank], rank, incoming, codec, setup.workers)
 
     def mean(gradients: Sequence[Tensor]) -> Tensor:
-        missing = bounds[-1] - setup.numel
-        partitions = [Partition(F.pad(gradient, (0, missing)) if missing else gradient, bounds) for gradient in gradients]
-        run([
-            compressed_reduce_scatter(each.ranges, rank, codec, setup.workers, residuals[rank].ranges)
-            for rank, each in enumerate(partitions)
-        ])
-        return owned(partitions)[: setup.numel]
-
-    return mean
-
-
-def quantized(name: str, setup: Setup) -> Mean:
-    """``QuantizedConfig``: also the mean is rounded on its way to all workers, with its owner's error feedback."""
-    codec = codec_called(name)
-    bounds = aligned_bounds(setup.numel, setup.workers, 4)
-    once, residual = rounded(name, setup), Partition(torch.zeros(setup.numel), bounds)
-
-    def mean(gradients: Sequence[Tensor]) -> Tensor:
-        found = Partition(once(gradients), bounds)
-        for values, left in zip(found.ranges, residual.ranges, strict=True):
+        partitions = [Partition(gradient, bounds) for gradient in gradients]
+        run([reduce(partition.ranges, rank) for rank, partition in enumerate(partitions)])
+        found = Partition(owned(partitions), bounds)
+        for owner, values in enumerate(found.ranges if rounds_mean else []):
             payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8)
-            codec.encode_with_residual(values, left, payload)
+            codec.encode_with_residual(values, residuals[owner][owner], payload)
             codec.decode(payload, values)
         return found.flat
 
@@ -263,8 +253,8 @@ FORMATS: dict[str, Callable[[Setup], Mean]] = {
     "bf16": partial(rounded, "bf16"),
     "int8": partial(rounded, "int8"),
     "int4": partial(rounded, "int4"),
-    "quantized int8": partial(quantized, "int8"),
-    "quantized int4": partial(quantized, "int4"),
+    "quantized int8": partial(rounded, "int8", rounds_mean=True),
+    "quantized int4": partial(rounded, "int4", rounds_mean=True),
     "torch's bf16 hook": partial(in_ring_order, dtype=torch.bfloat16),
     "PowerSGD, rank 4": partial(PowerSgd, 4),
     "SparDL, 1 %": partial(spardl, 0.01),

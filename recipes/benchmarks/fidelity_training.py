@@ -30,7 +30,7 @@ from recipes.common.texts import python_documentation
 from recipes.common.tokens import SPECIAL_TOKENS, cut_into_blocks, hold_out, shared_tokenizer
 
 IGNORED = -100  # label of a token that is not to be predicted
-MASKED = 0.15  # part of the tokens that BERT predicts
+MASKED = 0.3  # part of the tokens that BERT predicts
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Task:
         lr: the largest learning rate.
         vocabulary: tokens.
         noise: standard deviation of what is added to images, whose range is -1 to 1.
-        validation: sequences or images, at most.
+        validation: sequences, at most, or images, each as often as it takes, with other noise.
     """
 
     kind: Literal["gpt2", "bert", "llama", "lstm", "resnet"]
@@ -71,7 +71,7 @@ TASKS = {
     "BERT": Task("bert", 256, 4, 1, 64, 1e-3),
     "Llama": Task("llama", 256, 4, 1, 64, 1e-3),
     "LSTM": Task("lstm", 256, 2, 2, 32, 0.3),
-    "ResNet": Task("resnet", 32, 3, 8, 16, 0.05, validation=359),
+    "ResNet": Task("resnet", 32, 3, 8, 16, 0.05, noise=2.0, validation=1436),
     "tiny": Task("resnet", 4, 1, 4, 8, 0.05, validation=32),
 }
 
@@ -115,7 +115,8 @@ def gradients_of(
 ) -> tuple[float, list[Tensor]]:
     """Return the mean loss, and every worker's gradient, (numel,); buffers become the first worker's."""
     buffers = list(model.buffers())
-    losses, gradients, first = [], [], []
+    losses, gradients = [], []
+    first: list[Tensor] = []
     for batch in batches:
         with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
             loss = model(*batch)
@@ -153,7 +154,9 @@ def draw(task: Task, seed: int) -> Iterator[tuple[Tensor, ...]]:
 def validation_set(task: Task) -> tuple[Tensor, ...]:
     """Return samples that nothing is trained on, with their masks or noise; the same for all formats and seeds."""
     samples = _data(task)[1]
-    return prepared(task, tuple(each[: task.validation] for each in samples), torch.Generator().manual_seed(0))
+    again = -(-task.validation // len(samples[0])) if task.kind == "resnet" else 1
+    chosen = tuple(each.repeat(again, *[1] * (each.dim() - 1))[: task.validation] for each in samples)
+    return prepared(task, chosen, torch.Generator().manual_seed(0))
 
 
 def training_set(task: Task) -> tuple[Tensor, ...]:
@@ -220,6 +223,10 @@ class Transformer(nn.Module):
         elif task.kind == "bert":
             off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
             self.model = BertForMaskedLM(BertConfig(**sizes, intermediate_size=4 * task.width, **off))
+            # From random positions it takes many thousand steps to find which tokens are neighbours.
+            positions = self.model.bert.embeddings.position_embeddings.weight
+            with torch.no_grad():
+                positions.copy_(sinusoids(*positions.shape) * math.sqrt(2) * self.model.config.initializer_range)
         else:
             width = task.width * 8 // 3 // 16 * 16  # of three matrices, as many elements as two of four times the width
             off = {"use_cache": False, "tie_word_embeddings": True}
@@ -228,6 +235,12 @@ class Transformer(nn.Module):
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         loss: Tensor = self.model(input_ids=ids, labels=labels).loss
         return loss
+
+
+def sinusoids(length: int, width: int) -> Tensor:
+    """Return positional encodings, (length, width), of Vaswani et al., 2017, section 3.5, the sines first."""
+    angles = torch.arange(length)[:, None] * 10_000 ** (-torch.arange(width // 2) / (width // 2))
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
 
 
 class Lstm(nn.Module):

@@ -986,4 +986,33 @@ _FSDP = (
     ),
 )
 
-FAULTS = (*_COMM, *_DEAR, *_FEED, *_TOPK, *_EMBEDDING, *_COORDINATION, *_TUNING, *_PLANNING, *_INTEGRATIONS, *_FSDP)
+_RECIPES = (
+    Fault(
+        "recipes: losses are compared with another seed's",
+        "recipes/benchmarks/fidelity.py",
+        "100 * (found[seed] / dense[seed] - 1)",
+        "100 * (found[seed] / dense[min(dense)] - 1)",
+        ("tests/recipes/test_fidelity.py",),
+        "compared",
+    ),
+    Fault(
+        "recipes: PowerSGD's twin has no error feedback",
+        "recipes/benchmarks/fidelity_formats.py",
+        "error.sub_(mean)",
+        "error.zero_()",
+        ("tests/recipes/test_fidelity.py",),
+        "PowerSGD",
+    ),
+    Fault(
+        "recipes: running statistics are the last worker's",
+        "recipes/benchmarks/fidelity_training.py",
+        "first = first or [buffer.clone() for buffer in buffers]",
+        "first = [buffer.clone() for buffer in buffers]",
+        ("tests/recipes/test_fidelity.py",),
+        "statistics",
+    ),
+)
+
+FAULTS = (
+    *_COMM, *_DEAR, *_FEED, *_TOPK, *_EMBEDDING, *_COORDINATION, *_TUNING, *_PLANNING, *_INTEGRATIONS, *_FSDP, *_RECIPES
+)  # fmt: skip
