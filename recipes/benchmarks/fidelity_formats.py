@@ -189,7 +189,8 @@ class PowerSgd:
         pieces = [error.split(setup.numels) for error in self._errors]
         places = [index for index, rank in enumerate(self._ranks) if rank]
         matrices = [[piece[i].view(setup.shapes[i][0], -1) for i in places] for piece in pieces]
-        ps = self._reduced([[m @ q for m, q in zip(each, self._start_qs(), strict=True)] for each in matrices])
+        starts = self._starts()
+        ps = self._reduced([[m @ q for m, q in zip(each, starts, strict=True)] for each in matrices])
         ps = [_orthogonal(p) for p in ps]
         qs = self._reduced([[m.T @ p for m, p in zip(each, ps, strict=True)] for each in matrices])
         self._qs = [q.div_(workers) for q in qs]
@@ -209,7 +210,7 @@ class PowerSgd:
         rank = min(rows, columns, most)
         return rank if 2 * (rows + columns) * rank < rows * columns else 0
 
-    def _start_qs(self) -> list[Tensor]:
+    def _starts(self) -> list[Tensor]:
         """Return orthogonal matrices to begin a step with, (columns, rank) each; the same on all workers."""
         if not self._qs:
             with torch.random.fork_rng(devices=[]):

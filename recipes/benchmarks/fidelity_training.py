@@ -22,6 +22,8 @@ from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadMode
 
 from recipes.benchmarks.fidelity import Trial
 from recipes.benchmarks.fidelity_formats import DENSE, EXACT, FORMATS, Setup
+from recipes.common import byte_text
+from recipes.common.byte_text import NUM_BYTES
 from recipes.common.images import load_images
 from recipes.common.pages import now
 from recipes.common.pig_latin import docstrings
@@ -29,8 +31,8 @@ from recipes.common.schedules import warmed_cosine
 from recipes.common.texts import python_documentation
 from recipes.common.tokens import SPECIAL_TOKENS, cut_into_blocks, hold_out, shared_tokenizer
 
+MASK = list(SPECIAL_TOKENS).index("mask_token")  # also a byte that no text has
 IGNORED = -100  # label of a token that is not to be predicted
-MASKED = 0.3  # part of the tokens that BERT predicts
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class Task:
         length: tokens of a sequence, or pixels of an image's side.
         lr: the largest learning rate.
         vocabulary: tokens.
+        masked: part of the tokens that BERT is to predict.
         noise: standard deviation of what is added to images, whose range is -1 to 1.
         validation: sequences, at most, or images, each as often as it takes, with other noise.
     """
@@ -56,6 +59,7 @@ class Task:
     length: int
     lr: float
     vocabulary: int = 1000
+    masked: float = 0.3
     noise: float = 1.0
     validation: int = 256
 
@@ -171,9 +175,9 @@ def prepared(task: Task, samples: tuple[Tensor, ...], generator: torch.Generator
     (ids,) = samples
     if task.kind != "bert":
         return ids, ids
-    chosen = torch.rand(ids.shape, generator=generator).argsort(1)[:, : max(1, round(MASKED * task.length))]
+    chosen = torch.rand(ids.shape, generator=generator).argsort(1)[:, : max(1, round(task.masked * task.length))]
     labels = torch.full_like(ids, IGNORED).scatter_(1, chosen, ids.gather(1, chosen))
-    return ids.scatter(1, chosen, list(SPECIAL_TOKENS).index("mask_token")), labels
+    return ids.scatter(1, chosen, MASK), labels
 
 
 @cache
@@ -184,8 +188,11 @@ def _data(task: Task) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         train, held_out = ([part[index] for index in range(len(part))] for part in (images.train, images.held_out))
         return _stacked(train), _stacked(held_out)
     texts = [*python_documentation(), *docstrings()]
-    tokenizer = shared_tokenizer(texts, task.vocabulary)
-    training, held_out_blocks = hold_out(cut_into_blocks(texts, tokenizer, task.length, marked=False))
+    if task.vocabulary == NUM_BYTES:
+        blocks = byte_text.cut_into_blocks(texts, task.length)
+    else:
+        blocks = cut_into_blocks(texts, shared_tokenizer(texts, task.vocabulary), task.length, marked=False)
+    training, held_out_blocks = hold_out(blocks)
     # In any order: the second half of the text are docstrings.
     order = torch.randperm(len(held_out_blocks), generator=torch.Generator().manual_seed(0))
     return (training,), (held_out_blocks[order],)
