@@ -13,12 +13,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import statistics
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from functools import partial
-from multiprocessing import get_context
+from multiprocessing import get_context, parent_process
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -121,13 +123,25 @@ def _train_all(trials: Sequence[Trial], jobs: int) -> Iterator[dict[str, Any]]:
     if jobs == 1:
         yield from map(train, trials)
         return
-    with ProcessPoolExecutor(jobs, get_context("spawn")) as pool:
+    with ProcessPoolExecutor(jobs, get_context("spawn"), initializer=_end_with_parent) as pool:
         try:
             for future in as_completed([pool.submit(train, trial) for trial in trials]):
                 yield future.result()
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+
+
+def _end_with_parent() -> None:
+    """End this process, which a pool has started, when its parent ends, in whatever way: it would stay otherwise."""
+    parent = parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
@@ -160,6 +174,9 @@ class Losses:
         for record in records:
             self._by_seed.setdefault((record["task"], record["format"]), {})[record["seed"]] = record["loss"]
 
+    def num_seeds(self, task: str) -> int:
+        return len(set().union(*(found for (of_task, _), found in self._by_seed.items() if of_task == task)))
+
     def of(self, task: str, name: str) -> Difference | None:
         """Return the mean loss; None without any."""
         found = self._by_seed.get((task, name))
@@ -183,8 +200,9 @@ def page(runs: Sequence[Run]) -> Page:
     parts: list[Part] = [INTRODUCTION]
     shape = sorted({f"{record['workers']} workers, {record['steps']} steps" for record in records})
     columns = ("format", *losses.tasks)
-    seeds = len({record["seed"] for record in records})
-    parts.append(Table(f"Validation loss against plain DDP's, %: {'; '.join(shape)}, {seeds} seeds", columns, rows))
+    seeds = [f"{task} {losses.num_seeds(task)}" for task in losses.tasks]
+    title = f"Validation loss against plain DDP's, %: {'; '.join(shape)}"
+    parts.append(Table(title, columns, rows, [f"Seeds: {', '.join(seeds)}."]))
     if compared:
         size = (1 + 2.6 * len(losses.tasks), 1.4 + 0.3 * len(compared))
         parts.append(Picture("Difference to plain DDP's loss", partial(_draw, losses, compared), size))

@@ -196,9 +196,8 @@ class PowerSgd:
         self._qs = [q.div_(workers) for q in qs]
         low_rank = iter([p @ q.T for p, q in zip(ps, self._qs, strict=True)])
         others = [index for index, rank in enumerate(self._ranks) if not rank]
-        sums = ring_sum([torch.cat([piece[i] for i in others]) for piece in pieces]).div_(workers)
-        whole = iter(sums.split([setup.numels[i] for i in others]))
-        mean = torch.cat([next(low_rank).flatten() if rank else next(whole) for rank in self._ranks])
+        whole = iter(self._reduced([[piece[i] for i in others] for piece in pieces]))
+        mean = torch.cat([next(low_rank).flatten() if rank else next(whole).div_(workers) for rank in self._ranks])
         for error in self._errors:
             error.sub_(mean)
         return mean
@@ -219,11 +218,13 @@ class PowerSgd:
                 self._qs = [torch.randn(math.prod(shape[1:]), rank) for shape, rank in shapes if rank]
         return [_orthogonal(q) for q in self._qs]
 
-    def _reduced(self, factors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-        """Return the sums of all workers' factors, which travel in one message."""
-        total = ring_sum([torch.cat([factor.flatten() for factor in each]) for each in factors])
-        parts = total.split([factor.numel() for factor in factors[0]])
-        return [part.view_as(factor) for part, factor in zip(parts, factors[0], strict=True)]
+    def _reduced(self, tensors: Sequence[Sequence[Tensor]]) -> list[Tensor]:
+        """Return the sums of all workers' tensors, which travel in one message."""
+        if not tensors[0]:
+            return []
+        total = ring_sum([torch.cat([tensor.flatten() for tensor in each]) for each in tensors])
+        parts = total.split([tensor.numel() for tensor in tensors[0]])
+        return [part.view_as(tensor) for part, tensor in zip(parts, tensors[0], strict=True)]
 
 
 def _orthogonal(matrix: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ TASKS = {
     "BERT": Task("bert", 256, 4, 4, 16, 1e-3, vocabulary=NUM_BYTES, masked=0.25, validation=1024),
     "Llama": Task("llama", 256, 4, 1, 64, 1e-3),
     "LSTM": Task("lstm", 256, 2, 2, 32, 0.3, validation=512),
-    "ResNet": Task("resnet", 32, 3, 8, 16, 0.05, noise=2.0, validation=1436),
+    "ResNet": Task("resnet", 32, 3, 8, 16, 0.02, noise=2.0, validation=1436),
     "tiny": Task("resnet", 4, 1, 4, 8, 0.05, validation=32),
 }
 

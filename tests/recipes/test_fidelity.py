@@ -230,6 +230,15 @@ def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.slow
+def test_every_format_trains_in_processes_of_its_own(tmp_path: Path) -> None:
+    command = ["--tasks", "tiny", "--seeds", "1", "--steps", "25", "--jobs", "2"]
+    fidelity.BENCHMARK.run([*command, "--output", str(tmp_path)])
+    records = Run.load(tmp_path / "fidelity.json").results
+    assert {record["format"] for record in records} == FORMATS.keys()
+    assert all(record["training_losses"][-1] < record["training_losses"][0] for record in records)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("task", fidelity.TASKS)
 def test_every_task_learns(task: str) -> None:
     record = fidelity_training.train(Trial(task, EXACT, 0, 8, 2))
