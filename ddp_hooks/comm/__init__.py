@@ -1,7 +1,7 @@
 """One way to talk: algorithms as generators, three executors, lanes, accounting and agreement."""
 
 from ddp_hooks.comm.accounting import Recorder, Span, Stall, Traffic, mebibytes
-from ddp_hooks.comm.agreement import agree, compare
+from ddp_hooks.comm.agreement import agree, agree_on_node_size, compare
 from ddp_hooks.comm.algorithms.bruck import bruck_all_gather, num_rounds
 from ddp_hooks.comm.algorithms.collectives import (
     Partition,
@@ -21,12 +21,14 @@ from ddp_hooks.comm.failure import LaneError, LaneTimeout
 from ddp_hooks.comm.meeting import Patience, broadcast_object, calling, gather_objects, report_error
 from ddp_hooks.comm.nodes import Nodes, ranks_per_node
 from ddp_hooks.comm.probe import LinkProfile, profile_link, suited_to
+from ddp_hooks.comm.saved import find_problem_of_ranks, find_problem_of_shapes, sum_by_name
 from ddp_hooks.comm.strides import in_order_of, in_storage_order, is_dense, shaped_like
 from ddp_hooks.comm.torch_compat.state_dict import read_metadata
 from ddp_hooks.comm.validation import (
     above,
     at_least,
     check_booleans,
+    check_node_size,
     check_slice,
     check_waits,
     check_whole,
@@ -56,8 +58,10 @@ __all__ = [  # noqa: RUF022 - by topic
     # failures, and the end of a process
     "LaneError", "LaneTimeout", "at_exit", "see", "wrong_state",
     # meetings and agreement of ranks
-    "Patience", "agree", "broadcast_object", "calling", "compare", "gather_objects", "report_error",
+    "Patience", "agree", "agree_on_node_size", "broadcast_object", "calling", "compare", "gather_objects",
+    "report_error",
     # settings, tensors and checkpoints
-    "above", "at_least", "check_booleans", "check_slice", "check_waits", "check_whole", "in_order_of",
-    "in_storage_order", "is_dense", "positive", "read_metadata", "refuse_unused", "shaped_like", "whole",
+    "above", "at_least", "check_booleans", "check_node_size", "check_slice", "check_waits", "check_whole",
+    "find_problem_of_ranks", "find_problem_of_shapes", "in_order_of", "in_storage_order", "is_dense", "positive",
+    "read_metadata", "refuse_unused", "shaped_like", "sum_by_name", "whole",
 ]

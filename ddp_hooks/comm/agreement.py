@@ -10,11 +10,13 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
+import socket
 from collections.abc import Mapping, Sequence
 
 import torch.distributed as dist
 
 from ddp_hooks.comm.meeting import gather_objects
+from ddp_hooks.comm.nodes import ranks_per_node
 from ddp_hooks.comm.validation import see
 
 VERIFY = "DDP_HOOKS_VERIFY"
@@ -29,6 +31,14 @@ def agree(
         raise ValueError(f"{found}{see('set-up-is-refused', quoted=found)}")
     if difference is not None:
         raise ValueError(f"{difference}{see('ranks-differ')}")
+
+
+def agree_on_node_size(node_size: int | str | None, group: dist.ProcessGroup, subject: str, patience: object) -> int:
+    """Return the ranks per node, 1 for one level, as given, or for ``"auto"`` as hosts' names tell; collective."""
+    if isinstance(node_size, int) or node_size is None:
+        return node_size or 1
+    size = ranks_per_node(gather_objects(socket.gethostname(), group, subject, patience))
+    return size if size is not None and size < dist.get_world_size(group) else 1
 
 
 def compare(

@@ -58,6 +58,14 @@ def check_waits(timeout_s: object, stall_warning_s: object) -> None:
         raise ValueError(f"stall_warning_s must be > 0, got {stall_warning_s!r}")
 
 
+def check_node_size(node_size: object) -> None:
+    """Raise ValueError unless this is a number of ranks per node, ``"auto"``, or None for one level."""
+    if node_size not in (None, "auto") and not whole(node_size, 2):
+        raise ValueError(
+            f'node_size must be None, which is one level, "auto", or a whole number >= 2, got {node_size!r}'
+        )
+
+
 def check_slice(slice_mb: object) -> None:
     """Raise ValueError unless this is a size of slices in MiB; slices below 1 KiB take for ever."""
     if slice_mb is not None and not (positive(slice_mb) and at_least(slice_mb, 1 / 1024)):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, TypeAlias, cast
+from collections.abc import Callable, Collection, Sequence
+from typing import Any, Literal, NoReturn, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,19 @@ def why_not_ended(
         f"{remedy_for_unused(ddp)}: the last backward ended without gradients for {shortened(missing)} or "
         "parameters of the same bucket. If it ended with an exception, wrap the model again"
     )
+
+
+def refuse_unended(
+    ddp: DistributedDataParallel, parameters: Sequence[Tensor], names: Sequence[str], missing: Sequence[str]
+) -> NoReturn:
+    """Raise at a forward after a backward that did not end; DDP has not handed over gradients of ``missing``."""
+    if not missing:
+        raise RuntimeError(
+            "the last backward ended with an error in its exchange: wrap the model again"
+            f"{see('a-backward-did-not-end')}"
+        )
+    cause = why_not_ended(ddp, parameters, names, missing)
+    raise RuntimeError(f"gradients were not reduced over the ranks: {cause}{see('a-backward-did-not-end')}")
 
 
 def remedy_for_unused(ddp: DistributedDataParallel) -> str:
@@ -134,6 +147,11 @@ class LocalGradients:
             *(p.register_post_accumulate_grad_hook(_adding(i, self._written)) for i, p in enumerate(parameters)),
         ]
         self.close = weakref.finalize(self, _remove, handles)
+
+    @property
+    def written(self) -> Collection[int]:
+        """Parameters to which backwards have given gradients since the last one that DDP has reduced: a live view."""
+        return self._written
 
     def all_reduced(self) -> None:
         """DDP has handed over all buckets of a backward."""

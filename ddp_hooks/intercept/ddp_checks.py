@@ -72,6 +72,31 @@ def find_problem_of_parameters(ddp: DistributedDataParallel, state: str) -> str 
     return None
 
 
+def find_problem_of_dtypes(ddp: DistributedDataParallel) -> str | None:
+    """Look for gradients that are not real numbers of 16 bits or more."""
+    for name, parameter in managed_parameters(ddp).items():
+        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
+            return (
+                f"{name} is {parameter.dtype}, which is not supported: use float32, float64, bfloat16 or float16, or "
+                f"keep it out of DDP with requires_grad_(False)"
+            )
+    return None
+
+
+def find_problem_of_nodes(node_size: object, world_size: int) -> str | None:
+    """Look whether nodes of ``node_size`` ranks, if that is a number, make two levels."""
+    if not isinstance(node_size, int) or (node_size < world_size and world_size % node_size == 0):
+        return None
+    if node_size == world_size:
+        return (
+            f"node_size={node_size} makes all {node_size} ranks one node, and within a node everything is sent: leave "
+            f"it out, or use DearState, which is exact"
+        )
+    possible = [number for number in range(2, world_size) if world_size % number == 0]
+    remedy = f"possible are {possible}" if possible else "leave it out"
+    return f"node_size must divide the number of ranks, {world_size}: got {node_size}, {remedy}"
+
+
 def fingerprint(ddp: DistributedDataParallel, config: object) -> dict[str, object]:
     """Return entries that must be equal on all ranks, by name: versions, settings, parameters."""
     from ddp_hooks import __version__

@@ -10,7 +10,14 @@ from typing import Any
 
 from torch import Tensor
 
-from ddp_hooks.comm import in_order_of, is_dense, shaped_like
+from ddp_hooks.comm import (
+    find_problem_of_ranks,
+    find_problem_of_shapes,
+    in_order_of,
+    is_dense,
+    shaped_like,
+    sum_by_name,
+)
 from ddp_hooks.topk.reduction.groups import Context, GradientGroup, Kept
 
 _KINDS: tuple[Kept, ...] = ("residual", "velocity")
@@ -41,18 +48,16 @@ def restore(
     """Replace residuals and velocities by the sums of the states ``mine``."""
     for group in groups:
         group.clear()
+    total = {kind: sum_by_name([state[kind] for state in mine]) for kind in _KINDS}
     group_of = {piece: each for each in groups for piece in each.own_pieces}
     for piece, group in group_of.items():
         name, like = context.names[piece.parameter], context.parameters[piece.parameter]
         if any(name in state["residual"] for state in everyones):  # a group has one on all ranks or on none
             group.ensure_residual()
         for kind in _KINDS:
-            found = [state[kind][name] for state in mine if name in state[kind]]
-            if found:
-                total = found[0].clone()
-                for other in found[1:]:
-                    total += other
-                values = in_order_of(total, like) if is_dense(like) else total.contiguous().view(-1)
+            if name in total[kind]:
+                values = total[kind][name]
+                values = in_order_of(values, like) if is_dense(like) else values.contiguous().view(-1)
                 group.keep(kind, piece, values[piece.start : piece.end])
 
 
@@ -65,30 +70,14 @@ def fingerprint(saved: Mapping[str, Any], own: bool) -> dict[str, Any]:
 def find_problem(saved: Sequence[Mapping[str, Any]], own: bool, context: Context) -> str | None:
     """Return the reason why this rank's ``own`` state, or those of all ranks, cannot be loaded, None if they can."""
     nodes = context.lanes.nodes
-    if not saved:
-        return "there is no state to load"
     problem = next((found for state in saved if (found := _problem_of_content(state, context))), None)
-    if problem is not None:
-        return problem
-    before, ranks = saved[0]["world_size"], [state["rank"] for state in saved]
-    if own:
-        if before != nodes.world_size:
-            return (
-                f"the state was saved by one of {before} ranks, and there are {nodes.world_size} now: pass the states "
-                f"of all of them, as a list, on every rank"
-            )
-        size = saved[0].get("node_size", 1)
-        if size != nodes.size:
-            return (
-                f"the state was saved with {size} ranks per node, and there are {nodes.size} now: pass the states of "
-                f"all ranks, as a list, on every rank"
-            )
-        return None if ranks == [nodes.rank] else f"rank {nodes.rank} was given the state of rank {ranks[0]}"
-    if sorted(ranks) != list(range(before)):
-        return f"the states of all {before} ranks are needed, each once, got those of {sorted(ranks)}"
-    if len({state["step"] for state in saved}) > 1:
-        return f"the states are of different steps, {sorted({state['step'] for state in saved})}"
-    return None
+    problem = problem or find_problem_of_ranks(saved, nodes.rank if own else None, nodes.world_size)
+    if problem is None and own and (size := saved[0].get("node_size", 1)) != nodes.size:
+        return (
+            f"the state was saved with {size} ranks per node, and there are {nodes.size} now: pass the states of all "
+            f"ranks, as a list, on every rank"
+        )
+    return problem
 
 
 def _problem_of_content(state: Mapping[str, Any], context: Context) -> str | None:
@@ -100,11 +89,9 @@ def _problem_of_content(state: Mapping[str, Any], context: Context) -> str | Non
         differing = sorted(set(state["order"]) ^ set(shapes))
         return f"the state is of other parameters: {differing[0]} is trained only before or only now"
     for kind in _KINDS:
-        for name, values in state[kind].items():
-            if name not in shapes:
-                return f"the state has a {kind} of {name}, which the model has not"
-            if values.shape != shapes[name]:
-                return f"the {kind} of {name} has shape {tuple(values.shape)}, the parameter {tuple(shapes[name])}"
-            if kind == "residual" and values.numel() < context.config.dense_below_numel:
-                return f"{name} is summed in full now, and its residual would be lost: keep dense_below_numel"
+        if problem := find_problem_of_shapes(kind, state[kind], shapes):
+            return problem
+    for name, values in state["residual"].items():
+        if values.numel() < context.config.dense_below_numel:
+            return f"{name} is summed in full now, and its residual would be lost: keep dense_below_numel"
     return None

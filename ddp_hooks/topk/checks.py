@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import socket
-
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks.comm import agree, gather_objects, ranks_per_node, see
+from ddp_hooks.comm import agree, agree_on_node_size, see
 from ddp_hooks.comm.torch_compat.ddp import managed_parameters
 from ddp_hooks.intercept import ddp_checks
 from ddp_hooks.intercept.optimizers import find_problem_of_hooks
@@ -33,7 +31,7 @@ def agree_on_setup(
         ddp_checks.find_problem_of_types(ddp, config, TopKConfig, "TopKState")
         or ddp_checks.find_problem_of_ddp(ddp)
         or ddp_checks.find_problem_of_parameters(ddp, "TopKState")
-        or _problem_of_dtypes(ddp)
+        or ddp_checks.find_problem_of_dtypes(ddp)
         or _problem_of_nodes(ddp, config, dist.get_world_size(group))
         or (_problem_of_optimizer(optimizer, config) if optimizer is not None else None)
         or (_problem_of_pipeline(ddp, scaler, optimizer) if config.pipeline == "forward" else None)
@@ -42,19 +40,11 @@ def agree_on_setup(
     if problem is None:
         entries = ddp_checks.fingerprint(ddp, config) | {"a gradient scaler": "none" if scaler is None else "given"}
     agree(entries, problem, group, "the set-up of TopKState", config)
-    node_size = _node_size(config, group)
+    node_size = agree_on_node_size(config.node_size, group, "the set-up of TopKState", config)
     problem = _problem_of_algorithm(ddp, config, dist.get_world_size(group) // node_size)
     if problem is not None:  # the same on every rank
         raise ValueError(f"{problem}{see('set-up-is-refused')}")
     return group, node_size
-
-
-def _node_size(config: TopKConfig, group: dist.ProcessGroup) -> int:
-    """Return the ranks per node, 1 for one level; collective."""
-    if config.node_size != "auto":
-        return config.node_size or 1
-    size = ranks_per_node(gather_objects(socket.gethostname(), group, "the set-up of TopKState", config))
-    return size if size is not None and size < dist.get_world_size(group) else 1
 
 
 def _problem_of_nodes(ddp: DistributedDataParallel, config: TopKConfig, world_size: int) -> str | None:
@@ -65,26 +55,7 @@ def _problem_of_nodes(ddp: DistributedDataParallel, config: TopKConfig, world_si
             f'node_size={size!r} has no effect on {device.type} with algorithm="dense", whose collectives are native: '
             f"leave it out"
         )
-    if not isinstance(size, int) or (size < world_size and world_size % size == 0):
-        return None
-    if size == world_size:
-        return (
-            f"node_size={size} makes all {size} ranks one node, and within a node everything is sent: leave it out, or "
-            f"use DearState, which is exact"
-        )
-    possible = [number for number in range(2, world_size) if world_size % number == 0]
-    remedy = f"possible are {possible}" if possible else "leave it out"
-    return f"node_size must divide the number of ranks, {world_size}: got {size}, {remedy}"
-
-
-def _problem_of_dtypes(ddp: DistributedDataParallel) -> str | None:
-    for name, parameter in managed_parameters(ddp).items():
-        if not parameter.dtype.is_floating_point or parameter.dtype.itemsize < 2:
-            return (
-                f"{name} is {parameter.dtype}, which is not supported: use float32, float64, bfloat16 or float16, or "
-                f"keep it out of DDP with requires_grad_(False)"
-            )
-    return None
+    return ddp_checks.find_problem_of_nodes(size, world_size)
 
 
 def _problem_of_algorithm(ddp: DistributedDataParallel, config: TopKConfig, num_nodes: int) -> str | None:

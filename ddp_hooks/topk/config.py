@@ -5,7 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
-from ddp_hooks.comm import above, at_least, check_booleans, check_waits, check_whole, positive, refuse_unused, whole
+from ddp_hooks.comm import (
+    above,
+    at_least,
+    check_booleans,
+    check_node_size,
+    check_waits,
+    check_whole,
+    positive,
+    refuse_unused,
+    whole,
+)
 from ddp_hooks.sparse.codec import Format
 from ddp_hooks.sparse.error_feedback import Collection
 from ddp_hooks.tuning import BucketTuner
@@ -105,10 +115,7 @@ class TopKConfig:
             raise TypeError(f"tuner must be None or a BucketTuner(...), got {type(self.tuner).__name__}")
         if self.teams != "auto" and not whole(self.teams, 1):
             raise ValueError(f'teams must be a whole number >= 1 or "auto", got {self.teams!r}')
-        if self.node_size not in (None, "auto") and not whole(self.node_size, 2):
-            raise ValueError(
-                f'node_size must be None, which is one level, "auto", or a whole number >= 2, got {self.node_size!r}'
-            )
+        check_node_size(self.node_size)
         if self.momentum is not None and not (at_least(self.momentum, 0) and self.momentum < 1):
             raise ValueError(f"momentum must be None or in [0, 1), got {self.momentum!r}")
         if not positive(self.group_mb):

@@ -25,7 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import agree, at_exit, see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.intercept import PARAMETERWISE, co_optimizers, refuse_join
-from ddp_hooks.intercept.causes import LocalGradients, why_not_ended
+from ddp_hooks.intercept.causes import LocalGradients, refuse_unended
 from ddp_hooks.sparse import EntryCodec, Sparsity
 from ddp_hooks.topk import checkpoint, checks
 from ddp_hooks.topk.choosing import VariantChooser
@@ -318,14 +318,8 @@ class TopKState:
     def _before_forward(self, *_: Any) -> None:
         if not torch.is_grad_enabled() or self._backward is None:
             return
-        missing = self._backward.missing
-        if not missing:
-            raise RuntimeError(
-                "the last backward ended with an error in its exchange: wrap the model again"
-                f"{see('a-backward-did-not-end')}"
-            )
-        cause = why_not_ended(self._context.ddp, self._context.parameters, self._context.names, missing)
-        raise RuntimeError(f"gradients were not reduced over the ranks: {cause}{see('a-backward-did-not-end')}")
+        context = self._context
+        refuse_unended(context.ddp, context.parameters, context.names, self._backward.missing)
 
     def _after_forward(self, module: Any, args: Any, output: Any) -> None:
         if output is None:

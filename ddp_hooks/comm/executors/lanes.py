@@ -165,6 +165,13 @@ class Lanes:
         """Run any algorithms as one piece of work; each lane makes and runs some of them."""
         return self._spread(lambda lane, part: lane.run_several(starts, label, part))
 
+    def run_in_turn(self, starts: Sequence[Callable[[], Algorithm]], label: str) -> Work:
+        """Run any algorithms as the slices of one piece of work on the next lane; each is made when its turn comes."""
+        lane = self.next_lane()
+        if isinstance(lane, ThreadLane):
+            return lane.run_several(starts, label)
+        return lane.run((exchanges for start in starts for exchanges in start()), label)
+
     def _spread(self, submit: Callable[[ThreadLane, Part], Work]) -> Work:
         lanes = [lane for lane in self._lanes[: len(self)] if isinstance(lane, ThreadLane)]
         return WorkGroup([submit(lane, (index, len(lanes))) for index, lane in enumerate(lanes)])

@@ -139,7 +139,7 @@ class ThreadLane:
         content = None if tag == LIVENESS_TAG or self._index == SMALL_SUMS else ""
         return self._submit("exchange", [_slice_of(lambda: algorithm, tag)], label, content, after)
 
-    def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: Part) -> ThreadWork:
+    def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: Part = _WHOLE) -> ThreadWork:
         """Run algorithms as the slices of one piece of work; each is made when its turn comes."""
         return self._submit("exchange", map(_slice_of, starts), label, "", part=part)
 
