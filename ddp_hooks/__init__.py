@@ -14,6 +14,7 @@ from ddp_hooks.embedding import (
     embedding_hook,
     shard_embeddings,
 )
+from ddp_hooks.quantized import QuantizedConfig, QuantizedState, QuantizedStats, quantized_hook
 from ddp_hooks.topk import TopKConfig, TopKState, TopKStats, topk_hook
 from ddp_hooks.tuning import BucketTuner
 
@@ -27,6 +28,9 @@ __all__ = [
     "GradScaler",
     "LaneError",
     "LaneTimeout",
+    "QuantizedConfig",
+    "QuantizedState",
+    "QuantizedStats",
     "RowwiseAdamW",
     "ShardedEmbedding",
     "Span",
@@ -38,6 +42,7 @@ __all__ = [
     "clip_grad_norm_",
     "dear_hook",
     "embedding_hook",
+    "quantized_hook",
     "shard_embeddings",
     "topk_hook",
 ]

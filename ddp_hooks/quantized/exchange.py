@@ -1,0 +1,122 @@
+"""All-reduce of one run of gradients in fewer bits: encoded to their owners, and encoded back.
+
+Rank r owns the r-th of P ranges. Each rank sends every range straight to its owner, so gradients are rounded once. The
+owner adds in float32, divides, and sends the mean, rounded again, to all; also the owner takes the rounded mean, so
+that replicas stay equal. Both roundings have a residual (error feedback), and one memory is enough for both, because
+an owner does not send its own range::
+
+    residual of rank r = what rounding took from r's gradients, in the ranges of other owners,
+                         P * what rounding took from the mean, in r's own range
+
+So P * (means that were applied) + (residuals of all ranks) = (gradients of all ranks), wherever ranges lie.
+
+With nodes of several ranks, ranges of equal local ranks are summed exactly within a node first. In place of P ranks,
+equal local ranks of the nodes exchange their sums. The means go around in the node as they are. A residual of a range
+belongs to the node, and lies on the local rank that encodes the range.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ddp_hooks.comm import (
+    Algorithm,
+    Nodes,
+    Partition,
+    aligned_bounds,
+    among,
+    pairwise_exchange,
+    ring_all_gather,
+    sum_within_node,
+)
+from ddp_hooks.comm.algorithms.collectives import all_gather_among
+from ddp_hooks.comm.wire.codecs import Codec, relative_error
+
+_GRAIN_NUMEL = 256  # ranges begin at multiples of it, so that few blocks are cut
+
+
+@dataclass
+class Exchange:
+    """All-reduce of ``flat``, in slices; both tensors belong to a lane until its work is complete."""
+
+    flat: Tensor  # (numel,): gradients, which become means
+    residual: Tensor  # (numel,), float32 or wider, without the scale
+    codec: Codec
+    nodes: Nodes
+    scale: float  # factor of the gradient scaler
+    is_new: bool  # ranges were others in the backward before
+    measures: bool  # relative errors
+    relative_error: float = 0.0  # the largest of the first slices of all ranges, if it is measured
+
+    def slices(self, numel: int) -> list[Callable[[], Algorithm]]:
+        """Return the functions that start slices of at most ``numel``, a multiple of a block, of every range."""
+        bounds = aligned_bounds(self.flat.numel(), self.nodes.world_size, 1, _GRAIN_NUMEL)
+        ranges, kept = Partition(self.flat, bounds).ranges, Partition(self.residual, bounds).ranges
+        longest = max(each.numel() for each in ranges)
+        starts: list[Callable[[], Algorithm]] = []
+        for first in range(0, longest, numel):
+            where = slice(first, first + numel)
+            chunks, residuals = [each[where] for each in ranges], [each[where] for each in kept]
+            starts.append(partial(self._reduce, chunks, residuals, self.measures and first == 0))
+        return starts
+
+    def _reduce(self, gradients: list[Tensor], residuals: list[Tensor], measures: bool) -> Algorithm:
+        """Make the mean of every rank's ``gradients``, one tensor per owner, in place."""
+        nodes = self.nodes
+        is_narrow = self.flat.element_size() < 4
+        chunks = [each.float() for each in gradients] if is_narrow else gradients
+        if measures:
+            self.relative_error = max(relative_error(self.codec, each) for each in chunks)
+        within = [chunks[each :: nodes.size] for each in range(nodes.size)]
+        if nodes.size > 1:
+            if self.is_new:
+                self._hand_over(chunks, residuals)
+            yield from sum_within_node(within, nodes)
+        kept = [residuals[peer] for peer in nodes.peers]
+        yield from among(nodes.peers, self._reduce_encoded(within[nodes.local_rank], kept))
+        if nodes.size > 1:
+            yield from all_gather_among(nodes.members, nodes.local_rank, within)
+        if is_narrow:
+            for gradient, chunk in zip(gradients, chunks, strict=True):
+                gradient.copy_(chunk)
+
+    def _hand_over(self, chunks: list[Tensor], residuals: list[Tensor]) -> None:
+        """Leave residuals to the local ranks that will encode their ranges, as part of the node's sums."""
+        for owner, (chunk, residual) in enumerate(zip(chunks, residuals, strict=True)):
+            if owner not in self.nodes.peers:
+                chunk.add_(residual, alpha=self.scale)
+                residual.zero_()
+
+    def _reduce_encoded(self, chunks: list[Tensor], residuals: list[Tensor]) -> Algorithm:
+        """Make the mean of ``chunks`` of equal local ranks, one tensor per node, in place."""
+        node, codec, world_size, scale = self.nodes.node, self.codec, self.nodes.world_size, self.scale
+        own, own_residual = chunks[node], residuals[node]
+        payloads = [chunk.new_empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
+        incoming = [torch.empty_like(payloads[node]) for _ in payloads]
+        for peer, (chunk, residual, payload) in enumerate(zip(chunks, residuals, payloads, strict=True)):
+            if peer != node:
+                _encode(codec, chunk, residual, payload, scale)
+        yield from pairwise_exchange(payloads, incoming, node)
+        for peer, payload in enumerate(incoming):
+            if peer != node:
+                codec.add(payload, own)
+        own.div_(world_size)
+        means = [torch.empty_like(payload) for payload in payloads]  # what was sent may still be on its way
+        _encode(codec, own, own_residual, means[node], scale / world_size)
+        yield from ring_all_gather(means, node)
+        for payload, chunk in zip(means, chunks, strict=True):
+            codec.decode(payload, chunk)
+
+
+def _encode(codec: Codec, values: Tensor, residual: Tensor, payload: Tensor, unit: float) -> None:
+    """Encode ``values`` with a residual that is kept in another unit: ``unit * residual`` belongs to them."""
+    if unit != 1.0:
+        residual.mul_(unit)
+    codec.encode_with_residual(values, residual, payload)
+    if unit != 1.0:
+        residual.div_(unit)

@@ -1,0 +1,1 @@
+"""Models and twins of the all-reduce in fewer bits."""
