@@ -56,9 +56,9 @@ def attach(accelerator: Accelerator, config: Config) -> Attachment:
 
     Args:
         accelerator: has prepared no model yet.
-        config: a :class:`~ddp_hooks.DearConfig`, whose ``update="sharded"`` means ``"auto"`` here, or a
-            :class:`~ddp_hooks.TopKConfig`. Tables of a model step with its optimizer; make them by
-            :func:`~ddp_hooks.shard_embeddings` before the optimizer. For tables without a hook:
+        config: a :class:`~ddp_hooks.DearConfig`, whose ``update="sharded"`` means ``"auto"`` here, a
+            :class:`~ddp_hooks.TopKConfig` or a :class:`~ddp_hooks.QuantizedConfig`. Tables of a model step with its
+            optimizer; make them by :func:`~ddp_hooks.shard_embeddings` before the optimizer. For tables without a hook:
             :class:`~ddp_hooks.integrations.Tables`. With FSDP2, a :class:`~fsdp_ext.ExtConfig`: every prepared model
             is extended.
 
@@ -114,7 +114,7 @@ def _problem_with_fsdp(accelerator: Accelerator) -> str | None:
             "ExtConfig extends FSDP2, and this accelerator does not shard models: pass Trainer "
             "TrainingArguments(fsdp=True), or Accelerator a FullyShardedDataParallelPlugin(fsdp_version=2), which "
             "Accelerate heeds on accelerators only (on CPUs call fully_shard() and fsdp_ext.extend() in a loop of your "
-            "own); for DistributedDataParallel give a DearConfig or a TopKConfig"
+            "own); for DistributedDataParallel give a DearConfig, a TopKConfig or a QuantizedConfig"
         )
     version = getattr(accelerator.state.fsdp_plugin, "fsdp_version", None)
     if version != 2:

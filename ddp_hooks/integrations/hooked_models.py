@@ -21,11 +21,12 @@ from ddp_hooks.dear import DearConfig, DearState, GradScaler, clip_grad_norm_, d
 from ddp_hooks.embedding import EmbeddingTables
 from ddp_hooks.integrations.settings import Dense
 from ddp_hooks.intercept.co_optimizers import co_optimizers_in
-from ddp_hooks.topk import TopKConfig, TopKState, topk_hook
+from ddp_hooks.quantized import QuantizedConfig, QuantizedState, quantized_hook
+from ddp_hooks.topk import TopKState, topk_hook
 
 logger = logging.getLogger("ddp_hooks")
 
-RESIDUAL_FILE = "ddp_hooks_rank{}.bin"  # of a checkpoint: what sparse all-reduce has left out on one rank
+RESIDUAL_FILE = "ddp_hooks_rank{}.bin"  # of a checkpoint: what rounding or selection has left out on one rank
 TABLES_FILE = "ddp_hooks_tables.bin"  # of a checkpoint: state of the tables' optimizer
 
 
@@ -67,14 +68,17 @@ class HookedModel:
         self.rank = dist.get_rank(ddp.process_group)
         self.tables = tables_of(ddp.module)
         self.dear: DearState | None = None
-        self.topk: TopKState | None = None
+        self.feedback: TopKState | QuantizedState | None = None  # keeps residuals
         if isinstance(dense, DearConfig):
             self.dear = DearState(ddp, optimizer, dense, saved_by_loop=True)
             ddp.register_comm_hook(self.dear, dear_hook)
+        elif isinstance(dense, QuantizedConfig):
+            self.feedback = QuantizedState(ddp, dense, scaler=scaler)
+            ddp.register_comm_hook(self.feedback, quantized_hook)
         elif dense is not None:
-            self.topk = TopKState(ddp, dense, scaler=scaler, optimizer=optimizer)
-            ddp.register_comm_hook(self.topk, topk_hook)
-        self.state = self.dear or self.topk
+            self.feedback = TopKState(ddp, dense, scaler=scaler, optimizer=optimizer)
+            ddp.register_comm_hook(self.feedback, topk_hook)
+        self.state = self.dear or self.feedback
         if self.tables is not None and self.dear is None:
             self.tables.follow(optimizer)
         self._final_optimizer: dict[str, Any] | None = None  # for checkpoints after communication has ended
@@ -97,8 +101,8 @@ class HookedModel:
                     f"model.parameters(){see('in-a-trainer')}"
                 )
             return [self.dear]
-        if self.topk is not None:
-            self.topk.wait_for_gradients()
+        if isinstance(self.feedback, TopKState):
+            self.feedback.wait_for_gradients()
         return [list(parameters), *([self.tables] if self.tables is not None else [])]
 
     def clip_grad_value_(self, parameters: Sequence[Tensor], clip_value: float) -> None:
@@ -118,8 +122,8 @@ class HookedModel:
         """Return the optimizer's complete ``state_dict``; with DeAR on the first rank, {} on others. Collective."""
         if self._final_optimizer is not None:
             return self._final_optimizer
-        if self.topk is not None:
-            self.topk.synchronize()
+        if self.feedback is not None:
+            self.feedback.synchronize()
         if self.dear is not None:
             self.dear.consolidate()
         return self.optimizer.state_dict() if self.dear is None or self.rank == 0 else {}
@@ -135,36 +139,36 @@ class HookedModel:
             if self.dear is not None:
                 state = self.dear.full_optimizer_state_dict() if everywhere else self.optimizer_state()
                 stack.enter_context(replaced(self.optimizer, "state_dict", lambda: state))
-            if self.topk is not None:
-                self.topk.synchronize()
+            if self.feedback is not None:
+                self.feedback.synchronize()
             self.consolidate_tables(everywhere)
             yield
 
     def save(self, folder: str | os.PathLike[str], everywhere: bool = False) -> None:
         """Write the files beside model and optimizer, inside :meth:`complete`; ``everywhere``: also equal ones."""
-        if self.topk is not None:
-            _write(self._final_residual or self.topk.state_dict(), Path(folder) / RESIDUAL_FILE.format(self.rank))
+        if self.feedback is not None:
+            _write(self._final_residual or self.feedback.state_dict(), Path(folder) / RESIDUAL_FILE.format(self.rank))
         if self.tables is not None and (everywhere or self.rank == 0):
             _write(self.tables.optimizer.state_dict(), Path(folder) / TABLES_FILE)
 
     def load(self, folder: str | os.PathLike[str]) -> None:
         """Read the files of :meth:`save`, written by any number of ranks; missing ones are skipped. Collective."""
-        if self.topk is not None:
-            own = Path(folder) / RESIDUAL_FILE.format(self.rank)
-            saved = _read(own) if own.exists() else None
-            if saved is not None and saved.get("world_size") == dist.get_world_size(self.ddp.process_group):
-                self.topk.load_state_dict(saved)
-            elif files := sorted(Path(folder).glob(RESIDUAL_FILE.format("*"))):
-                self.topk.load_state_dict([_read(path) for path in files])
-            elif self.rank == 0:
-                logger.info("%s has no residual of sparse all-reduce: it begins with zero", folder)
-        elif self.rank == 0 and next(Path(folder).glob(RESIDUAL_FILE.format("*")), None) is not None:
-            logger.warning(
-                "%s has a residual of sparse all-reduce, and this run has no sparse all-reduce: it is dropped", folder
-            )
+        self._load_residuals(Path(folder))
         path = Path(folder) / TABLES_FILE
         if self.tables is not None and path.exists():
             self.tables.optimizer.load_state_dict(_read(path))
+
+    def _load_residuals(self, folder: Path) -> None:
+        own = folder / RESIDUAL_FILE.format(self.rank)
+        files = sorted(folder.glob(RESIDUAL_FILE.format("*")))
+        first = _read(own if own in files else files[0]) if files and self.feedback is not None else {}
+        if self.feedback is not None and ("runs" in first) == isinstance(self.feedback, QuantizedState) and files:
+            is_own = own in files and first.get("world_size") == dist.get_world_size(self.ddp.process_group)
+            self.feedback.load_state_dict(first if is_own else [_read(path) for path in files])
+        elif files and self.rank == 0:
+            logger.warning("%s has residuals of another hook than this run has: they are dropped", folder)
+        elif self.feedback is not None and self.rank == 0:
+            logger.info("%s has no residuals of gradients: they begin with zero", folder)
 
     def stats(self) -> dict[str, float]:
         """Return statistics of this rank's last step: seconds waited, MiB sent, and the hook's choices."""
@@ -172,7 +176,7 @@ class HookedModel:
         if self.state is not None:
             step = self.state.stats()
             numbers = {"stall_s": step.stall_s, "sent_mb": step.sent_bytes / 2**20}
-            for choice in ("fusion_mb", "density"):
+            for choice in ("fusion_mb", "density", "relative_error"):
                 if getattr(step, choice, None) is not None:
                     numbers[choice] = getattr(step, choice)
         if self.tables is not None:
@@ -186,7 +190,7 @@ class HookedModel:
         if keep_state:
             self._final_optimizer = self.optimizer_state()
             self.consolidate_tables()
-            self._final_residual = self.topk.state_dict() if self.topk is not None else {}
+            self._final_residual = self.feedback.state_dict() if self.feedback is not None else {}
         if self.state is not None:
             self.state.close()
         if self.tables is not None:
@@ -229,7 +233,7 @@ class HookedModels:
     ) -> torch.optim.Optimizer | None:
         """Return the optimizer of all parameters; for hooks that need no optimizer, the first one with some of them."""
         wanted = {id(parameter) for parameter in managed_parameters(ddp).values()}
-        needs_none = isinstance(self.dense, TopKConfig) and self.dense.pipeline == "backward"
+        needs_none = getattr(self.dense, "pipeline", None) == "backward" or isinstance(self.dense, QuantizedConfig)
         takes_any = needs_none and tables_of(ddp.module) is None
         for optimizer in optimizers:
             held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}

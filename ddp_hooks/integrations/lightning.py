@@ -85,7 +85,7 @@ class _Hooked:
         return [parameter for model in models for parameter in model.ddp.parameters() if parameter.requires_grad]
 
     def _save_beside(self, path: str | Path) -> None:
-        if any(model.tables is not None or model.topk is not None for model in self.hooked_models):
+        if any(model.tables is not None or model.feedback is not None for model in self.hooked_models):
             self.hooked_models.consolidate_tables()
             self.hooked_models.save(_beside(path))
             self.barrier()  # type: ignore[attr-defined]  # a checkpoint appears after all ranks' files
@@ -100,7 +100,8 @@ class CommHookStrategy(_Hooked, DDPStrategy):
 
     Args:
         config: a :class:`~ddp_hooks.DearConfig`, whose ``update="sharded"`` means ``"auto"`` here, a
-            :class:`~ddp_hooks.TopKConfig`, or for tables alone :class:`~ddp_hooks.integrations.Tables`.
+            :class:`~ddp_hooks.TopKConfig`, a :class:`~ddp_hooks.QuantizedConfig`, or for tables alone
+            :class:`~ddp_hooks.integrations.Tables`.
         **kwargs: of ``DDPStrategy`` and ``DistributedDataParallel``. The defaults of ``gradient_as_bucket_view`` and
             ``bucket_cap_mb`` are True and 5.
 

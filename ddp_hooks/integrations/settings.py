@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,10 +12,11 @@ from torch import Tensor, nn
 from ddp_hooks.comm import check_booleans, see
 from ddp_hooks.dear import DearConfig
 from ddp_hooks.embedding import TableConfig
+from ddp_hooks.quantized import QuantizedConfig
 from ddp_hooks.topk import TopKConfig
 from fsdp_ext import ExtConfig
 
-Dense: TypeAlias = DearConfig | TopKConfig
+Dense: TypeAlias = DearConfig | TopKConfig | QuantizedConfig
 
 BUCKET_MB = 5
 """Size of DDP's buckets where the user has left the default; see docs/dear.md."""
@@ -73,23 +74,28 @@ def combination_of(config: Config) -> Combination:
                 f"ExtConfig is for models that FSDP2 shards, and goes alone; the others are for DDP: "
                 f"got {parts}{see('in-a-trainer')}"
             )
-        if not isinstance(part, (DearConfig, TopKConfig, Tables, TableConfig)):
+        if not isinstance(part, (*get_args(Dense), Tables, TableConfig)):
             raise TypeError(
-                f"a configuration is a DearConfig, TopKConfig, Tables or TableConfig, or a list of one of the first "
-                f"two and tables, or with FSDP2 an ExtConfig; got {part!r}"
+                f"a configuration is a DearConfig, TopKConfig, QuantizedConfig, Tables or TableConfig, or a list of "
+                f"one of the first three and tables, or with FSDP2 an ExtConfig; got {part!r}"
             )
-    dense: list[Dense] = [part for part in parts if isinstance(part, (DearConfig, TopKConfig))]
+    dense: list[Dense] = [part for part in parts if isinstance(part, get_args(Dense))]
     given = [Tables(config=part) if isinstance(part, TableConfig) else part for part in parts]
     tables = [part for part in given if isinstance(part, Tables)]
-    if {type(part) for part in dense} == {DearConfig, TopKConfig}:
+    kinds = sorted({type(part).__name__ for part in dense})
+    if len(kinds) > 1:
+        remedy = "leave out the others"
+        if kinds == ["DearConfig", "TopKConfig"]:
+            remedy = 'for sparse gradients that arrive in the next forward write TopKConfig(pipeline="forward")'
         raise ValueError(
-            f"DearConfig and TopKConfig are two hooks, and DDP has one: for sparse gradients that arrive in the next "
-            f'forward write TopKConfig(pipeline="forward"){see("in-a-trainer")}'
+            f"{' and '.join(kinds)} are {len(kinds)} hooks, and DDP has one: {remedy}{see('in-a-trainer')}"
         )
     if len(dense) > 1 or len(tables) > 1:
         raise ValueError(f"one configuration of a kind is enough, got {parts}")
     if not parts:
-        raise ValueError("nothing is configured: give a DearConfig, a TopKConfig, Tables, or a list of them")
+        raise ValueError(
+            "nothing is configured: give a DearConfig, a TopKConfig, a QuantizedConfig, Tables, or a list of them"
+        )
     chosen = dense[0] if dense else None
     if isinstance(chosen, DearConfig) and chosen.update == "sharded":
         chosen = replace(chosen, update="auto")  # these loops come with any optimizer

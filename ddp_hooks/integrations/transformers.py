@@ -56,10 +56,10 @@ class CommHookMixin(_Trainer):
     False, and that of ``ddp_bucket_cap_mb`` 5.
 
     Args:
-        comm_hook: a :class:`~ddp_hooks.DearConfig`, a :class:`~ddp_hooks.TopKConfig`,
-            :class:`~ddp_hooks.integrations.Tables`, which the trainer shards and prefetches, or a list of one of the
-            first two and tables; with ``TrainingArguments(fsdp=True)``, a :class:`~fsdp_ext.ExtConfig`. None: a plain
-            Trainer.
+        comm_hook: a :class:`~ddp_hooks.DearConfig`, a :class:`~ddp_hooks.TopKConfig`, a
+            :class:`~ddp_hooks.QuantizedConfig`, :class:`~ddp_hooks.integrations.Tables`, which the trainer shards and
+            prefetches, or a list of one of the first three and tables; with ``TrainingArguments(fsdp=True)``, a
+            :class:`~fsdp_ext.ExtConfig`. None: a plain Trainer.
 
     Raises:
         TypeError, ValueError: see :func:`ddp_hooks.integrations.accelerate.attach`.

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ddp_hooks import DearConfig, EmbeddingTables, TopKConfig, shard_embeddings
 from ddp_hooks.integrations import Tables
-from tests.support.integrations.accelerate_loops import DEAR, TOPK, Loop
+from tests.support.integrations.accelerate_loops import DEAR, QUANTIZED, TOPK, Loop
 from tests.support.integrations.launched import (
     as_torchrun_does,
     assert_close,
@@ -169,8 +169,9 @@ def test_incomplete_checkpoints_are_left_out(workers: WorkerPools, tmp_path: Pat
         assert f"{name} was not written to its end" in message
 
 
-def test_sparse_all_reduce_saves_what_was_left_out(workers: WorkerPools, tmp_path: Path) -> None:
-    for expected, found in workers(2).run(save_and_load, str(tmp_path), TOPK, TOPK, False):
+@pytest.mark.parametrize("hook", [TOPK, QUANTIZED], ids=["topk", "quantized"])
+def test_error_feedback_saves_its_residuals(workers: WorkerPools, tmp_path: Path, hook: Any) -> None:
+    for expected, found in workers(2).run(save_and_load, str(tmp_path), hook, hook, False):
         assert_same_bits(found, expected)
 
 

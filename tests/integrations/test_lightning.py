@@ -16,12 +16,28 @@ from torch import Tensor
 
 from ddp_hooks import DearConfig, TopKConfig
 from tests.support.integrations.launched import as_torchrun_does, assert_close, assert_same_bits, weights_of
-from tests.support.integrations.lightning_modules import DEAR, TOPK, loader, loss_of, module, network, trainer
+from tests.support.integrations.lightning_modules import (
+    DEAR,
+    QUANTIZED,
+    TOPK,
+    loader,
+    loss_of,
+    module,
+    network,
+    trainer,
+)
 from tests.support.workers import WorkerPools
 
 REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01)
 EVERYTHING = TopKConfig(density=1.0, lanes=2)
-HOOKS = {"plain": None, "dear": DEAR, "replicated": REPLICATED, "topk": TOPK, "everything": EVERYTHING}
+HOOKS = {
+    "plain": None,
+    "dear": DEAR,
+    "replicated": REPLICATED,
+    "topk": TOPK,
+    "everything": EVERYTHING,
+    "quantized": QUANTIZED,
+}
 
 
 class Watch:
@@ -164,7 +180,10 @@ def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: A
 @pytest.mark.quick("replicated-dear")
 @pytest.mark.parametrize(
     ("saved_by", "resumed_by"),
-    [("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("topk", "topk")],
+    [
+        *[("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("topk", "topk")],
+        ("quantized", "quantized"),
+    ],
 )
 def test_checkpoints_fit_everywhere(workers: WorkerPools, tmp_path: Path, saved_by: str, resumed_by: str) -> None:
     for expected, found in workers(2).run(resume, str(tmp_path), HOOKS[saved_by], HOOKS[resumed_by]):

@@ -25,7 +25,7 @@ from tests.support.integrations.launched import (
     samples,
     weights_of,
 )
-from tests.support.integrations.trainers import DEAR, TOPK, finish, make, values
+from tests.support.integrations.trainers import DEAR, QUANTIZED, TOPK, finish, make, values
 from tests.support.workers import WorkerPools
 
 REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01)
@@ -380,16 +380,19 @@ def test_checkpoints_fit_everywhere(workers: WorkerPools, tmp_path: Path, saved_
         assert resumed["losses"][-4:] == whole["losses"][-4:]
 
 
-def test_sparse_all_reduce_resumes_with_what_was_left_out(workers: WorkerPools, tmp_path: Path) -> None:
-    for whole, resumed in workers(2).run(resume, str(tmp_path), TOPK, TOPK, {}):
+@pytest.mark.parametrize("hook", [TOPK, QUANTIZED], ids=["topk", "quantized"])
+def test_error_feedback_resumes_with_its_residuals(workers: WorkerPools, tmp_path: Path, hook: Any) -> None:
+    for whole, resumed in workers(2).run(resume, str(tmp_path), hook, hook, {}):
         assert_same_bits(resumed["weights"], whole["weights"])
     folder = tmp_path / "first" / "checkpoint-4"
     assert sorted(path.name for path in folder.glob("ddp_hooks*")) == ["ddp_hooks_rank0.bin", "ddp_hooks_rank1.bin"]
 
 
 @pytest.mark.quick("to plain")
-@pytest.mark.parametrize(("saved_by", "resumed_by"), [(None, TOPK), (TOPK, None)], ids=["from plain", "to plain"])
-def test_sparse_all_reduce_from_and_to_plain_checkpoints(
+@pytest.mark.parametrize(("saved_by", "resumed_by"), [
+    (None, TOPK), (TOPK, None), (TOPK, QUANTIZED),
+], ids=["from plain", "to plain", "to another hook"])  # fmt: skip
+def test_error_feedback_from_and_to_other_checkpoints(
     workers: WorkerPools, tmp_path: Path, saved_by: Any, resumed_by: Any
 ) -> None:
     """Weights and optimizer are the same files; what was left out begins with zero, or is left behind."""
@@ -413,7 +416,7 @@ def resume_and_listen(rank: int, world_size: int, folder: str) -> list[str]:
 
 def test_what_was_left_out_is_not_dropped_in_silence(workers: WorkerPools, tmp_path: Path) -> None:
     first, second = workers(2).run(resume_and_listen, str(tmp_path))
-    assert [line for line in first if line.endswith("this run has no sparse all-reduce: it is dropped")]
+    assert [line for line in first if line.endswith("than this run has: they are dropped")]
     assert not [line for line in second if "dropped" in line], "one rank says it"
 
 

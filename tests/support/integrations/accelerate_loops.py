@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddp_hooks import DearConfig, TopKConfig
+from ddp_hooks import DearConfig, QuantizedConfig, TopKConfig
 from tests.support.integrations.launched import (
     gpt2,
     samples,
@@ -16,6 +16,7 @@ from tests.support.integrations.launched import (
 
 DEAR = DearConfig(lanes=2, slice_mb=0.01, atom_mb=0.01)
 TOPK = TopKConfig(density=0.1, lanes=2, dense_below_numel=16)
+QUANTIZED = QuantizedConfig(bits=8)
 
 
 class Loop:

@@ -7,11 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp_hooks import DearConfig, TopKConfig
+from ddp_hooks import DearConfig, QuantizedConfig, TopKConfig
 from tests.support.integrations.launched import samples
 
 DEAR = DearConfig(lanes=2, slice_mb=0.01, atom_mb=0.01)
 TOPK = TopKConfig(density=0.1, lanes=2, dense_below_numel=16)
+QUANTIZED = QuantizedConfig(bits=8)
 
 
 def network() -> nn.Module:
