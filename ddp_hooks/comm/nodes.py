@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,10 @@ class Nodes:
     def peers(self) -> range:
         """Ranks with this local rank, by node."""
         return range(self.local_rank, self.world_size, self.size)
+
+    def by_local_rank(self, chunks: Sequence[T]) -> list[Sequence[T]]:
+        """Split one item per rank by the local ranks of these ranks, (size,) of (num_nodes,)."""
+        return [chunks[each :: self.size] for each in range(self.size)]
 
 
 def ranks_per_node(hosts: Sequence[str]) -> int | None:

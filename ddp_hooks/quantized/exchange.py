@@ -11,7 +11,7 @@ an owner does not send its own range::
 So P * (means that were applied) + (residuals of all ranks) = (gradients of all ranks), wherever ranges lie.
 
 With nodes of several ranks, ranges of equal local ranks are summed exactly within a node first. In place of P ranks,
-equal local ranks of the nodes exchange their sums. The means go around in the node as they are. A residual of a range
+equal local ranks of the nodes exchange their sums. Encoded means go around in the node. A residual of a range
 belongs to the node, and lies on the local rank that encodes the range.
 """
 
@@ -67,23 +67,24 @@ class Exchange:
 
     def _reduce(self, gradients: list[Tensor], residuals: list[Tensor], measures: bool) -> Algorithm:
         """Make the mean of every rank's ``gradients``, one tensor per owner, in place."""
-        nodes = self.nodes
-        is_narrow = self.flat.element_size() < 4
-        chunks = [each.float() for each in gradients] if is_narrow else gradients
+        nodes, codec = self.nodes, self.codec
+        chunks = gradients
+        if nodes.size > 1 or self.flat.dtype != self.residual.dtype:
+            # Within nodes chunks travel as they are, and may do so until the end, when gradients are written.
+            chunks = [each.to(self.residual.dtype, copy=True) for each in gradients]
         if measures:
-            self.relative_error = max(relative_error(self.codec, each) for each in chunks)
-        within = [chunks[each :: nodes.size] for each in range(nodes.size)]
+            self.relative_error = max(relative_error(codec, each) for each in chunks)
         if nodes.size > 1:
             if self.is_new:
                 self._hand_over(chunks, residuals)
-            yield from sum_within_node(within, nodes)
-        kept = [residuals[peer] for peer in nodes.peers]
-        yield from among(nodes.peers, self._reduce_encoded(within[nodes.local_rank], kept))
+            yield from sum_within_node(nodes.by_local_rank(chunks), nodes)
+        means = [chunk.new_empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
+        between = [[each[peer] for peer in nodes.peers] for each in (chunks, residuals, means)]
+        yield from among(nodes.peers, self._reduce_encoded(*between))
         if nodes.size > 1:
-            yield from all_gather_among(nodes.members, nodes.local_rank, within)
-        if is_narrow:
-            for gradient, chunk in zip(gradients, chunks, strict=True):
-                gradient.copy_(chunk)
+            yield from all_gather_among(nodes.members, nodes.local_rank, nodes.by_local_rank(means))
+        for payload, gradient in zip(means, gradients, strict=True):
+            codec.decode(payload, gradient)
 
     def _hand_over(self, chunks: list[Tensor], residuals: list[Tensor]) -> None:
         """Leave residuals to the local ranks that will encode their ranges, as part of the node's sums."""
@@ -92,12 +93,12 @@ class Exchange:
                 chunk.add_(residual, alpha=self.scale)
                 residual.zero_()
 
-    def _reduce_encoded(self, chunks: list[Tensor], residuals: list[Tensor]) -> Algorithm:
-        """Make the mean of ``chunks`` of equal local ranks, one tensor per node, in place."""
+    def _reduce_encoded(self, chunks: list[Tensor], residuals: list[Tensor], means: list[Tensor]) -> Algorithm:
+        """Write encoded means of ``chunks`` of equal local ranks, one tensor per node, to ``means``."""
         node, codec, world_size, scale = self.nodes.node, self.codec, self.nodes.world_size, self.scale
-        own, own_residual = chunks[node], residuals[node]
-        payloads = [chunk.new_empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
-        incoming = [torch.empty_like(payloads[node]) for _ in payloads]
+        own = chunks[node]
+        payloads = [torch.empty_like(mean) for mean in means]
+        incoming = [torch.empty_like(means[node]) for _ in means]
         for peer, (chunk, residual, payload) in enumerate(zip(chunks, residuals, payloads, strict=True)):
             if peer != node:
                 _encode(codec, chunk, residual, payload, scale)
@@ -106,11 +107,8 @@ class Exchange:
             if peer != node:
                 codec.add(payload, own)
         own.div_(world_size)
-        means = [torch.empty_like(payload) for payload in payloads]  # what was sent may still be on its way
-        _encode(codec, own, own_residual, means[node], scale / world_size)
+        _encode(codec, own, residuals[node], means[node], scale / world_size)
         yield from ring_all_gather(means, node)
-        for payload, chunk in zip(means, chunks, strict=True):
-            codec.decode(payload, chunk)
 
 
 def _encode(codec: Codec, values: Tensor, residual: Tensor, payload: Tensor, unit: float) -> None:

@@ -64,6 +64,5 @@ def sum_within_node(ranges: Sequence[Sequence[Tensor]], nodes: Nodes) -> Algorit
 def levels_of(chunks: Sequence[Tensor], rank: int, node_size: int) -> tuple[_Level, _Level]:
     """Return the level within the rank's node, and that between nodes."""
     nodes = Nodes(len(chunks), rank, node_size)
-    within = [chunks[each::node_size] for each in range(node_size)]
     between = [[chunks[peer]] for peer in nodes.peers]
-    return (nodes.members, nodes.local_rank, within), (nodes.peers, nodes.node, between)
+    return (nodes.members, nodes.local_rank, nodes.by_local_rank(chunks)), (nodes.peers, nodes.node, between)
