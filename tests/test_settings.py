@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 import torch
 
-from ddp_hooks import BucketTuner, DearConfig, TableConfig, TopKConfig
+from ddp_hooks import BucketTuner, DearConfig, QuantizedConfig, TableConfig, TopKConfig
 from ddp_hooks.coordination import CoordinatorConfig
 from ddp_hooks.dear.effects import Setup, find_setting_without_effect
 from ddp_hooks.integrations import Tables
 from fsdp_ext import ExtConfig, TuneConfig
 
-HOOKS: list[Any] = [CoordinatorConfig, DearConfig, ExtConfig, TableConfig, TopKConfig]
+HOOKS: list[Any] = [CoordinatorConfig, DearConfig, ExtConfig, QuantizedConfig, TableConfig, TopKConfig]
 ALL: list[Any] = [*HOOKS, BucketTuner, TuneConfig]
 
 
@@ -127,6 +127,7 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (TopKConfig, {"algorithm": "oktopk", "teams": 2}, {"algorithm": "auto"}),
     (TopKConfig, {"teams": 1, "sag": "b"}, {"teams": 2}),
     (TopKConfig, {"warmup_steps": 0, "warmup_density": 0.25}, {"warmup_steps": 10}),
+    (QuantizedConfig, {"bits": 16, "block_numel": 64}, {"bits": 8}),
     (TopKConfig, {"pipeline": "backward", "assume_parameterwise": True}, {"pipeline": "forward"}),
     (ExtConfig, {"reduce_scatter": "exact", "density": 0.01}, {"reduce_scatter": "sparse"}),
     (ExtConfig, {"reduce_scatter": "int8", "density": {"*": 0.1}}, {"reduce_scatter": "sparse"}),

@@ -7,7 +7,7 @@ from typing import Literal
 
 import torch
 
-from ddp_hooks.comm import check_node_size, check_waits, check_whole, refuse_unused
+from ddp_hooks.comm import check_node_size, check_waits, check_whole, refuse_unused, whole
 from ddp_hooks.comm.wire.codecs import Codec, CodecName, codec_of
 
 _NAMES: dict[int, CodecName] = {16: "bf16", 8: "int8", 4: "int4"}
@@ -41,7 +41,7 @@ class QuantizedConfig:
     stall_warning_s: float = 60.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.bits, bool) or self.bits not in _NAMES:
+        if not whole(self.bits, 1) or self.bits not in _NAMES:
             raise ValueError(f"bits must be one of {tuple(_NAMES)}, got {self.bits!r}")
         check_whole(self, block_numel=8, lanes=1)
         check_node_size(self.node_size)

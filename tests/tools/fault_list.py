@@ -500,9 +500,9 @@ _TOPK = (
     ),
     Fault(
         "topk: one saved residual stands for all",
-        "ddp_hooks/topk/checkpoint.py",
-        "total += other",
-        "total = other",
+        "ddp_hooks/comm/saved.py",
+        "total[name] + values if name in total else values",
+        "values",
         ("tests/topk/test_hook.py",),
         "another_number_of_ranks",
     ),
@@ -1013,6 +1013,41 @@ _RECIPES = (
     ),
 )
 
+_QUANTIZED = (
+    Fault(
+        "quantized: the residual of a mean is kept in the unit of the mean",
+        "ddp_hooks/quantized/exchange.py",
+        "means[node], scale / world_size)",
+        "means[node], scale)",
+        ("tests/quantized/test_exchange.py",),
+    ),
+    Fault(
+        "quantized: residuals of another layout stay with the wrong local rank",
+        "ddp_hooks/quantized/exchange.py",
+        "chunk.add_(residual, alpha=self.scale)",
+        "pass",
+        ("tests/quantized/test_state.py",),
+        choose="twin or numbers",
+    ),
+    Fault(
+        "quantized: parameters that nobody used lose their residuals",
+        "ddp_hooks/quantized/backward.py",
+        "views[index].copy_(before.residual)",
+        "pass",
+        ("tests/quantized/test_state.py",),
+        choose="unused",
+    ),
+    Fault(
+        "quantized: a resumed run rounds in other blocks",
+        "ddp_hooks/quantized/state.py",
+        "            runs if self._is_resumed else None,\n",
+        "            None,\n",
+        ("tests/quantized/test_state.py",),
+        choose="go_on",
+    ),
+)
+
 FAULTS = (
-    *_COMM, *_DEAR, *_FEED, *_TOPK, *_EMBEDDING, *_COORDINATION, *_TUNING, *_PLANNING, *_INTEGRATIONS, *_FSDP, *_RECIPES
+    *_COMM, *_DEAR, *_FEED, *_TOPK, *_QUANTIZED, *_EMBEDDING, *_COORDINATION, *_TUNING, *_PLANNING, *_INTEGRATIONS,
+    *_FSDP, *_RECIPES,
 )  # fmt: skip
