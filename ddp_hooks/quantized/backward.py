@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -28,7 +28,7 @@ from ddp_hooks.quantized.exchange import Exchange
 _SLICE_BYTES = 1 << 20
 _WHOLE_NUMEL = 1 << 31  # on accelerators, where streams need no slices
 
-Run = tuple[int, ...]
+Run: TypeAlias = tuple[int, ...]
 """Parameters, by index, whose gradients travel one after the other."""
 
 

@@ -63,7 +63,7 @@ class QuantizedState:
     added to the next gradient. Replicas stay equal, bit for bit. On one rank, or one node, nothing is rounded.
 
     Infinity and NaN travel: ranks get them alike, in all elements of a block, and nothing of them stays. So a gradient
-    scaler skips a step on all ranks, or none.
+    scaler skips a step on all ranks, or none. Residuals that were sent in such a step are skipped with it.
 
     Creating a state is collective: all ranks of the DDP module's group do it. Methods that wait raise ``LaneError`` if
     a rank failed, and ``LaneTimeout`` if one does not answer.
@@ -151,10 +151,10 @@ class QuantizedState:
         """Go on where a run was when its states were saved; collective.
 
         Args:
-            state: the state that this rank has saved: training goes on as if it had not stopped, bit for bit, if it
-                was saved after two steps or more (DDP forms other buckets after the first one, and blocks of numbers
-                follow them). Or, on any number of ranks, the states of all former ranks: the sum of residuals over the
-                ranks stays equal.
+            state: the state that this rank has saved: training goes on as if it had not stopped, bit for bit, if the
+                same buckets and nodes are used, and DDP had formed its final buckets, in its second step, or third with
+                ``static_graph``: a block of numbers may reach over parameters, but not over buckets. Or, on any number
+                of ranks, the states of all former ranks: the sum of residuals over the ranks stays equal.
 
         Raises:
             ValueError: on every rank, before anything is changed, if a state does not fit.
