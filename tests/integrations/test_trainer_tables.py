@@ -24,7 +24,7 @@ from tests.support.integrations.launched import (
     weights_of,
 )
 from tests.support.integrations.trainer_tables import TABLES, ids_of, model
-from tests.support.integrations.trainers import DEAR, finish, make, values
+from tests.support.integrations.trainers import DEAR, QUANTIZED, finish, make, values
 from tests.support.workers import WorkerPools
 
 UNANNOUNCED = Tables(None, "transformer.wte", torch.optim.SGD)
@@ -93,10 +93,10 @@ def resume(rank: int, world_size: int, folder: str, hook: Any) -> Any:
 
 
 @pytest.mark.quick("tables")
-@pytest.mark.parametrize("hook", ["tables", "dear"])
+@pytest.mark.parametrize("hook", ["tables", "dear", "quantized"])
 def test_resumed_bit_for_bit(workers: WorkerPools, tmp_path: Path, hook: str) -> None:
     adam = Tables(ids_of, "transformer.wte", torch.optim.SparseAdam, {"lr": 0.01})
-    given = adam if hook == "tables" else [DEAR, adam]
+    given = {"tables": adam, "dear": [DEAR, adam], "quantized": [QUANTIZED, adam]}[hook]
     for whole, resumed in workers(2).run(resume, str(tmp_path), given):
         assert_same_bits(resumed, whole)
 
