@@ -21,9 +21,11 @@ from ddp_hooks.comm.algorithms.encoded import (
 )
 from ddp_hooks.comm.algorithms.exact import exact_reduce_scatter, exact_scratch_bytes
 from ddp_hooks.comm.algorithms.exchange import Algorithm
+from ddp_hooks.comm.algorithms.narrow import narrow_all_gather, narrow_scratch_bytes
 from ddp_hooks.comm.algorithms.two_level import two_level_all_gather, two_level_reduce_scatter, two_level_scratch_numel
 from ddp_hooks.comm.wire.codecs import Codec
 from ddp_hooks.comm.wire.exact import ExactWire
+from ddp_hooks.comm.wire.narrow import NarrowGather
 from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
 WINDOW = 2  # slices under way per lane; with more, messages of several ranks pile up at one and wait for each other
@@ -67,8 +69,14 @@ def reduce_scatter_slices(
 def all_gather_slices(
     partitions: Sequence[Partition], rank: int, slice_bytes: int, node_size: int = 1
 ) -> Iterator[Slice]:
-    """Cut all-gathers over ``partitions`` into slices with messages of at most ``slice_bytes``."""
+    """Cut all-gathers over ``partitions`` into slices with messages of at most ``slice_bytes``.
+
+    With a narrow wire, about so much, and at most ``2 * slice_bytes / P``: all messages lie in scratch memory.
+    """
     for partition in partitions:
+        if isinstance(partition.wire, NarrowGather):
+            yield from _narrow_slices(partition, partition.wire, rank, slice_bytes, node_size)
+            continue
         for ranges in _sliced_ranges(partition, slice_bytes):
             chunks = [partition.flat[each] for each in ranges]
             if isinstance(partition.wire, DifferenceWire):
@@ -101,7 +109,18 @@ def _differences(chunks: list[Tensor], rank: int, node_size: int, wire: Differen
     return Slice(start, difference_gather_bytes(chunks, wire), torch.uint8)
 
 
-def _gather(chunks: Sequence[Tensor], rank: int, node_size: int, scratch: Tensor) -> Algorithm:
+def _narrow_slices(
+    partition: Partition, wire: NarrowGather, rank: int, slice_bytes: int, node_size: int
+) -> Iterator[Slice]:
+    gather = partial(_gather, rank=rank, node_size=node_size)
+    message_bytes = min(slice_bytes, _MOST_RECEIVED * slice_bytes // WINDOW // (len(partition.bounds) - 1))
+    for ranges in _sliced_ranges(partition, message_bytes * partition.flat.nbytes // max(1, partition.nbytes)):
+        cuts = [(each.start, each.stop) for each in ranges]
+        start = partial(narrow_all_gather, partition.flat, cuts, rank, wire, gather)
+        yield Slice(start, narrow_scratch_bytes(cuts, wire), torch.uint8)
+
+
+def _gather(chunks: Sequence[Tensor], rank: int, node_size: int, scratch: Tensor | None = None) -> Algorithm:
     return two_level_all_gather(chunks, rank, node_size) if node_size > 1 else ring_all_gather(chunks, rank)
 
 

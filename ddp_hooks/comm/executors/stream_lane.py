@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 
@@ -17,7 +18,10 @@ from ddp_hooks.comm.algorithms.scratch import Scratch
 from ddp_hooks.comm.executors.work import StreamWork, Work
 from ddp_hooks.comm.torch_compat.distributed import all_gather_single, reduce_scatter_single
 from ddp_hooks.comm.torch_compat.overrides import copy_all
+from ddp_hooks.comm.wire.narrow import NarrowGather
 from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
+
+_ALIGNMENT_BYTES = 128  # of messages in scratch memory
 
 
 class StreamLane:
@@ -60,6 +64,8 @@ class StreamLane:
             for partition in partitions:
                 if isinstance(partition.wire, DifferenceWire):
                     self._difference_all_gather(partition, partition.wire)
+                elif isinstance(partition.wire, NarrowGather) and self._world_size > 1:
+                    self._gather_narrow(partition.flat, list(itertools.pairwise(partition.bounds)), partition.wire)
             plain = [partition for partition in partitions if partition.wire is None]
             for body, own in self._bodies(plain):
                 all_gather_single(body, own, group=self._group)
@@ -68,7 +74,7 @@ class StreamLane:
                 joined = torch.cat(tails)
                 dist.broadcast(joined, group=self._group, group_src=self._world_size - 1)
                 copy_all(tails, joined.split([tail.numel() for tail in tails]))
-        self._count(plain)
+        self._count([each for each in partitions if not isinstance(each.wire, DifferenceWire)])
         return work
 
     def _encoded_reduce_scatter(self, partition: Partition, wire: RoundedWire, divisor: int) -> None:
@@ -144,6 +150,17 @@ class StreamLane:
             yield work
             if stream is not None:
                 work.event = stream.record_event()
+
+    def _gather_narrow(self, flat: Tensor, ranges: Sequence[tuple[int, int]], wire: NarrowGather) -> None:
+        sizes = [wire.nbytes(*each) for each in ranges]
+        room = -(-max(sizes) // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES  # equal for all ranks
+        messages = torch.empty(self._world_size, room, dtype=torch.uint8, device=flat.device)
+        own = messages[self._rank]
+        wire.encode(flat, *ranges[self._rank], own[: sizes[self._rank]])
+        all_gather_single(messages.view(-1), own, group=self._group)
+        for rank, (start, end) in enumerate(ranges):
+            if rank != self._rank:
+                wire.decode(messages[rank, : sizes[rank]], flat, start, end)
 
     def _bodies(self, partitions: Sequence[Partition]) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield the equal ranges of each partition, and this rank's of them, if they move."""
