@@ -70,6 +70,12 @@ class DearConfig:
             summed. None: the type of the gradients.
         master_dtype: with sharded updates of a model in a smaller type, such as bfloat16: let every rank keep its
             shards in this type, update those, and round them to the parameters. None: parameters are updated.
+        gather_dtype: ``torch.bfloat16``: with sharded updates of float32 parameters, gather those that the first
+            forward in training reads only through the casts of ``torch.autocast`` (``F.linear``, convolutions,
+            ``matmul``) in this type: half the bytes, and the same bits in every forward and backward. Owners keep
+            float32. A read outside of bfloat16 autocast first gathers all parameters whole, on all ranks together:
+            call ``state.synchronize()`` on all ranks before one of them reads alone. bfloat16 parameters, with
+            ``master_dtype`` too, travel in 16 bits anyway. None: parameters travel as they are.
         max_grad_norm: clip the gradients' 2-norm to this before every update, see :meth:`DearState.clip_grad_norm_`.
         on_nonfinite: what to do, on all ranks together, if a gradient is infinite or not a number on any of them:
             ``"raise"``, ``"skip"`` the update, or None, nothing, as plain DDP.
@@ -96,6 +102,7 @@ class DearConfig:
     wire: Wire = "exact"
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
+    gather_dtype: torch.dtype | None = None
     max_grad_norm: float | None = None
     on_nonfinite: OnNonfinite | None = None
     check_replicas: bool = False
@@ -119,6 +126,11 @@ class DearConfig:
             )
         if self.master_dtype not in (None, torch.float32, torch.float64):
             raise ValueError(f"master_dtype must be None, torch.float32 or torch.float64, got {self.master_dtype}")
+        if self.gather_dtype not in (None, torch.bfloat16):
+            raise ValueError(
+                f"gather_dtype must be None or torch.bfloat16 (float16 would round to infinity or 0 what float32 "
+                f"holds), got {self.gather_dtype}"
+            )
         if self.on_nonfinite is not None and self.on_nonfinite not in get_args(OnNonfinite):
             raise ValueError(f"on_nonfinite must be None or one of {get_args(OnNonfinite)}, got {self.on_nonfinite!r}")
         for name in ("fusion_mb", "atom_mb"):

@@ -32,6 +32,11 @@ class _Rule(NamedTuple):
 
 
 _BESIDE_OTHERS = (
+    _Rule(
+        "gather_dtype",
+        lambda c: c.rounds_to is not None,
+        'with wire="{c.wire}", whose gathers move rounded differences',
+    ),
     _Rule("fusion_mb", lambda c: c.fusion != "size", 'with fusion="{c.fusion}"'),
     _Rule("fusion_layers", lambda c: c.fusion != "layers", 'with fusion="{c.fusion}"'),
     _Rule(
@@ -41,6 +46,12 @@ _BESIDE_OTHERS = (
     ),
     _Rule("assume_parameterwise", lambda c: c.update == "sharded", 'with update="sharded", but with "replicated"'),
     _Rule("master_dtype", lambda c: c.update == "replicated", 'with update="replicated", but with "sharded"'),
+    _Rule("gather_dtype", lambda c: c.update == "replicated", 'with update="replicated", but with "sharded"'),
+    _Rule(
+        "gather_dtype",
+        lambda c: not c.overlap_forward,
+        "with overlap_forward=False, after which whole parameters may be read by pointer",
+    ),
 )
 _IN_SETUP = (
     _Rule(
@@ -58,6 +69,17 @@ _IN_SETUP = (
         "wire",
         lambda c, s: c.wire == "bf16" and all(dtype.itemsize == 2 for dtype in s.dtypes) and not c.reduce_dtype,
         "with parameters in 16 bits, whose gradients travel in 16 bits",
+    ),
+    _Rule(
+        "gather_dtype",
+        lambda _, s: s.update == "replicated",
+        'with update="auto" and {s.optimizer}, whose updates are replicated',
+        "leave it out, or use an element-wise optimizer",
+    ),
+    _Rule(
+        "gather_dtype",
+        lambda c, s: not s.dtypes & {torch.float32, c.gather_dtype},
+        "with a model that has no parameter in float32",
     ),
     _Rule("collective", lambda c, s: s.device != "cpu" and c.collective != "auto", "on {s.device}, but on CPUs"),
     _Rule("node_size", lambda _, s: s.device != "cpu", "on {s.device}, but on CPUs"),

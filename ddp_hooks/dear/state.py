@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -101,7 +102,8 @@ class DearState:
     def synchronize(self) -> None:
         """Wait until every parameter holds its new value, for C++ code and other processes, which do not wait.
 
-        Python code waits by itself. Communicates nothing: one rank alone may call it.
+        Python code waits by itself. Communicates nothing: one rank alone may call it. With ``gather_dtype`` it is
+        collective, and parameters hold all their bits afterwards, until the next step: one rank alone may then read.
         """
         self._driver.pipe.finish(on_host=True)
 
@@ -192,6 +194,7 @@ class DearState:
         Tensors are on the CPU. Load it with ``optimizer.load_state_dict()``, here with any number of ranks, or on
         plain DDP. To have it on one rank only, see :meth:`consolidate`.
         """
+        self._driver.pipe.make_whole()
         return self._checkpoint().full_state_dict()
 
     @calling("consolidate()")
@@ -204,6 +207,7 @@ class DearState:
         world_size = self._driver.lanes.world_size
         if not (whole(to, 0) and to < world_size):
             raise ValueError(f"consolidate(to=...) takes a rank from 0 to {world_size - 1}, got {to!r}")
+        self._driver.pipe.make_whole()  # the same code saves the model there
         self._checkpoint().consolidate(to)
 
     def sharded_optimizer_state_dict(self) -> dict[str, Any]:
@@ -232,7 +236,7 @@ class DearState:
 
     def _checkpoint(self) -> OptimizerCheckpoint:
         self._driver.refuse_closed()
-        self.synchronize()
+        self._driver.pipe.finish()
         return self._driver.checkpoint
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
@@ -291,10 +295,17 @@ class DearState:
         shard of the state, so both are spent: to train on, wrap ``ddp.module`` again and make a new optimizer. (With
         replicated updates the optimizer stays as it is.)
         """
+        # An error that leads here on one rank alone is not to wait for others.
+        self._close(makes_whole=sys.exc_info()[0] is None)
+
+    def _close_at_exit(self) -> None:
+        self._close(makes_whole=False)
+
+    def _close(self, makes_whole: bool) -> None:
         if self._driver.phase is Phase.CLOSED:
             return
         try:
-            self._driver.close()
+            self._driver.close(makes_whole)
         finally:
             for handle in self._handles:
                 handle.remove()
@@ -341,7 +352,7 @@ class DearState:
         ddp.join = ddp.join_hook = partial(refuse_join, "DearState", why)  # type: ignore[method-assign]
         handles.append(extend_zero_grad(optimizer, driver.zero_grad))
         handles.append(when_step_fails(optimizer, driver.step_failed))
-        handles.append(at_exit(self.close, driver.lanes.abandon, self._is_stuck))
+        handles.append(at_exit(self._close_at_exit, driver.lanes.abandon, self._is_stuck))
         return handles
 
     def _is_stuck(self) -> bool:

@@ -41,6 +41,7 @@ from ddp_hooks.dear.reduction.model_gradients import ModelGradients
 from ddp_hooks.dear.reduction.reduction import Reduction
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.reduction.wires import ReductionWires
+from ddp_hooks.dear.rounding import Rounding
 from ddp_hooks.dear.sizing import open_lanes
 from ddp_hooks.dear.stats import DearStats, StatsLog, StepMeter
 from ddp_hooks.dear.update.base import Update
@@ -93,6 +94,8 @@ class StepDriver:
         self.model_gradients = ModelGradients(self.parameters, self.update.shards)
         self.gradients = ShardGradients(self.update.shards, self.model_gradients, self.recorder)
         self.wires = ReductionWires(config, self.lanes, self.parameters.tensors)
+        rounds = config.gather_dtype is not None and self.lanes.world_size > 1
+        self.rounding = Rounding(config, self.parameters, self.lanes, self.layout) if rounds else None
         self.tracker = GradReadyTracker(self.parameters.tensors, self._advance)
         self.pipe = FeedPipe(
             ddp.module,
@@ -100,6 +103,7 @@ class StepDriver:
             self.recorder,
             self.update.gathered,
             self.update.gathers_under_forward,
+            self.rounding.rounded if self.rounding is not None else None,
         )
         self.grad_check = GradCheck(
             self.update, self.sum_over_ranks, group, self.parameters, config, self.co_optimizers
@@ -295,6 +299,7 @@ class StepDriver:
         marks = self.model_gradients.marks()
         for shard in self.update.shards:  # gradients of earlier backwards travel with the state
             shard.tensor.grad = self.model_gradients.apply_zero_grad(shard.range.parameter, shard.base, marks)
+        self.pipe.make_whole()
         states = self.update.take_states(layout)
         self.parameters.move(self.layout.current, layout)
         self.update.install(layout, states)
@@ -304,6 +309,8 @@ class StepDriver:
     def _plan_groups(self, layout: Layout) -> None:
         needed = self.lanes.broadcast_object(self.pipe.order_of_need(), "the layout of buckets, in backward")
         self.pipe.plan(self.layout.plan(layout, needed))
+        if self.rounding is not None:
+            self.rounding.choose()
         if self._tracks:
             self.tracker.track(layout)
 
@@ -338,7 +345,8 @@ class StepDriver:
         self.checkpoint.invalidate()
         torch.autograd.graph.increment_version(self.parameters.tensors)
         if memory is not None:
-            self.pipe.launched(self._submit_gathers(memory))
+            rounded = self.rounding.begin_gathers() if self.rounding is not None else frozenset[int]()
+            self.pipe.launched(self._submit_gathers(memory), rounded)
         for co_optimizer in self.co_optimizers:
             co_optimizer.yield_link_to(self.pipe.under_way)
         if not self.config.overlap_forward or self.config.check_replicas:
@@ -471,8 +479,11 @@ class StepDriver:
             self.model_gradients.zero_grad(set_to_none)
             self.update.zero_grad(set_to_none)
 
-    def close(self) -> None:
-        """Finish communication, and remove everything from the model but its values; the lanes stay open."""
+    def close(self, makes_whole: bool) -> None:
+        """Finish communication, and remove everything from the model but its values; the lanes stay open.
+
+        ``makes_whole``: all ranks are here, and parameters get their owners' values.
+        """
         phase, self.phase = self.phase, Phase.CLOSED
         if self.tuning is not None:
             self.tuning.close()
@@ -480,6 +491,8 @@ class StepDriver:
             if self.reduction is not None and phase is not Phase.BACKWARD:
                 self.reduction.wait()
             self._wait_for_gathers()
+            if makes_whole:
+                self.pipe.make_whole()
         finally:
             self.reduction = None
             self.update.leave()

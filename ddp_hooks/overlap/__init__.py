@@ -2,5 +2,6 @@
 
 from ddp_hooks.overlap.deferred import DeferredUpdates, copied, take_back
 from ddp_hooks.overlap.pipe import FeedPipe
+from ddp_hooks.overlap.rounded import Rounded
 
-__all__ = ["DeferredUpdates", "FeedPipe", "copied", "take_back"]
+__all__ = ["DeferredUpdates", "FeedPipe", "Rounded", "copied", "take_back"]

@@ -2,14 +2,15 @@
 
 Parameters in flight wait by themselves (:mod:`~ddp_hooks.overlap.waiting`). Modules that own some wait for them in a
 forward pre-hook as well, for code that switches ``__torch_function__`` off; compiled and scripted modules wait for
-everything below them (:class:`Entrances`). Waiting never communicates: one rank alone may read.
+everything below them (:class:`Entrances`). Waiting never communicates: one rank alone may read. Only parameters that
+were gathered rounded communicate when they are read with all their bits (:mod:`~ddp_hooks.overlap.rounded`).
 """
 
 from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from ddp_hooks.comm.torch_compat.compiler import (
 )
 from ddp_hooks.comm.torch_compat.overrides import is_observed, unobserved, without_overrides
 from ddp_hooks.intercept.module_hooks import InertInCopies
+from ddp_hooks.overlap.rounded import Rounded
 from ddp_hooks.overlap.waiting import Waiting, waiting_class
 
 logger = logging.getLogger("ddp_hooks")
@@ -44,18 +46,21 @@ class FeedPipe:
         recorder: Recorder,
         arrived: Callable[[Sequence[int]], None] | None = None,
         under_forward: bool = True,  # gathers may be in flight in a forward; False: modules need no pre-hooks
+        rounded: Rounded | None = None,  # None: no gather rounds
     ) -> None:
         self.stall = Stall()
         self.in_flight = False  # True while some gather has not been awaited
         self._parameters = parameters
         self._recorder = recorder
         self._arrived = arrived
+        self._rounded = rounded
         self._index_of = {id(parameter): index for index, parameter in enumerate(parameters)}
         for parameter in parameters:
             if isinstance(parameter, Waiting):  # of another pipe
-                parameter.wait_for(parameter, True)
+                parameter.wait_for(parameter, True, False)
         self._own_classes = [type(parameter) for parameter in parameters]
-        kinds = {kind: waiting_class(kind, self._wait_for_parameter) for kind in set(self._own_classes)}
+        casts = rounded.function_casts if rounded is not None else None
+        kinds = {kind: waiting_class(kind, self._wait_for_parameter, casts) for kind in set(self._own_classes)}
         self._waiting_classes = [kinds[kind] for kind in self._own_classes]
         self._on_streams = any(parameter.is_cuda for parameter in parameters)
         self._lock = threading.RLock()  # several threads may read
@@ -72,10 +77,10 @@ class FeedPipe:
         self._read: dict[int, None] = {}  # parameters in the order in which they were awaited since the last launch
         self._order: list[int] = []  # the same, of the latest forward that awaited as many as any before
         let_graphs_know_of_hooks()
-        self._entrances = Entrances(root, self._index_of, self.wait_for) if under_forward else None
+        self._entrances = Entrances(root, self._index_of, self._wait_before_module) if under_forward else None
 
     def close(self) -> None:
-        """Remove the hooks. Parameters that arrived have their own class; the others go on raising."""
+        """Remove the hooks. Parameters that arrived whole have their own class; the others go on raising."""
         if self._entrances is not None:
             self._entrances.close()
         for index in range(len(self._parameters)):
@@ -87,7 +92,7 @@ class FeedPipe:
         """Begin a forward through DDP; the first one in training notes the order in which it reads parameters."""
         if self._entrances is None:
             return
-        if (self.in_flight or self._visible) and inside_compiled_region():
+        if self._num_hidden and inside_compiled_region():
             self.finish(on_host=True)
         elif training and not self._order and not self._num_hidden and not inside_compiled_region():
             self._entrances.find()
@@ -95,10 +100,14 @@ class FeedPipe:
                 self._read.clear()
                 for index in range(len(self._parameters)):
                     self._hide(index)
+                if self._rounded is not None:
+                    self._rounded.is_tracing = True
 
     def end_forward(self) -> None:
         if len(self._read) >= len(self._order):
             self._order = list(self._read)
+        if self._rounded is not None:
+            self._rounded.is_tracing = False
         if self._num_hidden and not self.in_flight:
             with self._lock:
                 for index in range(len(self._parameters)):
@@ -123,8 +132,8 @@ class FeedPipe:
     def under_way(self) -> list[Work]:
         return [work for work in self._works if work is not None]
 
-    def launched(self, works: Sequence[Work]) -> None:
-        """Let readers of parameters wait for these gathers, one per group."""
+    def launched(self, works: Sequence[Work], rounded: Collection[int] = ()) -> None:
+        """Let readers of parameters wait for these gathers, one per group, which leave some parameters ``rounded``."""
         with self._lock:
             if self._met_compiled_code:
                 self._met_compiled_code = False
@@ -135,43 +144,88 @@ class FeedPipe:
             self._works = list(works)
             self._num_in_flight = len(works)
             self._missing = [len(groups) for groups in self._groups_of_parameter]
+            if self._rounded is not None:
+                self._rounded.launched(rounded)
             self.in_flight = bool(works)
             for index, missing in enumerate(self._missing):
                 if missing:
                     self._hide(index)
 
     def finish(self, on_host: bool = False) -> None:
-        """Wait for every gather that is in flight; with ``on_host`` until all parameters have their own classes."""
+        """Wait for every gather that is in flight; with ``on_host`` until all parameters have their own classes.
+
+        Then it is collective, if some are rounded.
+        """
         if self.in_flight:
             with self._lock:
                 self._await(range(len(self._works)))
+        if on_host:
+            self.make_whole()
         if on_host and self._visible:
             with self._lock:
                 for index in list(self._visible):
                     self._show(index, on_host=True)
 
-    def _wait_for_parameter(self, parameter: Tensor, on_host: bool) -> bool:
-        """Wait for the current stream, or with ``on_host`` for all; return True if the own class is back."""
+    def make_whole(self, reader: int | None = None) -> None:
+        """Replace all rounded values by their owners', for a read of parameter ``reader``; collective, if some are.
+
+        If this fails they stay rounded, and the next reader tries again.
+        """
+        rounded = self._rounded
+        if rounded is None or not rounded.now:
+            return
+        with self._lock:
+            if not rounded.now:  # another thread was faster
+                return
+            self._await(range(len(self._works)))
+            with unobserved() if is_observed() else nullcontext():
+                for work in rounded.gather_whole(reader):
+                    with self.stall.measure(self._recorder, work.label):
+                        work.wait()
+                self._complete(rounded.became_whole())
+
+    def _wait_for_parameter(self, parameter: Tensor, on_host: bool, casts: bool) -> bool:
+        """Wait for the current stream, or with ``on_host`` for all; return True if the own class is back.
+
+        ``casts``: it is read through casts only, and may stay rounded.
+        """
         index = self._index_of.get(id(parameter))
         if index is None:  # made of a waiting class, or its class and memory swapped: it may share what is in flight
-            self.finish()
+            self.finish(on_host=self._rounded is not None)
             made: Any = parameter
             made.__class__ = made.own_class
             return True
-        if self._missing[index] and inside_compiled_region():
-            self._met_compiled_code = True
+        if (self._missing[index] or self._rounded is not None) and inside_compiled_region():
+            self._met_compiled_code = self._met_compiled_code or self._missing[index] > 0
             self.finish(on_host=True)  # its other graphs then see every parameter with its own class
-        self.wait_for((index,), on_host)
-        return index not in self._visible
+            on_host, casts = True, False
+        if self._rounded is not None:
+            self._rounded.note((index,), casts)
+        self.wait_for((index,), on_host, casts)
+        return not isinstance(parameter, Waiting)
 
-    def wait_for(self, indices: Sequence[int], on_host: bool = False) -> None:
-        """Wait for parameters, given by number; with ``on_host`` they have their own classes afterwards."""
+    def _wait_before_module(self, indices: Sequence[int], on_host: bool = False) -> None:
+        """Wait for the parameters of a module that begins, which may switch ``__torch_function__`` off."""
+        casts = self._rounded is not None and not on_host and self._rounded.module_may_cast()
+        if self._rounded is not None and not casts:
+            self._rounded.note(indices, casts=False)
+        self.wait_for(indices, on_host, casts)
+
+    def wait_for(self, indices: Sequence[int], on_host: bool = False, casts: bool = False) -> None:
+        """Wait for parameters, given by number; with ``on_host`` they have their own classes afterwards.
+
+        ``casts``: they are read through casts only, and may stay rounded.
+        """
         if not self._num_hidden:
             return
         with self._lock:
             self._read.update(dict.fromkeys(indices))
             if self.in_flight:
                 self._await(group for i in indices if self._missing[i] for group in self._groups_of_parameter[i])
+            if self._rounded is not None and not casts:
+                reader = next((index for index in indices if index in self._rounded.now), None)
+                if reader is not None:
+                    self.make_whole(reader)
             for index in indices:
                 self._show(index, on_host)
 
@@ -241,6 +295,9 @@ class FeedPipe:
         if visible is not None and not visible.everywhere(on_host):
             return
         self._visible.pop(index, None)
+        rounded = self._rounded
+        if rounded is not None and (index in rounded.now or (rounded.is_tracing and not on_host)):
+            return
         parameter: Any = self._parameters[index]
         if isinstance(parameter, Waiting):
             parameter.__class__ = self._own_classes[index]  # type: ignore[assignment]

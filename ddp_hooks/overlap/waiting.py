@@ -41,6 +41,7 @@ METADATA: frozenset[Any] = frozenset(
 """Functions that read or change no element of a parameter, so that they need not wait."""
 
 
+_PLAIN = (Tensor, nn.Parameter)
 _PRINTING = (Tensor.__repr__, Tensor.__format__)  # their text names the class
 
 
@@ -49,8 +50,9 @@ class Waiting:
 
     __slots__ = ()
     own_class: type[nn.Parameter]
-    wait_for: Callable[[Tensor, bool], bool]  # waits for one; see FeedPipe
-    wait_in: Callable[[Iterable[Any], bool], bool]
+    wait_for: Callable[[Tensor, bool, bool], bool]  # waits for one; see FeedPipe
+    wait_in: Callable[[Iterable[Any], bool, bool], bool]
+    casts: Callable[..., bool] | None  # see Rounded.function_casts
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Make a parameter that waits for nothing, for ``type(parameter)(...)``."""
@@ -64,11 +66,13 @@ class Waiting:
                 return func(*args, **kwargs)
         # nn.Parameter(tensor) compares classes before and after detach().
         is_construction = func is Tensor.detach and sys._getframe(1).f_code is nn.Parameter.__new__.__code__
-        has_others = not all(issubclass(kind, Waiting) for kind in types)  # another class has to see the call, too
+        # Another class has to see the call, too. Functions in Python also tell of plain tensors.
+        has_others = not all(kind in _PLAIN or issubclass(kind, Waiting) for kind in types)
         on_host = is_construction or has_others or func in _PRINTING  # until the parameter has its own class
-        arrived = cls.wait_in(args, on_host)
+        casts = cls.casts is not None and not on_host and cls.casts(func, args, kwargs)
+        arrived = cls.wait_in(args, on_host, casts)
         if kwargs:
-            arrived &= cls.wait_in(tuple(kwargs.values()), on_host)
+            arrived &= cls.wait_in(tuple(kwargs.values()), on_host, casts)
         if is_construction:
             return cls.own_class(args[0], args[0].requires_grad)
         if arrived:
@@ -85,21 +89,32 @@ class Waiting:
         return self.__reduce_ex__(protocol)
 
 
-def waiting_class(own_class: type[nn.Parameter], wait_for: Callable[[Tensor, bool], bool]) -> type[nn.Parameter]:
-    """Return a subclass of ``own_class`` whose instances wait by ``wait_for``."""
+def waiting_class(
+    own_class: type[nn.Parameter],
+    wait_for: Callable[[Tensor, bool, bool], bool],
+    casts: Callable[..., bool] | None = None,
+) -> type[nn.Parameter]:
+    """Return a subclass of ``own_class`` whose instances wait by ``wait_for``.
+
+    ``casts``: tells of a function and its arguments whether it reads parameters only through autocast's casts.
+    """
     before_transforms(_wait_in)
     # A graph must contain no wait. Not a decorator: that would import the compiler with this module.
-    wait_in = staticmethod(torch.compiler.disable(_wait_in, reason="a parameter is still on its way"))
-    members = {"own_class": own_class, "wait_for": staticmethod(wait_for), "wait_in": wait_in}
+    outside: Any = torch.compiler.disable(reason="a parameter is still on its way")
+    members = {"own_class": own_class, "wait_for": staticmethod(wait_for), "wait_in": staticmethod(outside(_wait_in))}
+    members["casts"] = staticmethod(outside(casts)) if casts is not None else None
     return type(own_class.__name__, (Waiting, own_class), members)
 
 
-def _wait_in(values: Iterable[Any], on_host: bool) -> bool:
-    """Wait for every waiting parameter in ``values``; return True if all have their own class again."""
+def _wait_in(values: Iterable[Any], on_host: bool, casts: bool = False) -> bool:
+    """Wait for every waiting parameter in ``values``; return True if all have their own class again.
+
+    With ``casts`` parameters are read only through autocast's casts, and may stay rounded.
+    """
     arrived = True
     for value in values:
         if isinstance(value, Waiting):
-            arrived &= value.wait_for(value, on_host)  # type: ignore[arg-type]
+            arrived &= value.wait_for(value, on_host, casts)  # type: ignore[arg-type]
         elif isinstance(value, list | tuple):
-            arrived &= _wait_in(value, on_host)
+            arrived &= _wait_in(value, on_host, casts)
     return arrived

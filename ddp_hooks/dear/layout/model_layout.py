@@ -6,11 +6,12 @@ reduce-scatters, and in the order of the forward for gathers.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
+import torch
 from torch import Tensor, nn
 
-from ddp_hooks.comm import DifferenceWire, Partition
+from ddp_hooks.comm import DifferenceWire, NarrowGather, Partition
 from ddp_hooks.dear.layout.memory import ManagedParameters
 from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.planning.atoms import Atom, FusionRule, ParameterShape, cut_bucket, fuse
@@ -31,6 +32,8 @@ class ModelLayout:
         self.scatter_groups: list[tuple[int, ...]] = []  # of atoms, in the order of the backward
         self.gather_groups: list[tuple[int, ...]] = []  # of atoms, in the order of the forward
         self.gather_labels: list[str] = []
+        self.rounded: frozenset[int] = frozenset()  # parameters that gathers round
+        self._narrow: dict[int, NarrowGather] = {}  # by atom, those that hold some of these
         self._names = parameters.names
         self._shapes = _parameter_shapes(root, parameters.tensors)
         self._world_size = world_size
@@ -62,11 +65,35 @@ class ModelLayout:
     ) -> list[list[Partition]]:
         """Return the partitions of every group of gathers; ``wires``: per atom."""
         assert self.current is not None
+        atoms = self.current.atoms
         of_atom = [
-            Partition(flat, atom.bounds, wires[i] if wires is not None else None)
-            for i, (flat, atom) in enumerate(zip(memory, self.current.atoms, strict=True))
+            Partition(flat, atom.bounds, self._narrow.get(i) if wires is None else wires[i])
+            for i, (flat, atom) in enumerate(zip(memory, atoms, strict=True))
         ]
         return [[of_atom[i] for i in group] for group in self.gather_groups]
+
+    def round(self, parameters: Collection[int], dtype: torch.dtype) -> None:
+        """Let gathers send these parameters in ``dtype``, and all others whole."""
+        assert self.current is not None
+        self.rounded, self._narrow = frozenset(parameters), {}
+        for index, atom in enumerate(self.current.atoms):
+            members = [member for member in atom.members if member.parameter in self.rounded]
+            ranges = tuple((m.offset, m.offset + m.end - m.start) for m in members if m.start < m.end)
+            if ranges:
+                self._narrow[index] = NarrowGather(ranges, dtype)
+
+    def whole_gathers(
+        self, memory: Sequence[Tensor], parameters: Collection[int]
+    ) -> list[tuple[list[Partition], str]]:
+        """Return gathers, with their labels, of all atoms that hold some of ``parameters``, with all bits."""
+        assert self.current is not None
+        atoms = self.current.atoms
+        chosen = {i for i, atom in enumerate(atoms) if any(m.parameter in parameters for m in atom.members)}
+        groups = [
+            ([Partition(memory[i], atoms[i].bounds) for i in group if i in chosen], label)
+            for group, label in zip(self.gather_groups, self.gather_labels, strict=True)
+        ]
+        return [(partitions, label) for partitions, label in groups if partitions]
 
     def cut(self, position: int, parameters: tuple[int, ...], is_last: bool) -> list[Atom]:
         known = self.current

@@ -1,0 +1,333 @@
+"""Gathers in 16 bits: the bits of whole gathers in every loss, gradient and saved weight, and half the bytes.
+
+Prevents: rounded values that somebody reads with all their bits, norms and embeddings that are rounded, a rank that
+hangs because it reads alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
+
+from ddp_hooks import DearConfig, DearState, dear_hook
+from ddp_hooks.comm.torch_compat.autocast import _CASTING
+from tests.support.dear.twins import CONFIG
+from tests.support.messages import message_of
+from tests.support.workers import WorkerPools
+
+ROUNDS = replace(CONFIG, gather_dtype=torch.bfloat16)
+STEPS = 7
+
+
+def autocast(enabled: bool = True) -> torch.autocast:
+    return torch.autocast("cpu", dtype=torch.bfloat16, enabled=enabled)
+
+
+class Block(nn.Module):
+    """Attention by functions, a norm, and layers that may be computed again."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.projections = nn.Parameter(torch.randn(3, width, width) / width)  # read by matmul
+        self.attention = nn.MultiheadAttention(width, 2, batch_first=True)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, values: Tensor) -> Tensor:
+        q, k, v = torch.matmul(self.norm(values).unsqueeze(1), self.projections).unbind(1)
+        values = values + F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        values = values + self.attention(values, values, values, need_weights=False)[0]
+        return values + self.down(F.gelu(self.up(values)))
+
+
+class Language(nn.Module):
+    """A small GPT-2: embeddings tied to the head, and a scale that may be read in the forward from some step on."""
+
+    def __init__(self, recomputes: bool = False) -> None:
+        super().__init__()
+        self.recomputes, self.reads_directly = recomputes, False
+        self.embed, self.positions = nn.Embedding(50, 16), nn.Embedding(12, 16)
+        self.blocks = nn.ModuleList(Block(16) for _ in range(2))
+        self.norm, self.head = nn.LayerNorm(16), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        values = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
+        for block in self.blocks:
+            values = checkpoint(block, values, use_reentrant=False) if self.recomputes else block(values)
+        if self.reads_directly:
+            values = values * self.blocks[0].up.weight.mean()
+        return F.cross_entropy(self.head(self.norm(values)).float().flatten(0, 1), ids.flatten())
+
+
+class Convolutions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(3, 16, 3, padding="same"), nn.GroupNorm(4, 16), nn.ReLU(), nn.ConvTranspose2d(16, 20, 3),
+            nn.BatchNorm2d(20), nn.Conv2d(20, 8, 3, bias=False), nn.Flatten(), nn.LazyLinear(10),
+        )  # fmt: skip
+        self.layers(torch.zeros(2, 3, 6, 6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        images = F.one_hot(ids, 50).float()[:, :, :9].reshape(len(ids), -1)[:, : 3 * 36]
+        return self.layers(images.view(-1, 3, 6, 6)).float().square().mean()
+
+
+def batch(rank: int, step: int) -> Tensor:
+    return torch.randint(0, 50, (4, 12), generator=torch.Generator().manual_seed(100 * step + rank))
+
+
+class Run:
+    """A model in training, and all that can be compared of it."""
+
+    def __init__(self, make: Callable[[], nn.Module], config: DearConfig, optimizer: Any = torch.optim.AdamW) -> None:
+        torch.manual_seed(3)
+        self.ddp = DistributedDataParallel(make(), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+        self.optimizer = optimizer(self.ddp.module.parameters(), lr=0.01)
+        self.state = DearState(self.ddp, self.optimizer, config)
+        self.ddp.register_comm_hook(self.state, dear_hook)
+        self.seen: list[Tensor] = []
+        self.memory: dict[str, Any] = {}
+        self.sent_bytes: list[int] = []
+        self.most_rounded = 0
+
+    @property
+    def model(self) -> Any:
+        return self.ddp.module
+
+    def train(self, rank: int, step: int, casts: bool = True, micro_batches: int = 1) -> None:
+        self.optimizer.zero_grad()
+        for micro in range(micro_batches):
+            is_last = micro == micro_batches - 1
+            with contextlib.nullcontext() if is_last else self.ddp.no_sync(), autocast(casts):
+                loss = self.ddp(batch(rank, 10 * step + micro))
+            loss.backward()
+            self.seen.append(loss.detach())
+        with self.state.reduced_gradients() as shards:
+            self.seen += [shard.grad.clone() for shard in shards if shard.grad is not None]
+        self.optimizer.step()
+        self.most_rounded = max(self.most_rounded, self.num_rounded)
+        self.sent_bytes.append(self.state.stats().sent_bytes)
+
+    def weights(self) -> None:
+        self.seen += [value.clone() for value in self.model.state_dict().values()]
+
+    @property
+    def num_rounded(self) -> int:
+        rounding = self.state._driver.rounding
+        return len(rounding.rounded.now) if rounding is not None else 0
+
+
+Loop = Callable[[Run, int, int], None]
+
+
+def plain(run: Run, rank: int, step: int) -> None:
+    run.train(rank, step)
+
+
+def saving(run: Run, rank: int, step: int) -> None:
+    run.train(rank, step)
+    if step % 2:
+        run.weights()
+
+
+def in_turns(run: Run, rank: int, step: int) -> None:
+    run.train(rank, step, casts=step % 3 != 2)
+
+
+def accumulating(run: Run, rank: int, step: int) -> None:
+    run.train(rank, step, micro_batches=1 + step % 3)
+
+
+def evaluating(run: Run, rank: int, step: int) -> None:
+    """On one rank under autocast, which needs no other, and on all without."""
+    run.train(rank, step)
+    with torch.no_grad(), autocast():
+        if step and rank == 0:
+            run.seen.append(run.model(batch(5, step)))
+    if step % 3 == 1:
+        with torch.no_grad():
+            run.seen.append(run.ddp(batch(6, step)))
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.float16):
+            run.seen.append(run.model.blocks[0].up(torch.ones(1, 16)))
+
+
+def averaging(run: Run, rank: int, step: int) -> None:
+    if step == 2:
+        run.memory["average"] = torch.optim.swa_utils.AveragedModel(run.model)
+    run.train(rank, step)
+    if step >= 2:
+        run.memory["average"].update_parameters(run.model)
+        run.seen += [p.detach().clone() for p in run.memory["average"].parameters()]
+
+
+def reading_directly_later(run: Run, rank: int, step: int) -> None:
+    run.model.reads_directly = step >= 4
+    run.train(rank, step)
+
+
+def writing(run: Run, rank: int, step: int) -> None:
+    run.train(rank, step)
+    if step == 3:
+        run.memory["saved"] = copy.deepcopy(run.model.state_dict())
+    if step == 4:
+        with torch.no_grad():
+            for parameter in run.model.parameters():
+                parameter.mul_(0.75)
+    if step == 5:
+        run.model.load_state_dict(run.memory["saved"])
+
+
+def other_reads(run: Run, rank: int, step: int) -> None:
+    run.train(rank, step)
+    weight = run.model.blocks[1].up.weight
+    reads: list[Callable[[], Tensor]] = [
+        lambda: weight.data,
+        lambda: copy.deepcopy(weight).detach(),
+        lambda: torch.nn.utils.parameters_to_vector([weight]).detach(),
+        lambda: torch.stack(torch._foreach_norm([weight])).detach(),
+        lambda: torch.func.vmap(lambda row: row * 2)(weight).detach(),
+        lambda: torch.tensor(weight.tolist()),
+        lambda: torch.mm(torch.eye(64), weight.requires_grad_(False), out=torch.empty(64, 16)),
+    ]
+    with autocast() if step % 2 else contextlib.nullcontext():
+        run.seen.append(reads[step]().clone())
+
+
+def regrouping(run: Run, rank: int, step: int) -> None:
+    run.train(rank, step)
+    run.state.set_fusion("size", mb=0.01 * (step + 1))
+
+
+def saving_on_one_rank(run: Run, rank: int, step: int) -> None:
+    run.train(rank, step)
+    if step % 2:
+        run.state.consolidate()
+    else:
+        run.state.synchronize()
+    if rank == 0:
+        run.weights()
+
+
+LOOPS: dict[str, tuple[Callable[[], nn.Module], Loop]] = {
+    "plain": (Language, plain),
+    "convolutions": (Convolutions, saving),
+    "recomputed": (lambda: Language(recomputes=True), saving),
+    "in turns": (Language, in_turns),
+    "accumulating": (Language, accumulating),
+    "evaluating": (Language, evaluating),
+    "averaging": (Language, averaging),
+    "read directly later": (Language, reading_directly_later),
+    "writing": (Language, writing),
+    "other reads": (Language, other_reads),
+    "regrouping": (Language, regrouping),
+    "saving on one rank": (Language, saving_on_one_rank),
+}
+
+
+def compare(rank: int, world_size: int, name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    make, loop = LOOPS[name]
+    runs = [Run(make, replace(config, **changes)) for config in (CONFIG, ROUNDS)]
+    for run in runs:
+        for step in range(STEPS):
+            torch.manual_seed(step)
+            loop(run, rank, step)
+        run.weights()
+        run.state.close()
+    whole, rounded = (run.seen for run in runs)
+    differing = [i for i, (a, b) in enumerate(zip(whole, rounded, strict=True)) if not torch.equal(a, b)]
+    names = {id(p): n for n, p in runs[1].model.named_parameters()}
+    chosen = runs[1].state._driver.layout.rounded
+    parameters = runs[1].state._driver.parameters.tensors
+    return {
+        "differing": differing, "compared": len(whole), "largest": runs[1].most_rounded,
+        "rounded": {names[id(parameters[i])] for i in chosen},
+        "sent": [run.sent_bytes for run in runs],
+        "classes": {type(p) for p in runs[1].model.parameters()},
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LOOPS)
+def test_bits_are_those_of_whole_gathers(workers: WorkerPools, name: str) -> None:
+    for found in workers(2).run(compare, name, {}):
+        assert found["differing"] == [], f"of {found['compared']}"
+        assert found["largest"] >= (5 if name == "convolutions" else 16), found["rounded"]
+        assert found["classes"] == {nn.Parameter}
+
+
+@pytest.mark.parametrize("changes", [{"collective": "two-level", "node_size": 2}, {"fusion_mb": 1.0, "lanes": 3}])
+def test_bits_with_other_collectives(workers: WorkerPools, changes: dict[str, Any]) -> None:
+    for found in workers(4).run(compare, "plain", changes):
+        assert found["differing"] == [] and found["largest"] >= 16
+
+
+def test_what_is_rounded_and_bytes(workers: WorkerPools) -> None:
+    found = workers(2).run(compare, "plain", {"wire": "float32"})[0]
+    kinds = {name.rpartition("blocks.0.")[2] for name in found["rounded"] if name.startswith("blocks.0.")}
+    weights = {"projections", "up.weight", "down.weight", "attention.in_proj_weight", "attention.out_proj.weight"}
+    biases = {"up.bias", "down.bias", "attention.in_proj_bias", "attention.out_proj.bias"}
+    assert kinds == weights | biases
+    assert not any("embed" in name or "norm" in name or "positions" in name for name in found["rounded"])
+    whole, rounded = found["sent"]
+    assert rounded[-1] < 0.8 * whole[-1]
+
+
+@pytest.mark.parametrize("function", _CASTING, ids=str)
+def test_functions_read_only_what_autocast_has_converted(function: Any) -> None:
+    """For a torch whose autocast treats one of them in another way."""
+    name = function.__name__
+    generator = torch.Generator().manual_seed(0)
+    if "conv" in name:
+        sizes = [(2, 4, *[5] * int(name[-2])), (4, 4, *[3] * int(name[-2]))]
+    else:
+        sizes = [(2, 6, 6)] * 3 if "b" in name else [(6, 6)] * 3
+        sizes = sizes[: 3 if "add" in name else 2]
+        if "addb" in name:
+            sizes[0] = (6, 6)
+    for place in range(len(sizes)):
+        values = [torch.randn(size, generator=generator) for size in sizes]
+        with autocast():
+            whole = function(*values)
+            values[place] = values[place].bfloat16().float()
+            assert whole.dtype == torch.bfloat16 and torch.equal(function(*values), whole)
+
+
+def read_alone(rank: int, world_size: int) -> list[str]:
+    """What rank 0 hears that saves alone, and what all hear whose step came in between."""
+    run = Run(Language, replace(ROUNDS, timeout_s=3))
+    for step in range(3):
+        run.train(rank, step)
+    said = [message_of(run.model.state_dict)] if rank == 0 else []
+    dist.barrier()
+    if rank == 1:  # it is too late
+        said = [message_of(run.model.state_dict)]
+    run.weights()  # together it works, also afterwards
+    run.train(rank, 4)
+    if rank == 0:  # another call than the other's
+        said.append(message_of(lambda: run.model.blocks[0].up.weight.sum()))
+    else:
+        said.append(message_of(run.state.consolidate))
+    dist.barrier()
+    run.state.close()
+    return [*said, str(all(type(p) is nn.Parameter for p in run.model.parameters()))]
+
+
+def test_a_rank_that_reads_alone_is_told(workers: WorkerPools) -> None:
+    first, second = workers(2).run(read_alone)
+    assert first[0].startswith("LaneTimeout: rank 0 reads blocks.0.projections outside of torch.autocast")
+    for said in (first, second):
+        assert "Call state.synchronize() on all ranks before" in said[0] and "rank 1 has not called it" in said[0]
+        assert "consolidate()" in said[1] and "outside of torch.autocast" in said[1]
+    assert first[-1] == second[-1] == "True"
