@@ -220,6 +220,7 @@ class CommHookMixin(_Trainer):
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         attachment, with_optimizer = self._attachment, not self.args.save_only_model
+        self.synchronize()  # the first rank alone reads the model
         if attachment is None or not (with_optimizer or self._tables is not None):
             super()._save_checkpoint(model, trial)
             return

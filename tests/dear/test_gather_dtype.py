@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_hooks import DearConfig, DearState, dear_hook
 from ddp_hooks.comm.torch_compat.autocast import _CASTING
+from ddp_hooks.overlap.waiting import Waiting
 from tests.support.dear.twins import CONFIG
 from tests.support.messages import message_of
 from tests.support.workers import WorkerPools
@@ -92,9 +93,11 @@ def batch(rank: int, step: int) -> Tensor:
 class Run:
     """A model in training, and all that can be compared of it."""
 
+    bucket_mb = 0.02
+
     def __init__(self, make: Callable[[], nn.Module], config: DearConfig, optimizer: Any = torch.optim.AdamW) -> None:
         torch.manual_seed(3)
-        self.ddp = DistributedDataParallel(make(), bucket_cap_mb=0.02, gradient_as_bucket_view=True)
+        self.ddp = DistributedDataParallel(make(), bucket_cap_mb=self.bucket_mb, gradient_as_bucket_view=True)
         self.optimizer = optimizer(self.ddp.module.parameters(), lr=0.01)
         self.state = DearState(self.ddp, self.optimizer, config)
         self.ddp.register_comm_hook(self.state, dear_hook)
@@ -306,7 +309,7 @@ def test_functions_read_only_what_autocast_has_converted(function: Any) -> None:
 
 def read_alone(rank: int, world_size: int) -> list[str]:
     """What rank 0 hears that saves alone, and what all hear whose step came in between."""
-    run = Run(Language, replace(ROUNDS, timeout_s=3))
+    run = Run(Language, replace(ROUNDS, timeout_s=1.5, stall_warning_s=1))
     for step in range(3):
         run.train(rank, step)
     said = [message_of(run.model.state_dict)] if rank == 0 else []
@@ -331,3 +334,110 @@ def test_a_rank_that_reads_alone_is_told(workers: WorkerPools) -> None:
         assert "Call state.synchronize() on all ranks before" in said[0] and "rank 1 has not called it" in said[0]
         assert "consolidate()" in said[1] and "outside of torch.autocast" in said[1]
     assert first[-1] == second[-1] == "True"
+
+
+def compiled(rank: int, world_size: int, step_of_compilation: int) -> dict[str, Any]:
+    """A block that is compiled before the first step is gathered whole; later its entrance makes it whole."""
+    runs = []
+    for config in (CONFIG, ROUNDS):
+        torch._dynamo.reset()
+        run = Run(Language, config)
+        for step in range(STEPS):
+            if step == step_of_compilation:
+                run.model.blocks[1].compile(backend="aot_eager")
+            run.train(rank, step)
+        run.weights()
+        run.state.close()
+        runs.append(run)
+    driver = runs[1].state._driver
+    rounded = [driver.parameters.names[index] for index in driver.layout.rounded]
+    same = all(map(torch.equal, runs[0].seen, runs[1].seen))
+    return {"same": same, "rounded": rounded, "most": runs[1].most_rounded}
+
+
+@pytest.mark.parametrize("step", [pytest.param(0, marks=pytest.mark.slow), 2])
+def test_compiled_blocks(workers: WorkerPools, step: int) -> None:
+    for found in workers(2).run(in_large_buckets, step):
+        assert found["same"] and found["most"] >= 8
+        assert not any("blocks.1" in name for name in found["rounded"])
+
+
+def in_large_buckets(rank: int, world_size: int, step: int) -> dict[str, Any]:
+    """torch compiles for DDP's buckets, and not for the smallest."""
+    kept, Run.bucket_mb = Run.bucket_mb, 2
+    try:
+        return compiled(rank, world_size, step)
+    finally:
+        Run.bucket_mb = kept
+
+
+class Odd(nn.Module):
+    """Reads parameters in ways that no function tells: not at all, or where functions ask no parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cast, self.island, self.low = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 16)
+        self.unseen, self.scale = nn.Parameter(torch.randn(16, 16)), nn.Parameter(torch.ones(16, dtype=torch.float64))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        values = self.cast(ids[:, :1] * torch.linspace(0, 1, 16))
+        with autocast(False):
+            values = self.island(values.float())
+        with torch.autocast("cpu", dtype=torch.float16):
+            values = self.low(values)
+        with torch._C.DisableTorchFunctionSubclass():
+            values = values.float() @ self.unseen.float()
+        return (values * self.scale).square().mean()
+
+
+def odd(rank: int, world_size: int) -> tuple[list[str], bool, list[bool], str]:
+    """What of it is rounded; whether a module waits for all bits where overrides are off; what hears who is late."""
+    runs = [Run(Odd, config) for config in (CONFIG, ROUNDS)]
+    for run in runs:
+        for step in range(3):
+            run.train(rank, step)
+        with torch.no_grad(), autocast(), torch._C.DisableTorchFunctionSubclass():
+            run.seen.append(run.model.cast(torch.ones(16)) * run.model.cast.weight.sum())
+        run.train(rank, 3)
+    rounded = [runs[1].state._driver.parameters.names[i] for i in runs[1].state._driver.rounding.rounded.now]
+    same = all(map(torch.equal, runs[0].seen, runs[1].seen))
+    runs[0].state.close()
+    runs[1].state._close_at_exit()
+    kinds = [isinstance(runs[1].model.cast.weight, Waiting), isinstance(runs[1].model.island.weight, Waiting)]
+    return rounded, same, kinds, message_of(runs[1].model.cast.weight.sum)
+
+
+def test_reads_that_no_function_tells(workers: WorkerPools) -> None:
+    for rounded, same, kinds, late in workers(2).run(odd):
+        assert sorted(rounded) == ["cast.bias", "cast.weight"] and same
+        assert kinds == [True, False], "rounded values must not look like whole ones"
+        assert late.startswith("RuntimeError: cast.weight has other ranks' values in torch.bfloat16 only")
+
+
+def read_in_every_step(rank: int, world_size: int) -> list[int]:
+    """Bytes of steps whose parameters are read after each."""
+    run = Run(Language, replace(ROUNDS, wire="float32"))
+    for step in range(STEPS):
+        run.train(rank, step)
+        run.weights()
+    run.state.close()
+    return run.sent_bytes
+
+
+def test_rounding_ends_where_it_is_in_vain(workers: WorkerPools) -> None:
+    sent = workers(2).run(read_in_every_step)[0]
+    _, *whole = workers(2).run(compare, "plain", {"wire": "float32"})[0]["sent"][0]
+    assert sent[3] > whole[-1] and sent[-1] == whole[-1]
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"gather_dtype": torch.float16}, "gather_dtype must be None or torch.bfloat16 (float16 would round"),
+    ({"gather_dtype": torch.bfloat16, "update": "replicated"}, "has no effect with update="),
+    ({"gather_dtype": torch.bfloat16, "overlap_forward": False}, "has no effect with overlap_forward=False"),
+]
+
+
+@pytest.mark.parametrize(("settings", "expected"), REFUSED)
+def test_settings_that_are_refused(settings: dict[str, Any], expected: str) -> None:
+    message = message_of(lambda: DearConfig(**settings))
+    assert message.startswith("ValueError") and expected in message
