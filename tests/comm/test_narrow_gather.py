@@ -95,9 +95,9 @@ def gather_on_lanes(rank: int, world_size: int) -> None:
         everything = (world_size - 1) * sum(each.nbytes for each in partitions)
         assert abs(float(sent) - everything) < world_size
         assert everything < (world_size - 1) * sum(each.flat.nbytes for each in partitions)
-    for lane in lanes._lanes:
-        buffers = lane._scratch.get(torch.uint8, [])  # type: ignore[union-attr]
-        assert sum(each.nbytes for each in buffers) <= 2 * 4 * 256
+    for each in lanes._lanes:
+        buffers = each._scratch.get(torch.uint8, [])  # type: ignore[union-attr]
+        assert sum(buffer.nbytes for buffer in buffers) <= 2 * 4 * 256
     lanes.close()
 
 

@@ -68,7 +68,8 @@ class Language(nn.Module):
         for block in self.blocks:
             values = checkpoint(block, values, use_reentrant=False) if self.recomputes else block(values)
         if self.reads_directly:
-            values = values * self.blocks[0].up.weight.mean()
+            first: Any = self.blocks[0]
+            values = values * first.up.weight.mean()
         return F.cross_entropy(self.head(self.norm(values)).float().flatten(0, 1), ids.flatten())
 
 
@@ -202,10 +203,10 @@ def other_reads(run: Run, rank: int, step: int) -> None:
         lambda: torch.nn.utils.parameters_to_vector([weight]).detach(),
         lambda: torch.stack(torch._foreach_norm([weight])).detach(),
         lambda: torch.func.vmap(lambda row: row * 2)(weight).detach(),
+        lambda: torch.mm(torch.eye(64), weight, out=torch.empty(64, 16)),
         lambda: torch.tensor(weight.tolist()),
-        lambda: torch.mm(torch.eye(64), weight.requires_grad_(False), out=torch.empty(64, 16)),
     ]
-    with autocast() if step % 2 else contextlib.nullcontext():
+    with torch.no_grad(), autocast(enabled=step % 2 == 1):
         run.seen.append(reads[step]().clone())
 
 
@@ -399,7 +400,9 @@ def odd(rank: int, world_size: int) -> tuple[list[str], bool, list[bool], str]:
         with torch.no_grad(), autocast(), torch._C.DisableTorchFunctionSubclass():
             run.seen.append(run.model.cast(torch.ones(16)) * run.model.cast.weight.sum())
         run.train(rank, 3)
-    rounded = [runs[1].state._driver.parameters.names[i] for i in runs[1].state._driver.rounding.rounded.now]
+    driver = runs[1].state._driver
+    assert driver.rounding is not None
+    rounded = [driver.parameters.names[index] for index in driver.rounding.rounded.now]
     same = all(map(torch.equal, runs[0].seen, runs[1].seen))
     runs[0].state.close()
     runs[1].state._close_at_exit()

@@ -357,9 +357,9 @@ def dear_first(rank: int, world_size: int) -> tuple[list[str], bool]:
             followed = bool(gathers) and all(work in after for work in gathers)
         return run(kind, algorithm, label, after)
 
-    def noted_launch(works: Any) -> None:
+    def noted_launch(*args: Any, **kwargs: Any) -> None:
         order.append("gathers")
-        launch(works)
+        launch(*args, **kwargs)
 
     for number, batch in enumerate(tables.prefetch(batches(rank, world_size, 5), _all_ids)):
         if number == 3:

@@ -32,6 +32,13 @@ class Fault:
 
 _COMM = (
     Fault(
+        "comm: a gather rounds what lies before a rounded range",
+        "ddp_hooks/comm/wire/narrow.py",
+        "rounded.append((first, last))",
+        "rounded.append((position, last))",
+        ("tests/comm/test_narrow_gather.py",),
+    ),
+    Fault(
         "comm: a ring gathers into the wrong chunk",
         "ddp_hooks/comm/algorithms/collectives.py",
         "parts[(position - step - 1) % size]",
@@ -184,6 +191,14 @@ _COMM = (
 )
 
 _DEAR = (
+    Fault(
+        "dear: parameters are read by one rank after consolidate(), and rounded",
+        "ddp_hooks/dear/state.py",
+        "        self._driver.pipe.make_whole()  # the same code saves the model there",
+        "        pass",
+        ("tests/dear/test_gather_dtype.py",),
+        choose="saving",
+    ),
     Fault(
         "dear: a part of a parameter lies elsewhere in its atom",
         "ddp_hooks/planning/atoms.py",
@@ -356,6 +371,28 @@ _DEAR = (
 )
 
 _FEED = (
+    Fault(
+        "feed: a read outside of autocast finds rounded values",
+        "ddp_hooks/overlap/pipe.py",
+        "                if reader is not None:",
+        "                if reader is None:",
+        ("tests/dear/test_gather_dtype.py",),
+    ),
+    Fault(
+        "feed: autocast to another type reads rounded values",
+        "ddp_hooks/comm/torch_compat/autocast.py",
+        "        and torch.get_autocast_dtype(device_type) == dtype",
+        "        and dtype.itemsize == torch.get_autocast_dtype(device_type).itemsize",
+        ("tests/dear/test_gather_dtype.py",),
+    ),
+    Fault(
+        "feed: functions that write do so to rounded values",
+        "ddp_hooks/comm/torch_compat/autocast.py",
+        ' and "out" not in kwargs',
+        "",
+        ("tests/dear/test_gather_dtype.py",),
+        choose="other",
+    ),
     Fault(
         "feed: parameters in lists do not wait",
         "ddp_hooks/overlap/waiting.py",
