@@ -195,7 +195,9 @@ def writing(run: Run, rank: int, step: int) -> None:
 
 
 def other_reads(run: Run, rank: int, step: int) -> None:
-    run.train(rank, step)
+    for number in range(2):  # reads after every step would end the rounding
+        run.train(rank, 2 * step + number)
+    assert run.num_rounded or run.state.config == CONFIG
     weight = run.model.blocks[1].up.weight
     reads: list[Callable[[], Tensor]] = [
         lambda: weight.data,
@@ -204,7 +206,7 @@ def other_reads(run: Run, rank: int, step: int) -> None:
         lambda: torch.stack(torch._foreach_norm([weight])).detach(),
         lambda: torch.func.vmap(lambda row: row * 2)(weight).detach(),
         lambda: torch.mm(torch.eye(64), weight, out=torch.empty(64, 16)),
-        lambda: torch.tensor(weight.tolist()),
+        lambda: torch.jit.trace(run.model.blocks[1].up, torch.eye(16))(torch.eye(16)),
     ]
     with torch.no_grad(), autocast(enabled=step % 2 == 1):
         run.seen.append(reads[step]().clone())
