@@ -187,7 +187,7 @@ def regroup(pair: Pair, step: int) -> None:
 @pytest.mark.parametrize(("changes", "loop"), [
     ({"dense_below_numel": 200}, accumulate), ({"warmup_steps": 4, "warmup_density": 1.0}, plain),
     ({"density": 1e-9, "wire": "compact"}, plain), ({}, regroup),
-], ids=str)  # fmt: skip
+], ids=lambda each: getattr(each, "__name__", str(each)))  # fmt: skip
 def test_settings(workers: WorkerPools, changes: dict[str, Any], loop: Any) -> None:
     check(workers(4).run(conserve, replace(NODES, **changes), loop, 6))
 

@@ -31,6 +31,7 @@ _PIECE_NUMEL = 1 << 18
 _PIECE_NUMEL_ON_ACCELERATORS = 1 << 24
 
 
+@dataclass(frozen=True)
 class Bf16:
     """Half of float32's bytes. Relative error at most 2^-8; infinity and NaN stay as they are."""
 
