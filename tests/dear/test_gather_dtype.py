@@ -290,7 +290,7 @@ def test_what_is_rounded_and_bytes(workers: WorkerPools) -> None:
     assert rounded[-1] < 0.8 * whole[-1]
 
 
-@pytest.mark.parametrize("function", _CASTING, ids=str)
+@pytest.mark.parametrize("function", sorted(_CASTING, key=str), ids=range(len(_CASTING)))
 def test_functions_read_only_what_autocast_has_converted(function: Any) -> None:
     """For a torch whose autocast treats one of them in another way."""
     name = function.__name__
