@@ -374,9 +374,8 @@ class StepDriver:
     def _submit_gathers(self, memory: Sequence[Tensor]) -> list[Work]:
         work_of = self.gradients.works_by_atom()
         after = [{work_of[atom] for atom in group if atom in work_of} for group in self.layout.gather_groups]
-        gathers = zip(
-            self.layout.gathers(memory, self.update.wires), self.layout.gather_labels, after, strict=True
-        )
+        partitions = self.layout.gathers(memory, self.update.wires)
+        gathers = zip(partitions, self.layout.gather_labels, after, strict=True)
         return [self.lanes.all_gather(*gather) for gather in gathers]
 
     def _wait_for_step_gathers(self) -> None:

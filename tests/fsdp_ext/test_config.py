@@ -15,7 +15,7 @@ INF = float("inf")
 
 
 @pytest.mark.parametrize(("changes", "expected"), [
-    ({"all_gather": "fp8"}, "all_gather must be one of ('exact', 'bf16', 'int8'), got 'fp8'"),
+    ({"all_gather": "fp8"}, "all_gather must be one of ('exact', 'bf16', 'int8', 'int4'), got 'fp8'"),
     ({"reduce_scatter": None}, "reduce_scatter must be one of"),
     ({"wire": "tiny"}, "wire must be one of"),
     ({"density": 0}, "density must be None, in (0, 1], or a mapping from patterns to such, got 0"),

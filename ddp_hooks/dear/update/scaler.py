@@ -50,7 +50,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Change the scale as torch's scaler does, and with it the scale of what rounded gradients left out."""
-        states = [each["dear"] for each in self._per_optimizer_states.values() if "dear" in each]
+        progress = self._per_optimizer_states.values() if self._enabled else ()
+        states = [each["dear"] for each in progress if "dear" in each]
         rounding = [state for state in states if state.config.rounds_to is not None]
         before = self.get_scale() if rounding else 1.0
         super().update(new_scale)
