@@ -49,9 +49,9 @@ class DearConfig:
         node_size: ranks per node, for ``"two-level"`` and ``"auto"``. None: as the names of hosts tell. For one or two
             ranks both are the same, so there any size is accepted.
         slice_mb: largest message of all-gathers in MiB, at least 1 KiB; those of reduce-scatters are
-            ``min(slice_mb / 3, 2 * slice_mb / (P - 1))``, so that a lane's buffers hold at most ``4 * slice_mb`` (with
-            two levels of N ranks per node, P - P / N in place of P - 1). None: chosen by the same measurement as
-            ``lanes``.
+            ``min(slice_mb / 3, 2 * slice_mb / (P - 1))``, so that a lane's buffers hold at most ``4 * slice_mb``, with
+            any ``wire`` but ``"float32"`` up to three times as much (with two levels of N ranks per node, P - P / N in
+            place of P - 1). None: chosen by the same measurement as ``lanes``.
         overlap_forward: gather parameters under the next forward. False waits for them inside ``optimizer.step()``,
             for loops that read parameters outside of any forward.
         assume_elementwise: vouch for an optimizer that is not on the known list: the update of each element depends
@@ -65,7 +65,8 @@ class DearConfig:
             to so many bits (integers in blocks of 256 with a scale), summed in float32, and what rounding took is added
             to the next gradient (error feedback; a moving average of it for int4). With sharded updates owners step on
             float32 masters of their shards, and gathers move rounded differences between these and the parameters, so
-            replicas have the same bits. With replicated updates means travel whole.
+            replicas have the same bits. With replicated updates means travel whole. What rounding took from gradients
+            is not saved: a resumed run begins without it.
         reduce_dtype: ``torch.float32`` or ``torch.float64``: convert gradients of a smaller type to it before they are
             summed. None: the type of the gradients.
         master_dtype: with sharded updates of a model in a smaller type, such as bfloat16: let every rank keep its

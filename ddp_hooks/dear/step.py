@@ -48,6 +48,7 @@ from ddp_hooks.dear.update.base import Update
 from ddp_hooks.dear.update.clipping import GradCheck
 from ddp_hooks.dear.update.replicated import ReplicatedUpdate
 from ddp_hooks.dear.update.sharded import ShardedUpdate
+from ddp_hooks.intercept.buckets import future_of, indices_of
 from ddp_hooks.intercept.causes import LatestForward, why_not_ended, why_not_reduced
 from ddp_hooks.intercept.co_optimizers import CoOptimizer
 from ddp_hooks.intercept.guards import refuse_unhooked_forward
@@ -151,19 +152,13 @@ class StepDriver:
         """Launch the reduce-scatters of a bucket; called by DDP, through the hook, during backward."""
         self.refuse_closed()
         reduction, buffer = self._begin_backward(), bucket.buffer()
-        parameters = [self.parameters.index_of(p) for p in bucket.parameters()]
-        if None in parameters:
-            raise RuntimeError(
-                "DDP reduces a parameter that was frozen, or not there, when DearState was created: change the model "
-                f"before wrapping it{see('set-up-changed-later')}"
-            )
-        reduction.add_bucket(tuple(cast(list[int], parameters)), buffer, bucket.is_last())
+        parameters = indices_of(bucket, self.parameters.index_of, "DearState")
+        reduction.add_bucket(parameters, buffer, bucket.is_last())
         if reduction.num_parameters == len(self.parameters):
             # Only now, as DDP does: earlier buckets may come inside of a recomputation's own backward. DDP queues its
             # end-of-backward callback after ours; a callback queued from a callback runs after both.
             queue_engine_callback(lambda: queue_engine_callback(self._end_backward))
-        devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        future = future_of(buffer)
         future.set_result(buffer)
         return future
 

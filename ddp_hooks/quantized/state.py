@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Residuals, agree, at_exit, see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.comm.torch_compat.ddp import managed_parameters
-from ddp_hooks.intercept import refuse_join
+from ddp_hooks.intercept import future_of, indices_of, refuse_join
 from ddp_hooks.intercept.causes import LocalGradients, refuse_unended
 from ddp_hooks.quantized import checkpoint
 from ddp_hooks.quantized.backward import Backward, Context, Run
@@ -200,17 +200,11 @@ class QuantizedState:
                 f"{see('the-state-was-closed')}"
             )
         buffer = bucket.buffer()
-        devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        indices = [self._index_of.get(id(parameter)) for parameter in bucket.parameters()]
-        if None in indices:
-            raise RuntimeError(
-                "DDP reduces a parameter that was frozen, or not there, when QuantizedState was created: change the "
-                f"model before wrapping it{see('set-up-changed-later')}"
-            )
+        future = future_of(buffer)
+        indices = indices_of(bucket, lambda parameter: self._index_of.get(id(parameter)), "QuantizedState")
         if self._backward is None:
             self._backward = self._begin_backward()
-        self._backward.add_bucket(tuple(cast(list[int], indices)), buffer, future)
+        self._backward.add_bucket(indices, buffer, future)
         if not self._backward.missing:
             if self._local is not None:
                 self._local.all_reduced()

@@ -15,7 +15,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import agree, at_exit, see
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
-from ddp_hooks.intercept import PARAMETERWISE, co_optimizers, refuse_join
+from ddp_hooks.intercept import PARAMETERWISE, co_optimizers, future_of, indices_of, refuse_join
 from ddp_hooks.intercept.causes import LocalGradients, refuse_unended
 from ddp_hooks.sparse import EntryCodec, Sparsity
 from ddp_hooks.topk import checkpoint, checks
@@ -220,17 +220,11 @@ class TopKState:
                 f"{see('the-state-was-closed')}"
             )
         buffer = bucket.buffer()
-        devices: list[int | str | torch.device] = [buffer.device] if buffer.device.type != "cpu" else []
-        future: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
-        indices = [self._index_of.get(id(parameter)) for parameter in bucket.parameters()]
-        if None in indices:
-            raise RuntimeError(
-                "DDP reduces a parameter that was frozen, or not there, when TopKState was created: change the model "
-                f"before wrapping it{see('set-up-changed-later')}"
-            )
+        future = future_of(buffer)
+        indices = indices_of(bucket, lambda parameter: self._index_of.get(id(parameter)), "TopKState")
         if self._backward is None:
             self._backward = self._begin_backward()
-        self._backward.add_bucket(cast(list[int], indices), buffer, future)
+        self._backward.add_bucket(indices, buffer, future)
         is_last = self._backward.phase is Phase.SUBMITTED
         if self._local is not None and is_last:
             self._local.all_reduced()

@@ -22,6 +22,8 @@ from ddp_hooks.comm import LaneError, Lanes, LaneSettings, LaneTimeout, Partitio
 from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.comm.executors.lanes import StreamLane
 from ddp_hooks.comm.executors.slices import WINDOW
+from ddp_hooks.comm.wire.codecs import IntBlocks
+from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 from tests.support.lanes import whole
 from tests.support.messages import message_of
 from tests.support.workers import WorkerFailed, WorkerPools
@@ -128,6 +130,31 @@ def native_lane(rank: int, world_size: int) -> None:
         assert all(torch.equal(p.flat, total) for p in partitions)
         lane.reduce_scatter(partitions, "the same on every rank", divisor=world_size).wait()
         assert all(torch.equal(p.flat[own], total[own]) for p in partitions)
+
+
+def rounded_native_lane(rank: int, world_size: int) -> None:
+    """The same numbers on a stream lane as on a lane's thread, in fewer bits."""
+    found = []
+    assert dist.group.WORLD is not None
+    lanes = Lanes(dist.group.WORLD, 1, CPU, LaneSettings(timeout_s=20), Recorder())  # slices that are as long
+    for lane in (StreamLane(dist.group.WORLD, CPU), lanes):
+        generator = torch.Generator().manual_seed(rank)
+        flat = torch.randn(1001, generator=generator)
+        bounds, codec = aligned_bounds(1001, world_size, 4), IntBlocks(8, 32)
+        residual = torch.randn(1001, generator=generator) / 100
+        lane.reduce_scatter([Partition(flat, bounds, RoundedWire(codec, residual))], "gradients", world_size).wait()
+        own = slice(bounds[rank], bounds[rank + 1])
+        mean, precise, shown = flat[own].clone(), torch.randn(1001, generator=generator)[own], torch.zeros(1001)[own]
+        parameters = torch.zeros(1001)
+        lane.all_gather([Partition(parameters, bounds, DifferenceWire(codec, precise, shown))], "parameters").wait()
+        assert torch.equal(shown, parameters[own]) and (shown - precise).abs().max() < 0.02
+        found.append((mean, residual, parameters))
+    lanes.close()
+    assert all(map(torch.equal, *found))
+
+
+def test_rounded_native_collectives(workers: WorkerPools) -> None:
+    workers(3).run(rounded_native_lane)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

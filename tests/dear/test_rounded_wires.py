@@ -6,6 +6,7 @@ or loaded, and ranks whose parameters part.
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from typing import Any
 
@@ -92,3 +93,36 @@ def test_two_levels(workers: WorkerPools) -> None:
     outcomes = workers(4).run(nothing_is_lost, config)
     assert all(outcome["gap"] < 1e-3 for outcome in outcomes)
     assert all(map(torch.equal, outcomes[0]["weights"], outcomes[3]["weights"]))
+
+
+def written_and_resumed(rank: int, world_size: int) -> dict[str, bool]:
+    """Masters follow what users write, and come back with a checkpoint, also in a run that has other atoms."""
+    config = replace(CONFIG, wire="int8")
+    ddp, optimizer, state = begin(config)
+    train(ddp, optimizer, rank, range(4))
+    state.synchronize()
+    model, saved = copy.deepcopy((ddp.module.state_dict(), state.full_optimizer_state_dict()))
+    before = masters(state, ddp.module)
+    precise = [state.sum_over_ranks(before[index]) for index in range(len(before))]
+    with torch.no_grad():
+        ddp.module.weights[0].fill_(128.0)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(ddp, optimizer, rank, range(4, 5))
+    first = state._driver.parameters.index_of(ddp.module.weights[0])
+    assert first is not None
+    written = state.sum_over_ranks(masters(state, ddp.module)[first])
+    state.close()
+
+    ddp, optimizer, state = begin(replace(config, atom_mb=0.005))
+    ddp.module.load_state_dict(model)
+    optimizer.load_state_dict(saved)
+    optimizer.param_groups[0]["lr"] = 0.0
+    train(ddp, optimizer, rank, range(4, 6))
+    after = masters(state, ddp.module)
+    resumed = [state.sum_over_ranks(after[index]) for index in range(len(after))]
+    state.close()
+    return {"written": bool((written == 128.0).all()), "resumed": all(map(torch.equal, resumed, precise))}
+
+
+def test_masters_are_written_and_resumed(workers: WorkerPools) -> None:
+    assert workers(2).run(written_and_resumed) == [{"written": True, "resumed": True}] * 2

@@ -54,6 +54,7 @@ def encoded_reduce_scatter(
 
 
 def encoded_scatter_bytes(chunks: Sequence[Tensor], position: int, codec: Codec) -> int:
+    """Return how much scratch memory :func:`encoded_reduce_scatter` takes at most, in bytes."""
     own = chunks[position].numel()
     payloads = sum(room_for(codec.nbytes(each.numel())) + room_for(codec.nbytes(own)) for each in chunks)
     return payloads + 2 * room_for(8 * own)
@@ -112,6 +113,7 @@ def difference_all_gather(
 
 
 def difference_gather_bytes(chunks: Sequence[Tensor], wire: DifferenceWire) -> int:
+    """Return how much scratch memory :func:`difference_all_gather` takes, in bytes."""
     return sum(room_for(wire.codec.nbytes(chunk.numel())) for chunk in chunks) + room_for(wire.precise.nbytes)
 
 

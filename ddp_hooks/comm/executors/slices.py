@@ -71,19 +71,17 @@ def all_gather_slices(
 ) -> Iterator[Slice]:
     """Cut all-gathers over ``partitions`` into slices with messages of at most ``slice_bytes``.
 
-    With a narrow wire, about so much, and at most ``2 * slice_bytes / P``: all messages lie in scratch memory.
+    With a wire, about so much, and at most ``2 * slice_bytes / P``: all messages lie in scratch memory.
     """
     for partition in partitions:
+        coded_bytes = min(slice_bytes, _MOST_RECEIVED * slice_bytes // WINDOW // (len(partition.bounds) - 1))
         if isinstance(partition.wire, NarrowGather):
-            yield from _narrow_slices(partition, partition.wire, rank, slice_bytes, node_size)
-            continue
-        for ranges in _sliced_ranges(partition, slice_bytes):
-            chunks = [partition.flat[each] for each in ranges]
-            if isinstance(partition.wire, DifferenceWire):
-                start = partition.bounds[rank]
-                wire = partition.wire.part(slice(ranges[rank].start - start, ranges[rank].stop - start))
-                yield _differences(chunks, rank, node_size, wire)
-            else:
+            yield from _narrow_slices(partition, partition.wire, rank, coded_bytes, node_size)
+        elif isinstance(partition.wire, DifferenceWire):
+            yield from _difference_slices(partition, partition.wire, rank, coded_bytes, slice_bytes, node_size)
+        else:
+            for ranges in _sliced_ranges(partition, slice_bytes):
+                chunks = [partition.flat[each] for each in ranges]
                 yield Slice(partial(_gather, chunks, rank, node_size), 0, partition.flat.dtype)
 
 
@@ -104,17 +102,23 @@ def _rounded(
     return Slice(start, encoded_scatter_bytes(chunks, rank, codec), torch.uint8)
 
 
-def _differences(chunks: list[Tensor], rank: int, node_size: int, wire: DifferenceWire) -> Slice:
-    start = partial(difference_all_gather, chunks, rank, wire, node_size=node_size)
-    return Slice(start, difference_gather_bytes(chunks, wire), torch.uint8)
+def _difference_slices(
+    partition: Partition, wire: DifferenceWire, rank: int, coded_bytes: int, slice_bytes: int, node_size: int
+) -> Iterator[Slice]:
+    flat, first = partition.flat, partition.bounds[rank]
+    range_bytes = coded_bytes * flat.nbytes // max(1, wire.codec.nbytes(flat.numel()))
+    for ranges in _sliced_ranges(partition, min(slice_bytes, range_bytes)):
+        chunks, own = [flat[each] for each in ranges], ranges[rank]
+        part = wire.part(slice(own.start - first, own.stop - first))
+        start = partial(difference_all_gather, chunks, rank, part, node_size=node_size)
+        yield Slice(start, difference_gather_bytes(chunks, part), torch.uint8)
 
 
 def _narrow_slices(
-    partition: Partition, wire: NarrowGather, rank: int, slice_bytes: int, node_size: int
+    partition: Partition, wire: NarrowGather, rank: int, coded_bytes: int, node_size: int
 ) -> Iterator[Slice]:
     gather = partial(_gather, rank=rank, node_size=node_size)
-    message_bytes = min(slice_bytes, _MOST_RECEIVED * slice_bytes // WINDOW // (len(partition.bounds) - 1))
-    for ranges in _sliced_ranges(partition, message_bytes * partition.flat.nbytes // max(1, partition.nbytes)):
+    for ranges in _sliced_ranges(partition, coded_bytes * partition.flat.nbytes // max(1, partition.nbytes)):
         cuts = [(each.start, each.stop) for each in ranges]
         start = partial(narrow_all_gather, partition.flat, cuts, rank, wire, gather)
         yield Slice(start, narrow_scratch_bytes(cuts, wire), torch.uint8)

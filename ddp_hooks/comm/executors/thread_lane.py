@@ -50,7 +50,7 @@ class LaneSettings:
 
     Messages of all-gathers have at most ``slice_bytes``, those of reduce-scatters at most
     ``min(slice_bytes / 3, 2 * slice_bytes / (P - 1))``: a lane receives at most ``4 * slice_bytes`` of a
-    dtype at a time.
+    dtype at a time. Wires that code numbers take memory for what is sent, and to add in, besides.
     """
 
     slice_bytes: int = 1 << 20

@@ -27,7 +27,7 @@ from ddp_hooks.dear.checkpoint.sharded_checkpoint import (
 )
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout.memory import ManagedParameters
-from ddp_hooks.dear.layout.placement import MASTER_KEY, ParameterRange, Placement
+from ddp_hooks.dear.layout.placement import MASTER_KEY, SHOWN_KEY, ParameterRange, Placement
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.dear.update.sharded import ShardedUpdate
 from ddp_hooks.dear.update.spread_state import cut_state, refuse_other_shapes
@@ -276,12 +276,13 @@ class OptimizerCheckpoint:
 
 def _is_plain_copy(state: State, slot: int | Tensor, parameters: Sequence[Tensor]) -> bool:
     """Return True if a state is only a master that rounding has not changed: some optimizers expect all or nothing."""
-    if not isinstance(slot, int) or set(state) != {MASTER_KEY}:
+    if not isinstance(slot, int) or not {MASTER_KEY} <= set(state) <= {MASTER_KEY, SHOWN_KEY}:
         return False
     master: Tensor = state[MASTER_KEY]
     if isinstance(master, SpreadTensor):
         return False
-    return torch.equal(master, master.to(parameters[slot].dtype).to(master.dtype))
+    parameter = state.get(SHOWN_KEY, master.to(parameters[slot].dtype))
+    return torch.equal(master, parameter.to(master.dtype))
 
 
 def _spread_in(saved: Any) -> list[SpreadTensor]:

@@ -35,8 +35,9 @@ class ReductionWires:
         """Return the wire of an atom of a bucket of parameters; ``layout`` is None where DDP is about to change it."""
         if self._rounds_to is not None:
             codec = codec_of(self._rounds_to, None, gradient.dtype)
-            residual = self._residuals.of_bucket(bucket)[atom.start : atom.start + atom.numel]
-            return None if codec is None else RoundedWire(codec, residual)
+            if codec is None:
+                return None
+            return RoundedWire(codec, self._residuals.of_bucket(bucket)[atom.start : atom.start + atom.numel])
         if not self._is_exact or gradient.dtype != torch.float32:
             return None
         if layout is None:
