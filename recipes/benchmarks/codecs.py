@@ -1,4 +1,4 @@
-"""How long fsdp_ext's codecs take, and the link below which they pay.
+"""How long codecs take, and the link below which they pay.
 
     python -m recipes.benchmarks.codecs
     python -m recipes.benchmarks.codecs --device cuda
@@ -26,10 +26,10 @@ COLUMNS = ("what", "ms", "min–max", "GB/s", "pays below, Gbit/s")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.codecs", description="Time fsdp_ext's codecs.")
+    parser = argparse.ArgumentParser(prog="python -m recipes.benchmarks.codecs", description="Time codecs.")
     add = parser.add_argument
     add("--numel", type=float, default=16e6, help="length of the vector, float32 (default: 16e6)")
-    add("--block", type=int, default=256, help="elements that share a scale (default: 256)")
+    add("--block", type=int, help="elements that share a scale (default: 256, with int4 128)")
     add("--rounds", type=int, default=9, help="timed runs of each (default: 9)")
     add("--device", default="cpu", help="where the vector lies (default: cpu)")
     add("--markdown", type=Path, metavar="PATH", help="also write a Markdown page")
@@ -51,7 +51,7 @@ once: a codec pays where the bytes that it saves take longer on the link than th
 computes meanwhile. That link is in the last column, of one rank's traffic."""
 
 
-def measure(numel: int, block: int, rounds: int, device: torch.device) -> dict[str, list[float]]:
+def measure(numel: int, block: int | None, rounds: int, device: torch.device) -> dict[str, list[float]]:
     """Return the seconds of every run."""
     values, residual = torch.randn(numel, device=device), torch.zeros(numel, device=device)
     ways: dict[str, Callable[[], object]] = {"copying": lambda: residual.copy_(values)}
@@ -67,14 +67,14 @@ def measure(numel: int, block: int, rounds: int, device: torch.device) -> dict[s
     return time_in_turns(ways, rounds, device, residual.zero_)
 
 
-def rows_of(times_s: dict[str, list[float]], numel: int, block: int) -> list[tuple[str, ...]]:
+def rows_of(times_s: dict[str, list[float]], numel: int, block: int | None) -> list[tuple[str, ...]]:
     """Cells of the table."""
     rows: list[tuple[str, ...]] = []
     for name, times in times_s.items():
         median_s = statistics.median(times)
         pays = ""
         if name.endswith(("decoding", "adding")):
-            codec = codec_of(_CODECS[[name.startswith(each) for each in _CODECS].index(True)], block, torch.float32)
+            codec = codec_of(next(each for each in _CODECS if name.startswith(each)), block, torch.float32)
             assert codec is not None
             pays = f"{8e-9 * (4 * numel - codec.nbytes(numel)) / median_s:.0f}"
         spread = f"{1e3 * min(times):.2f}–{1e3 * max(times):.2f}"

@@ -37,7 +37,7 @@ def test_integers_are_wrong_by_a_part_of_their_blocks_largest(bits: int, block: 
     error = (there_and_back(codec, values).double() - values.double()).abs()
     for begin in range(0, len(numbers), block):
         largest = values[begin : begin + block].double().abs().max()
-        assert (error[begin : begin + block] <= largest / (2**bits - 2) * (1 + 1e-4)).all()
+        assert (error[begin : begin + block] <= largest / {8: 254, 4: 14.99}[bits] * (1 + 1e-4)).all()
 
 
 @pytest.mark.parametrize("codec", INTEGERS, ids=str)
@@ -50,7 +50,7 @@ def test_bytes_of_a_payload(codec: IntBlocks) -> None:
     padded[:1001] = values.numpy()
     scales, codes = [], []
     for row in padded.reshape(-1, codec.block):
-        scale = np.float32(np.abs(row).max()) / np.float32(2 ** (codec.bits - 1) - 1)
+        scale = np.float32(np.abs(row).max()) / np.float32({8: 127, 4: 7.499}[codec.bits])
         numbers = [int(np.rint(x * (np.float32(1) / scale))) for x in row]
         scales.append(scale)
         half = codec.block // 2
@@ -146,7 +146,7 @@ def test_a_moving_average_of_errors_is_smaller_than_the_last_error() -> None:
 @given(largest=st.floats(0.0, 2.0**-118, width=32))
 def test_the_smallest_numbers_never_turn_into_others(bits: int, largest: float) -> None:
     """Their scales have few places or none, and no reciprocal."""
-    values, levels = torch.tensor([largest, -largest, largest / 2, 0.0] * 2), 2**bits - 2
+    values, levels = torch.tensor([largest, -largest, largest / 2, 0.0] * 2), {8: 254, 4: 14.99}[bits]
     decoded = there_and_back(IntBlocks(8 if bits == 8 else 4, 8), values)
     zeros = torch.zeros(8)
     assert torch.equal(decoded, zeros) or (decoded - values).abs().max() <= largest / levels * (1 + 1e-3)
@@ -174,7 +174,7 @@ def test_relative_error() -> None:
     values = normal(1 << 14, 5)
     eight, four = (relative_error(IntBlocks(8 if bits == 8 else 4, 64), values) for bits in (8, 4))
     expected = float((there_and_back(IntBlocks(4, 64), values) - values).norm() / values.norm())
-    assert four == pytest.approx(expected) and 10 * eight < four < 0.15
+    assert four == pytest.approx(expected) and 10 * eight < four < 0.12
     assert relative_error(IntBlocks(4, 64), torch.zeros(64)) == 0.0
 
 

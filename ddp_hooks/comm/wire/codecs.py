@@ -25,6 +25,15 @@ from torch import Tensor
 CodecName: TypeAlias = Literal["exact", "bf16", "int8", "int4"]
 _SCALE_BYTES = 4  # float32
 _LEAST_SCALE = torch.finfo(torch.float32).tiny  # below it a reciprocal may be infinite
+# Magnitudes of codes end here, rounded. At 4 bits 7.499 and not 7, so that the largest number is rounded by as much as
+# others may be. Relative error of a small transformer's gradients, in blocks of 128: 0.098, with 7 0.105, with the best
+# scale of each block by search 0.095. Blocks with outliers clipped at 3 times their root mean square: 0.104; half the
+# largest number: 0.257.
+_LARGEST_CODE = {8: 127, 4: 7.499}
+_DEFAULT_BLOCK = {8: 256, 4: 128}  # relative error of int4 as above: 0.094 with 64 elements, 0.098, 0.111 with 256
+# AdamW, 4 workers, int4 gradients, a transformer with 2 layers on bytes, 500 steps: loss on other text above that of
+# exact gradients, for two seeds: 0.005 and 0.006 with 1.0, 0.002 and 0.003 with 0.1, 0.004 and 0.005 without feedback.
+_FEEDBACK = {8: 1.0, 4: 0.1}
 _SHIFT = 16  # of the second of two int4 codes in a byte
 # Elements worked on at a time: enough, so that calls cost little, and on CPUs so few that all stays in a core's cache.
 _PIECE_NUMEL = 1 << 18
@@ -61,11 +70,11 @@ class Bf16:
 
 @dataclass(frozen=True)
 class IntBlocks:
-    """Integers of 8 or 4 bits, and a float32 scale for every block: the block's largest magnitude by 127 or 7.
+    """Integers of 8 or 4 bits, and one float32 scale per block.
 
-    Error at most half of a scale. With infinity or NaN in a block, no number of the block is finite. Blocks whose
-    scale would be below 1.2e-38 become 0. A byte has two codes of 4 bits, of one half of the block and of the other:
-    ``first + 16 * second``.
+    Error at most 1/254 or 1/14.99 of the block's largest magnitude. With infinity or NaN in a block, no number of the
+    block is finite. Blocks of numbers below 1.5e-36 or 9e-38 become 0. A byte has two codes of 4 bits, one of the
+    block's first half and one of its second: ``first + 16 * second``.
     """
 
     bits: Literal[8, 4]
@@ -116,9 +125,8 @@ class IntBlocks:
 
     def _encode(self, rows: Tensor, scale: Tensor, code: Tensor, scratch: Tensor) -> None:
         """Write ``rows``, (blocks, block), float32; ``scratch``, of the same shape, is overwritten."""
-        largest = 2 ** (self.bits - 1) - 1
         torch.amax(torch.abs(rows, out=scratch), dim=1, out=scale)
-        scale.div_(largest)
+        scale.div_(_LARGEST_CODE[self.bits])
         scale.masked_fill_(scale < _LEAST_SCALE, 0.0)
         inverse = torch.where(scale > 0, scale, 1).reciprocal_()
         # At most 127 or 7 by magnitude, and anything at all where the scale says that it is not finite.
@@ -170,7 +178,7 @@ Codec: TypeAlias = Bf16 | IntBlocks
 def codec_of(name: CodecName, block: int | None, dtype: torch.dtype) -> Codec | None:
     """Return the codec of tensors of a type; None: they travel as they are, since a code would save nothing.
 
-    ``block``: elements that share a scale, a multiple of 4 for int8, of 8 for int4; None: 256.
+    ``block``: elements that share a scale, a multiple of 4 for int8, of 8 for int4; None: 256 and 128.
     """
     if name == "exact" or not dtype.is_floating_point:
         return None
@@ -178,11 +186,15 @@ def codec_of(name: CodecName, block: int | None, dtype: torch.dtype) -> Codec | 
         return Bf16() if dtype.itemsize > 2 else None
     if dtype.itemsize == 1:
         return None
-    return IntBlocks(8, block or 256) if name == "int8" else IntBlocks(4, block or 256, feedback=0.2)
+    bits: Literal[8, 4] = 8 if name == "int8" else 4
+    return IntBlocks(bits, block or _DEFAULT_BLOCK[bits], _FEEDBACK[bits])
 
 
 def relative_error(codec: Codec, values: Tensor) -> float:
-    """Return the norm of what ``codec`` takes from ``values``, (numel,), by the norm of ``values``; 0 if that is 0."""
+    """Return the norm of what ``codec`` takes from ``values``, (numel,), by the norm of ``values``.
+
+    0 if that norm is 0, NaN if a value is not finite.
+    """
     payload = torch.empty(codec.nbytes(values.numel()), dtype=torch.uint8, device=values.device)
     codec.encode(values, payload)
     decoded = torch.empty_like(values)
