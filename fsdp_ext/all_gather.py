@@ -12,10 +12,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm import Algorithm, LaneError, Partition, Work, see
+from ddp_hooks.comm import LaneError, Partition, RoundedWire, Work, see
 from fsdp_ext import compat
 from fsdp_ext.checks import ROOT
-from fsdp_ext.compressed import compressed_all_gather, even_partition, gather_codec, sliced
+from fsdp_ext.compressed import even_partition, gather_codec
 from fsdp_ext.config import ExtConfig
 from fsdp_ext.context import ExtContext, Transport
 from fsdp_ext.prefetch import Prefetcher
@@ -55,13 +55,9 @@ class LaneAllGather(compat.AllGather):
     def _submit(self, transport: Transport, partition: Partition) -> Work:
         gathers, label = transport.gathers, self._name or ROOT
         codec = gather_codec(self._context.config, self._module, partition.flat.dtype, len(partition.ranges))
-        if codec is None:
-            return gathers.spread_all_gather(partition, label)
-
-        def start(where: slice) -> Algorithm:
-            return compressed_all_gather([each[where] for each in partition.ranges], gathers.rank, codec)
-
-        return gathers.spread_several(sliced(partition.ranges[0].numel(), transport.slice_numel, start), label)
+        if codec is not None:
+            partition = partition._replace(wire=RoundedWire(codec))
+        return gathers.spread_all_gather(partition, label)
 
     def _wait(self, work: Work, version: tuple[object, ...] | None) -> None:
         """Wait until the parameters are whole, whose shards had this ``version`` when the gather began."""

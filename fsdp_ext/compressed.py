@@ -1,22 +1,16 @@
-"""Collectives in fewer bits, as generators: encoded all-gather and reduce-scatter, and sparse reduce-scatter.
+"""FSDP2's memory as a partition, the codec of its gathers, and Spar-Reduce-Scatter of its gradients.
 
-In an encoded reduce-scatter every rank sends its gradients straight to their owner, encoded once, as ZeRO++ does (Wang
-et al., 2023, section 3.3), and sums are formed in float32. The sparse one is Spar-Reduce-Scatter (SparDL, section
-III-B); FSDP2 gathers parameters anyway, so the paper's other half, which completes a sparse all-reduce, falls away.
-
-``rank`` runs the generator. ``chunks`` are one 1-D tensor per rank; ``chunks[c]`` has the same length on every rank.
+Spar-Reduce-Scatter is SparDL's (section III-B); FSDP2 gathers parameters anyway, so the paper's other half, which
+completes a sparse all-reduce, falls away.
 """
 
 from __future__ import annotations
-
-from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from ddp_hooks.comm import Algorithm, Partition, pairwise_exchange, ring_all_gather
+from ddp_hooks.comm import Algorithm, Partition
 from ddp_hooks.comm.wire.codecs import Codec, codec_of
 from ddp_hooks.sparse import BlockSelector, ChunkedGradient
 from ddp_hooks.sparse.codec import EntryCodec, Format
@@ -32,71 +26,13 @@ def even_partition(flat: Tensor, world_size: int) -> Partition:
     return Partition(flat, tuple(flat.numel() // world_size * rank for rank in range(world_size + 1)))
 
 
-def sliced(numel: int, slice_numel: int, start: Callable[[slice], Algorithm]) -> list[Callable[[], Algorithm]]:
-    """Cut ranges of ``numel`` elements into slices; return the functions that start them."""
-    return [partial(start, slice(begin, begin + slice_numel)) for begin in range(0, numel, slice_numel)]
-
-
 def gather_codec(config: ExtConfig, module: FSDPModule, dtype: torch.dtype, world_size: int) -> Codec | None:
     """Return the codec of a gather of ``module``'s parameters; None: they travel as they are.
 
     With ``reshard_after_forward=n`` the backward gathers what the forward has rounded, among fewer ranks.
     """
-    codec = codec_of(config.all_gather, config.block_numel, dtype)
+    codec = codec_of(config.all_gather, config.block, dtype)
     return codec if world_size == compat.num_shards(module) else None
-
-
-def compressed_all_gather(chunks: Sequence[Tensor], rank: int, codec: Codec) -> Algorithm:
-    """Copy ``chunks[r]`` of every rank r to all ranks, rounded by its code: the same everywhere, also on r."""
-    payloads = [torch.empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
-    codec.encode(chunks[rank], payloads[rank])
-    yield from ring_all_gather(payloads, rank)
-    for payload, chunk in zip(payloads, chunks, strict=True):
-        codec.decode(payload, chunk)
-
-
-def compressed_reduce_scatter(
-    chunks: Sequence[Tensor], rank: int, codec: Codec, divisor: int = 1, residuals: Sequence[Tensor] | None = None
-) -> Algorithm:
-    """Sum ``chunks[rank]`` over all ranks, and divide the sum, in place; other chunks are undefined then.
-
-    ``residuals``, float32, one per chunk, are added before encoding, and become its loss.
-    """
-    payloads = encode_for_peers(chunks, rank, codec, residuals)
-    incoming = [torch.empty_like(payload) for payload in payloads]
-    yield from pairwise_exchange(payloads, incoming, rank)
-    add_payloads(chunks[rank], rank, incoming, codec, divisor, None if residuals is None else residuals[rank])
-
-
-def encode_for_peers(
-    chunks: Sequence[Tensor], rank: int, codec: Codec, residuals: Sequence[Tensor] | None = None
-) -> list[Tensor]:
-    """Return one uint8 tensor per rank, undefined for ``rank`` itself; update residuals as above."""
-    payloads = [chunk.new_empty(codec.nbytes(chunk.numel()), dtype=torch.uint8) for chunk in chunks]
-    for peer, chunk in enumerate(chunks):
-        if peer != rank and residuals is None:
-            codec.encode(chunk, payloads[peer])
-        elif peer != rank and residuals is not None:
-            codec.encode_with_residual(chunk, residuals[peer], payloads[peer])
-    return payloads
-
-
-def add_payloads(
-    own: Tensor, rank: int, payloads: Sequence[Tensor], codec: Codec, divisor: int = 1, residual: Tensor | None = None
-) -> None:
-    """Add the own residual, which becomes 0, and other ranks' payloads to ``own``, in float32, and divide."""
-    total = own if own.dtype == torch.float32 else own.float()
-    # Only a checkpoint brings values here; to ask an accelerator is to wait for it.
-    if residual is not None and (residual.device.type != "cpu" or residual.any()):
-        total += residual
-        residual.zero_()
-    for peer, payload in enumerate(payloads):
-        if peer != rank:
-            codec.add(payload, total)
-    if divisor > 1:
-        total /= divisor
-    if total is not own:
-        own.copy_(total)
 
 
 def sparse_reduce_scatter(

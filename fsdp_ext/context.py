@@ -99,8 +99,6 @@ class Transport:
         self.goodput_bytes_s = link.goodput_bytes_s
         self.message_bytes = link.message_bytes if config.slice_mb is None else mebibytes(config.slice_mb)
         settings.slice_bytes = self.message_bytes
-        # Elements per slice of an encoded tensor: with int8 a message is then about as large as others.
-        self.slice_numel = max(1, self.message_bytes // config.block_numel) * config.block_numel
         for lanes in self.lanes:
             lanes.grow(config.lanes or link.num_lanes)
 

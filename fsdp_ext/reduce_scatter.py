@@ -13,9 +13,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from ddp_hooks.comm import Algorithm, Partition, Work, aligned_bounds, without_messages
+from ddp_hooks.comm import Partition, RoundedWire, Work, aligned_bounds, codec_of, without_messages
+from ddp_hooks.comm.algorithms.encoded import add_encoded, encode_for_peers, sum_bytes
+from ddp_hooks.comm.algorithms.scratch import Scratch
 from ddp_hooks.comm.torch_compat.autograd import current_backward, in_backward
-from ddp_hooks.comm.wire.codecs import codec_of
 from fsdp_ext import compat, compressed
 from fsdp_ext.checks import ROOT
 from fsdp_ext.config import ExtConfig
@@ -106,7 +107,7 @@ class LaneReduceScatter(compat.ReduceScatter):
         config, density = self._context.config, self._density
         scatters, rank = transport.scatters, transport.scatters.rank
         divisor = compat.divisor_of(op, partition.flat, len(partition.ranges))
-        codec = codec_of(config.scatter_codec, config.block_numel, partition.flat.dtype)
+        codec = codec_of(config.scatter_codec, config.block, partition.flat.dtype)
         if density < 1 and partition.flat.dtype == torch.float16:
             raise ValueError(
                 f"{self._name}: reduce_scatter='sparse' adds what was left out of earlier gradients, whose scale in "
@@ -121,17 +122,9 @@ class LaneReduceScatter(compat.ReduceScatter):
             after = () if self._last_sparse is None else (self._last_sparse,)
             self._last_sparse = scatters.run(algorithm, self._name, after)
             return self._last_sparse
-        if codec is None:
-            return scatters.spread_reduce_scatter(partition, self._name, divisor)
-        kept = None if residual is None else Partition(residual, partition.bounds).ranges
-
-        def start(where: slice) -> Algorithm:
-            chunks = [each[where] for each in partition.ranges]
-            residuals = None if kept is None else [each[where] for each in kept]
-            return compressed.compressed_reduce_scatter(chunks, rank, codec, divisor, residuals)
-
-        starts = compressed.sliced(partition.ranges[0].numel(), transport.slice_numel, start)
-        return scatters.spread_several(starts, self._name)
+        if codec is not None:
+            partition = partition._replace(wire=RoundedWire(codec, residual))
+        return scatters.spread_reduce_scatter(partition, self._name, divisor)
 
     # Calls of DeferredOutput, for what FSDP2 does next, in this order (foreach_reduce)
 
@@ -324,7 +317,7 @@ class NativeReduceScatter(compat.ReduceScatter):
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> dist.Work | None:
-        codec = codec_of(self._config.scatter_codec, self._config.block_numel, input_tensor.dtype)
+        codec = codec_of(self._config.scatter_codec, self._config.block, input_tensor.dtype)
         if codec is None:
             return self._exact(output_tensor, input_tensor, group, op, async_op)
         rank, world_size = dist.get_rank(group), dist.get_world_size(group)
@@ -332,10 +325,12 @@ class NativeReduceScatter(compat.ReduceScatter):
         chunks = input_tensor.chunk(world_size)
         flat = self._residuals.prepare(input_tensor, group, op) if self._residuals is not None else None
         residuals = None if flat is None else flat.chunk(world_size)
-        outgoing = torch.cat(compressed.encode_for_peers(chunks, rank, codec, residuals))
-        incoming = torch.empty_like(outgoing)
+        nbytes = world_size * codec.nbytes(output_tensor.numel())
+        outgoing, incoming = (torch.empty(nbytes, dtype=torch.uint8, device=input_tensor.device) for _ in range(2))
+        encode_for_peers(chunks, rank, codec, outgoing.chunk(world_size), residuals)
         dist.all_to_all_single(incoming, outgoing, group=group)
         residual = None if residuals is None else residuals[rank]
-        compressed.add_payloads(chunks[rank], rank, incoming.chunk(world_size), codec, divisor, residual)
+        space = Scratch(torch.empty(sum_bytes(chunks[rank]), dtype=torch.uint8, device=input_tensor.device))
+        add_encoded(chunks[rank], rank, incoming.chunk(world_size), codec, residual, space, divisor)
         output_tensor.copy_(chunks[rank])
         return None

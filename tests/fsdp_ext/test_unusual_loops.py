@@ -18,7 +18,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from fsdp_ext import all_gather, compat, extend, restore
+from ddp_hooks.comm import Lanes, Partition
+from fsdp_ext import compat, extend, restore
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.deferred import Reduction, backward, pending
 from tests.support.fsdp_ext.twins import (
@@ -76,14 +77,15 @@ def gathers_in_int8(rank: int, world_size: int) -> set[int]:
         model(1)  # after it, parameters are whole on every two ranks
     extend(model, replace(CONFIG, all_gather="int8", prefetch=0))
     numbers = set()
-    original = all_gather.compressed_all_gather
+    original = Lanes.spread_all_gather
 
-    def counting(chunks: Any, *others: Any) -> Any:
-        numbers.add(len(chunks))
-        return original(chunks, *others)
+    def counting(lanes: Lanes, partition: Partition, label: str) -> Any:
+        if partition.wire is not None:
+            numbers.add(len(partition.ranges))
+        return original(lanes, partition, label)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(all_gather, "compressed_all_gather", counting)
+        patch.setattr(Lanes, "spread_all_gather", counting)
         for step in range(3):
             model(step).backward()
     restore(model)

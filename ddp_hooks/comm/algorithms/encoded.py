@@ -17,7 +17,7 @@ from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send, round_of
 from ddp_hooks.comm.algorithms.scratch import Scratch, room_for
 from ddp_hooks.comm.algorithms.two_level import levels_of, two_level_all_gather, two_level_scratch_numel
 from ddp_hooks.comm.wire.codecs import Codec
-from ddp_hooks.comm.wire.rounded import DifferenceWire
+from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
 
 def encoded_reduce_scatter(
@@ -31,45 +31,58 @@ def encoded_reduce_scatter(
 ) -> Algorithm:
     """Sum ``chunks[position]`` over the members, and divide the sum, in place; other chunks stay.
 
-    ``residuals``, one per chunk, are added before encoding, and become its loss. This rank's own range is not encoded:
-    its residual, which only another layout leaves, is added and becomes 0. ``scratch`` has at least
-    :func:`encoded_scatter_bytes`.
+    ``residuals``, one per chunk, get error feedback by the codec. This rank's own range is not encoded: its residual,
+    which only another layout leaves, is added and becomes 0. ``scratch`` has at least :func:`encoded_scatter_bytes`.
     """
     size, own, space = len(members), chunks[position], Scratch(scratch)
-    payloads: dict[int, Tensor] = {}
+    none = scratch[:0]
+    outgoing = [none if i == position else space.take(codec.nbytes(each.numel())) for i, each in enumerate(chunks)]
+    incoming = [none if i == position else space.take(codec.nbytes(own.numel())) for i in range(size)]
+    encode_for_peers(chunks, position, codec, outgoing, residuals)
     exchanges: list[Recv | Send] = []
     for step in range(1, size):
         source, to = (position - step) % size, (position + step) % size
-        payloads[source] = space.take(codec.nbytes(own.numel()))
-        sent = space.take(codec.nbytes(chunks[to].numel()))
-        if residuals is None:
-            codec.encode(chunks[to], sent)
-        else:
-            codec.encode_with_residual(chunks[to], residuals[to], sent)
-        exchanges += [Recv(members[source], payloads[source]), Send(members[to], sent)]
+        exchanges += [Recv(members[source], incoming[source]), Send(members[to], outgoing[to])]
     if size > 1:
         yield round_of(*exchanges)
-    residual = None if residuals is None else residuals[position]
-    add_encoded(own, position, payloads, codec, residual, space, divisor)
+    add_encoded(own, position, incoming, codec, None if residuals is None else residuals[position], space, divisor)
 
 
 def encoded_scatter_bytes(chunks: Sequence[Tensor], position: int, codec: Codec) -> int:
     """Return how much scratch memory :func:`encoded_reduce_scatter` takes at most, in bytes."""
-    own = chunks[position].numel()
-    payloads = sum(room_for(codec.nbytes(each.numel())) + room_for(codec.nbytes(own)) for each in chunks)
-    return payloads + 2 * room_for(8 * own)
+    own = chunks[position]
+    payloads = sum(room_for(codec.nbytes(each.numel())) + room_for(codec.nbytes(own.numel())) for each in chunks)
+    return payloads + sum_bytes(own)
+
+
+def encode_for_peers(
+    chunks: Sequence[Tensor],
+    position: int,
+    codec: Codec,
+    payloads: Sequence[Tensor],
+    residuals: Sequence[Tensor] | None,
+) -> None:
+    """Write every chunk but the own one to its payload; ``residuals`` get error feedback."""
+    for peer, (chunk, payload) in enumerate(zip(chunks, payloads, strict=True)):
+        if peer != position and residuals is None:
+            codec.encode(chunk, payload)
+        elif peer != position and residuals is not None:
+            codec.encode_with_residual(chunk, residuals[peer], payload)
 
 
 def add_encoded(
     own: Tensor,
     position: int,
-    payloads: dict[int, Tensor],
+    payloads: Sequence[Tensor],
     codec: Codec,
     residual: Tensor | None,
     space: Scratch,
     divisor: int = 1,
 ) -> None:
-    """Make ``own`` the sum of lower members' payloads, itself with ``residual``, and higher members' ones, divided."""
+    """Make ``own`` the sum of lower members' payloads, itself with ``residual``, and higher members' ones, divided.
+
+    ``space`` has at least :func:`sum_bytes`.
+    """
     if not own.numel():
         return
     wide = torch.promote_types(own.dtype, torch.float32)
@@ -86,7 +99,7 @@ def add_encoded(
             codec.add(payloads[source], lower)
     if lower is not None:
         total.add_(lower)
-    for source in range(position + 1, len(payloads) + 1):
+    for source in range(position + 1, len(payloads)):
         codec.add(payloads[source], total)
     if divisor > 1:
         total.div_(divisor)
@@ -94,27 +107,58 @@ def add_encoded(
         own.copy_(total)
 
 
-def difference_all_gather(
-    chunks: Sequence[Tensor], rank: int, wire: DifferenceWire, scratch: Tensor, node_size: int = 1
+def sum_bytes(own: Tensor) -> int:
+    """Return how much scratch memory :func:`add_encoded` takes at most, in bytes."""
+    return 2 * room_for(8 * own.numel())
+
+
+def encoded_all_gather(
+    chunks: Sequence[Tensor], rank: int, wire: RoundedWire | DifferenceWire, scratch: Tensor, node_size: int = 1
 ) -> Algorithm:
-    """Add to every chunk, the own one too, what its owner's precise numbers exceed it by, rounded, in place.
+    """Bring every owner's rounded numbers to all ranks, in place, the same bits everywhere, also on the owner.
 
-    ``chunks``, one per rank, have the same bits on all ranks, before and after. ``wire`` is that of ``chunks[rank]``.
-    ``scratch`` has at least :func:`difference_gather_bytes`.
+    ``chunks`` are one per rank. ``wire`` is that of ``chunks[rank]``. With a :class:`RoundedWire` every chunk becomes a
+    copy of its owner's, rounded. With a :class:`DifferenceWire` chunks have the same bits on all ranks before; what its
+    owner's precise numbers exceed a chunk by is rounded and added, so what that took is in the next difference.
+    ``scratch`` has at least :func:`encoded_gather_bytes`.
     """
-    space, codec, own = Scratch(scratch), wire.codec, chunks[rank]
-    payloads = [space.take(codec.nbytes(chunk.numel())) for chunk in chunks]
-    difference = torch.sub(wire.precise, own, out=space.like(own, wire.precise.dtype))
-    codec.encode(difference, payloads[rank])
+    space, own = Scratch(scratch), chunks[rank]
+    payloads = [space.take(wire.codec.nbytes(chunk.numel())) for chunk in chunks]
+    room = space.like(own, wire.precise.dtype) if isinstance(wire, DifferenceWire) else None
+    encode_own(own, wire, payloads[rank], room)
     yield from two_level_all_gather(payloads, rank, node_size)
+    read_gathered(chunks, rank, wire, payloads)
+
+
+def encoded_gather_bytes(chunks: Sequence[Tensor], wire: RoundedWire | DifferenceWire) -> int:
+    """Return how much scratch memory :func:`encoded_all_gather` takes, in bytes."""
+    difference = room_for(wire.precise.nbytes) if isinstance(wire, DifferenceWire) else 0
+    return sum(room_for(wire.codec.nbytes(chunk.numel())) for chunk in chunks) + difference
+
+
+def encode_own(
+    own: Tensor, wire: RoundedWire | DifferenceWire, payload: Tensor, room: Tensor | None = None
+) -> None:
+    """Write the own chunk of an all-gather to ``payload``; ``room``: memory for a difference, None: new memory."""
+    if isinstance(wire, DifferenceWire):
+        wire.codec.encode(torch.sub(wire.precise, own, out=room), payload)
+    elif wire.residual is not None:
+        wire.codec.encode_with_residual(own, wire.residual, payload)
+    else:
+        wire.codec.encode(own, payload)
+
+
+def read_gathered(
+    chunks: Sequence[Tensor], rank: int, wire: RoundedWire | DifferenceWire, payloads: Sequence[Tensor]
+) -> None:
+    """Change chunks by the payloads of an all-gather."""
     for payload, chunk in zip(payloads, chunks, strict=True):
-        codec.add(payload, chunk)
-    wire.shown.copy_(own)
-
-
-def difference_gather_bytes(chunks: Sequence[Tensor], wire: DifferenceWire) -> int:
-    """Return how much scratch memory :func:`difference_all_gather` takes, in bytes."""
-    return sum(room_for(wire.codec.nbytes(chunk.numel())) for chunk in chunks) + room_for(wire.precise.nbytes)
+        if isinstance(wire, DifferenceWire):
+            wire.codec.add(payload, chunk)
+        else:
+            wire.codec.decode(payload, chunk)
+    if isinstance(wire, DifferenceWire):
+        wire.shown.copy_(chunks[rank])
 
 
 def two_level_encoded_reduce_scatter(
@@ -122,7 +166,7 @@ def two_level_encoded_reduce_scatter(
     rank: int,
     node_size: int,
     codec: Codec,
-    residuals: Sequence[Tensor],
+    residuals: Sequence[Tensor] | None,
     scratch: Tensor,
     divisor: int = 1,
 ) -> Algorithm:
@@ -135,9 +179,8 @@ def two_level_encoded_reduce_scatter(
     own = chunks[rank]
     yield from reduce_scatter_among(members, local_rank, within, scratch.view(own.dtype))
     chunks_between = [chunk for (chunk,) in between]
-    yield from encoded_reduce_scatter(
-        peers, node, chunks_between, codec, [residuals[peer] for peer in peers], scratch, divisor
-    )
+    kept = None if residuals is None else [residuals[peer] for peer in peers]
+    yield from encoded_reduce_scatter(peers, node, chunks_between, codec, kept, scratch, divisor)
 
 
 def two_level_encoded_scatter_bytes(chunks: Sequence[Tensor], rank: int, node_size: int, codec: Codec) -> int:

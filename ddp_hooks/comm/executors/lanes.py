@@ -161,10 +161,6 @@ class Lanes:
         """All-gather on all lanes, likewise, of complete data: lanes do not wait for each other."""
         return self._spread(lambda lane, part: lane.all_gather([partition], label, part=part))
 
-    def spread_several(self, starts: Sequence[Callable[[], Algorithm]], label: str) -> Work:
-        """Run any algorithms as one piece of work; each lane makes and runs some of them."""
-        return self._spread(lambda lane, part: lane.run_several(starts, label, part))
-
     def run_in_turn(self, starts: Sequence[Callable[[], Algorithm]], label: str) -> Work:
         """Run any algorithms as the slices of one piece of work on the next lane; each is made when its turn comes."""
         lane = self.next_lane()

@@ -12,8 +12,8 @@ from torch import Tensor
 
 from ddp_hooks.comm.algorithms.collectives import Partition, direct_reduce_scatter, ring_all_gather
 from ddp_hooks.comm.algorithms.encoded import (
-    difference_all_gather,
-    difference_gather_bytes,
+    encoded_all_gather,
+    encoded_gather_bytes,
     encoded_reduce_scatter,
     encoded_scatter_bytes,
     two_level_encoded_reduce_scatter,
@@ -23,7 +23,7 @@ from ddp_hooks.comm.algorithms.exact import exact_reduce_scatter, exact_scratch_
 from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.comm.algorithms.narrow import narrow_all_gather, narrow_scratch_bytes
 from ddp_hooks.comm.algorithms.two_level import two_level_all_gather, two_level_reduce_scatter, two_level_scratch_numel
-from ddp_hooks.comm.wire.codecs import Codec
+from ddp_hooks.comm.wire.codecs import Codec, IntBlocks
 from ddp_hooks.comm.wire.exact import ExactWire
 from ddp_hooks.comm.wire.narrow import NarrowGather
 from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
@@ -50,14 +50,14 @@ def reduce_scatter_slices(
         world_size = len(partition.bounds) - 1
         copies = world_size - 1 if node_size == 1 else (node_size - 1) * (world_size // node_size)
         message_bytes = scatter_message_bytes(slice_bytes, copies)
+        if isinstance(partition.wire, RoundedWire):
+            yield from _rounded_sums(partition, partition.wire, rank, message_bytes, divisor, node_size)
+            continue
         for index, ranges in enumerate(_sliced_ranges(partition, message_bytes)):
             chunks = [partition.flat[each] for each in ranges]
             if isinstance(partition.wire, ExactWire):
                 start = partial(exact_reduce_scatter, chunks, rank, partition.wire, index, divisor=divisor)
                 yield Slice(start, exact_scratch_bytes(chunks, rank), torch.uint8)
-            elif isinstance(partition.wire, RoundedWire):
-                codec, residuals = partition.wire.codec, [partition.wire.residual[each] for each in ranges]
-                yield _rounded(chunks, rank, node_size, codec, residuals, divisor)
             elif node_size > 1:
                 start = partial(two_level_reduce_scatter, chunks, rank, node_size, divisor=divisor)
                 yield Slice(start, two_level_scratch_numel(chunks, rank, node_size), partition.flat.dtype)
@@ -77,8 +77,8 @@ def all_gather_slices(
         coded_bytes = min(slice_bytes, _MOST_RECEIVED * slice_bytes // WINDOW // (len(partition.bounds) - 1))
         if isinstance(partition.wire, NarrowGather):
             yield from _narrow_slices(partition, partition.wire, rank, coded_bytes, node_size)
-        elif isinstance(partition.wire, DifferenceWire):
-            yield from _difference_slices(partition, partition.wire, rank, coded_bytes, slice_bytes, node_size)
+        elif isinstance(partition.wire, (RoundedWire, DifferenceWire)):
+            yield from _encoded_gathers(partition, partition.wire, rank, coded_bytes, node_size)
         else:
             for ranges in _sliced_ranges(partition, slice_bytes):
                 chunks = [partition.flat[each] for each in ranges]
@@ -90,28 +90,34 @@ def scatter_message_bytes(slice_bytes: int, copies: int) -> int:
     return max(1, min(slice_bytes // _SMALLER, _MOST_RECEIVED * slice_bytes // WINDOW // max(1, copies)))
 
 
-def _rounded(
-    chunks: list[Tensor], rank: int, node_size: int, codec: Codec, residuals: list[Tensor], divisor: int
-) -> Slice:
-    """Return a slice that sums exactly within a node, and in fewer bits between nodes."""
-    if node_size > 1:
-        start = partial(two_level_encoded_reduce_scatter, chunks, rank, node_size, codec, residuals, divisor=divisor)
-        return Slice(start, two_level_encoded_scatter_bytes(chunks, rank, node_size, codec), torch.uint8)
-    members = range(len(chunks))
-    start = partial(encoded_reduce_scatter, members, rank, chunks, codec, residuals, divisor=divisor)
-    return Slice(start, encoded_scatter_bytes(chunks, rank, codec), torch.uint8)
-
-
-def _difference_slices(
-    partition: Partition, wire: DifferenceWire, rank: int, coded_bytes: int, slice_bytes: int, node_size: int
+def _rounded_sums(
+    partition: Partition, wire: RoundedWire, rank: int, message_bytes: int, divisor: int, node_size: int
 ) -> Iterator[Slice]:
-    flat, first = partition.flat, partition.bounds[rank]
-    range_bytes = coded_bytes * flat.nbytes // max(1, wire.codec.nbytes(flat.numel()))
-    for ranges in _sliced_ranges(partition, min(slice_bytes, range_bytes)):
-        chunks, own = [flat[each] for each in ranges], ranges[rank]
-        part = wire.part(slice(own.start - first, own.stop - first))
-        start = partial(difference_all_gather, chunks, rank, part, node_size=node_size)
-        yield Slice(start, difference_gather_bytes(chunks, part), torch.uint8)
+    """Yield slices that are summed as they are within a node, and in fewer bits between nodes."""
+    element_size = None if node_size == 1 else partition.flat.element_size()
+    codec = wire.codec
+    for ranges in _block_ranges(partition, codec, message_bytes, element_size):
+        chunks = [partition.flat[each] for each in ranges]
+        residuals = None if wire.residual is None else [wire.residual[each] for each in ranges]
+        if node_size > 1:
+            sums = two_level_encoded_reduce_scatter
+            start = partial(sums, chunks, rank, node_size, codec, residuals, divisor=divisor)
+            yield Slice(start, two_level_encoded_scatter_bytes(chunks, rank, node_size, codec), torch.uint8)
+        else:
+            members = range(len(chunks))
+            start = partial(encoded_reduce_scatter, members, rank, chunks, codec, residuals, divisor=divisor)
+            yield Slice(start, encoded_scatter_bytes(chunks, rank, codec), torch.uint8)
+
+
+def _encoded_gathers(
+    partition: Partition, wire: RoundedWire | DifferenceWire, rank: int, coded_bytes: int, node_size: int
+) -> Iterator[Slice]:
+    first = partition.bounds[rank]
+    for ranges in _block_ranges(partition, wire.codec, coded_bytes):
+        chunks = [partition.flat[each] for each in ranges]
+        part = wire.part(slice(ranges[rank].start - first, ranges[rank].stop - first))
+        start = partial(encoded_all_gather, chunks, rank, part, node_size=node_size)
+        yield Slice(start, encoded_gather_bytes(chunks, part), torch.uint8)
 
 
 def _narrow_slices(
@@ -138,3 +144,18 @@ def _sliced_ranges(partition: Partition, range_bytes: int) -> Iterator[list[slic
             slice(start + (end - start) * i // num_slices, start + (end - start) * (i + 1) // num_slices)
             for start, end in ranges
         ]
+
+
+def _block_ranges(
+    partition: Partition, codec: Codec, message_bytes: int, element_size: int | None = None
+) -> Iterator[list[slice]]:
+    """Yield slices of whole blocks of every range, so that numbers do not depend on where ranges are cut.
+
+    Messages have at most ``message_bytes``, or a block. They are encoded, or have elements of ``element_size``.
+    """
+    block = codec.block if isinstance(codec, IntBlocks) else 1
+    block_bytes = codec.nbytes(block) if element_size is None else element_size * block
+    numel = max(1, message_bytes // block_bytes) * block
+    ranges = list(itertools.pairwise(partition.bounds))
+    for first in range(0, max(end - start for start, end in ranges), numel):
+        yield [slice(min(start + first, end), min(start + first + numel, end)) for start, end in ranges]

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddp_hooks.comm.accounting import Traffic
 from ddp_hooks.comm.algorithms.collectives import Partition
-from ddp_hooks.comm.algorithms.encoded import add_encoded, encoded_scatter_bytes
+from ddp_hooks.comm.algorithms.encoded import add_encoded, encode_for_peers, encode_own, read_gathered, sum_bytes
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv
 from ddp_hooks.comm.algorithms.scratch import Scratch
 from ddp_hooks.comm.executors.work import StreamWork, Work
@@ -62,8 +62,8 @@ class StreamLane:
     def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> StreamWork:
         with self._submitting(f"all-gather of {label}", after) as work:
             for partition in partitions:
-                if isinstance(partition.wire, DifferenceWire):
-                    self._difference_all_gather(partition, partition.wire)
+                if isinstance(partition.wire, (RoundedWire, DifferenceWire)):
+                    self._encoded_all_gather(partition, partition.wire)
                 elif isinstance(partition.wire, NarrowGather) and self._world_size > 1:
                     self._gather_narrow(partition.flat, list(itertools.pairwise(partition.bounds)), partition.wire)
             plain = [partition for partition in partitions if partition.wire is None]
@@ -80,31 +80,28 @@ class StreamLane:
     def _encoded_reduce_scatter(self, partition: Partition, wire: RoundedWire, divisor: int) -> None:
         """Send every range to its owner in an all-to-all; see :func:`~..algorithms.encoded.encoded_reduce_scatter`."""
         rank, codec, chunks = self._rank, wire.codec, partition.ranges
-        residuals = wire.residual.split([chunk.numel() for chunk in chunks])
+        residuals = None if wire.residual is None else partition._replace(flat=wire.residual).ranges
         to_send = [0 if peer == rank else codec.nbytes(chunk.numel()) for peer, chunk in enumerate(chunks)]
         to_receive = [0 if peer == rank else codec.nbytes(chunks[rank].numel()) for peer in range(len(chunks))]
         outgoing, incoming = (partition.flat.new_empty(sum(n), dtype=torch.uint8) for n in (to_send, to_receive))
-        for peer, payload in enumerate(outgoing.split(to_send)):
-            if peer != rank:
-                codec.encode_with_residual(chunks[peer], residuals[peer], payload)
+        encode_for_peers(chunks, rank, codec, outgoing.split(to_send), residuals)
         dist.all_to_all_single(incoming, outgoing, to_receive, to_send, group=self._group)
-        payloads = {peer: payload for peer, payload in enumerate(incoming.split(to_receive)) if peer != rank}
-        scratch = Scratch(partition.flat.new_empty(encoded_scatter_bytes(chunks, rank, codec), dtype=torch.uint8))
-        add_encoded(chunks[rank], rank, payloads, codec, residuals[rank], scratch, divisor)
+        residual = None if residuals is None else residuals[rank]
+        space = Scratch(partition.flat.new_empty(sum_bytes(chunks[rank]), dtype=torch.uint8))
+        add_encoded(chunks[rank], rank, incoming.split(to_receive), codec, residual, space, divisor)
         self._count_bytes(sum(to_send), sum(to_receive))
 
-    def _difference_all_gather(self, partition: Partition, wire: DifferenceWire) -> None:
-        """Gather rounded differences, padded to one length; see :func:`~..algorithms.encoded.difference_all_gather`."""
-        chunks = partition.ranges
-        longest = max(wire.codec.nbytes(chunk.numel()) for chunk in chunks)
+    def _encoded_all_gather(self, partition: Partition, wire: RoundedWire | DifferenceWire) -> None:
+        """Gather payloads, padded to one length; see :func:`~..algorithms.encoded.encoded_all_gather`."""
+        chunks, rank = partition.ranges, self._rank
+        sizes = [wire.codec.nbytes(chunk.numel()) for chunk in chunks]
+        longest = max(sizes)
         gathered = partition.flat.new_empty(len(chunks) * longest, dtype=torch.uint8)
         own = gathered.new_zeros(longest)
-        numel = chunks[self._rank].numel()
-        wire.codec.encode(wire.precise - chunks[self._rank], own[: wire.codec.nbytes(numel)])
+        encode_own(chunks[rank], wire, own[: sizes[rank]])
         all_gather_single(gathered, own, group=self._group)
-        for payload, chunk in zip(gathered.split(longest), chunks, strict=True):
-            wire.codec.add(payload[: wire.codec.nbytes(chunk.numel())], chunk)
-        wire.shown.copy_(chunks[self._rank])
+        payloads = [each[:size] for each, size in zip(gathered.view(len(chunks), longest), sizes, strict=True)]
+        read_gathered(chunks, rank, wire, payloads)
         self._count_bytes(longest * (len(chunks) - 1), longest * (len(chunks) - 1))
 
     def run(

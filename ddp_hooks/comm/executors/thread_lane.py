@@ -22,12 +22,13 @@ from torch import Tensor
 
 from ddp_hooks.comm.accounting import Recorder, Traffic
 from ddp_hooks.comm.agreement import first_difference, is_checking
-from ddp_hooks.comm.algorithms.collectives import Partition, ring_all_gather
+from ddp_hooks.comm.algorithms.collectives import Partition, Wire, ring_all_gather
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send
 from ddp_hooks.comm.executors.slices import WINDOW, Slice, all_gather_slices, reduce_scatter_slices
 from ddp_hooks.comm.executors.work import ThreadWork, Work, WorkGroup
 from ddp_hooks.comm.failure import FailureStore, LaneError, packed, unpacked
 from ddp_hooks.comm.validation import see
+from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
 # Tags below those of special exchanges are those of slices: two bits for their kind, then a counter.
 _TAGS_PER_SLICE_KIND, _TAGS_PER_SPECIAL_KIND = 1 << 28, 1 << 20
@@ -295,9 +296,15 @@ class ThreadLane:
 
 def _content_of(partitions: Sequence[Partition]) -> str:
     return " + ".join(
-        f"{flat.numel()} of {flat.dtype} in {len(bounds) - 1}" + (f" as {type(wire).__name__}" if wire else "")
+        f"{flat.numel()} of {flat.dtype} in {len(bounds) - 1}" + _wire_text(wire)
         for flat, bounds, wire in partitions
     )
+
+
+def _wire_text(wire: Wire | None) -> str:
+    if isinstance(wire, (RoundedWire, DifferenceWire)):
+        return f" as {type(wire).__name__} of {wire.codec}"
+    return f" as {type(wire).__name__}" if wire else ""
 
 
 def _slice_of(start: Callable[[], Algorithm], tag: int | None = None) -> Slice:

@@ -11,10 +11,16 @@ from ddp_hooks.comm.wire.codecs import Codec
 
 @dataclass
 class RoundedWire:
-    """Reduce-scatter of numbers that every rank rounds once."""
+    """Reduce-scatter or all-gather of numbers that the rank which sends them rounds once.
+
+    The two have different residuals, in the units of sums and of gathered numbers.
+    """
 
     codec: Codec
-    residual: Tensor  # (numel of the partition,), changed in place
+    residual: Tensor | None = None  # (numel of the partition, in a gather of this rank's range,), changed in place
+
+    def part(self, elements: slice) -> RoundedWire:
+        return RoundedWire(self.codec, None if self.residual is None else self.residual[elements])
 
 
 @dataclass
