@@ -89,8 +89,8 @@ def _problem_of(name: str, module: FSDPModule, config: ExtConfig, extended: bool
         )
     if config.reduce_scatter == "sparse" and not is_on_cpu(module):
         return (
-            f"{name} is on an accelerator, where reduce_scatter='sparse' is not supported: take 'int8' or 'bf16', or "
-            f"DistributedDataParallel with TopKState if the model fits on one device"
+            f"{name} is on an accelerator, where reduce_scatter='sparse' is not supported: take 'int4', 'int8' or "
+            f"'bf16', or DistributedDataParallel with TopKState if the model fits on one device"
         )
     for communication in compat.communication_of(module) or ():
         kind = type(communication).__name__

@@ -11,8 +11,9 @@ from ddp_hooks.comm import above, check_booleans, check_slice, check_waits, chec
 from ddp_hooks.comm.wire.codecs import CodecName
 from ddp_hooks.sparse.codec import Format
 
-ScatterName: TypeAlias = Literal["exact", "bf16", "int8", "sparse"]
-_DENSITY, _BLOCK = 0.01, 256
+ScatterName: TypeAlias = Literal["exact", "bf16", "int8", "int4", "sparse"]
+_DENSITY = 0.01
+_INTEGERS = ("int8", "int4")
 _GATHERS, _SCATTERS = get_args(CodecName), get_args(ScatterName)
 
 
@@ -24,8 +25,8 @@ class ExtConfig:
 
     Args:
         all_gather: wire format of parameters. ``"exact"``; ``"bf16"``: 1/2 of float32's bytes; ``"int8"``: 1/4, and one
-            scale per ``block`` (ZeRO++'s qwZ). All ranks compute with the same rounded parameters; the optimizer's
-            parameters and checkpoints stay exact.
+            scale per ``block`` (ZeRO++'s qwZ); ``"int4"``: 1/8, likewise. All ranks compute with the same rounded
+            parameters; the optimizer's parameters and checkpoints stay exact.
         reduce_scatter: likewise, of gradients: each rank's are rounded once, and sums formed in float32. Or
             ``"sparse"``, on CPUs: a module's largest gradient elements (SparDL's Spar-Reduce-Scatter); residuals are
             added in the next step, and cost a float32 copy of the whole gradients on every rank.
@@ -34,9 +35,11 @@ class ExtConfig:
             of a module wrapped by FSDP2 (the root's is ``""``) decides; a module that fits none is exact. None: 0.01.
         wire: with ``"sparse"``, format of entries: ``"compact"``, four bytes, values in bfloat16 with error feedback;
             ``"exact"``, eight bytes. None: ``"compact"``.
-        block: with ``"int8"``, elements that share a scale; a multiple of 4. Error <= 1/254 of the largest. None: 256.
-        error_feedback: with ``reduce_scatter="int8"``, add the loss of rounding in the next step. Costs a float32 copy
-            of the whole gradients on every rank. None: True.
+        block: with ``"int8"`` or ``"int4"``, elements that share a scale: a multiple of 4 or 8. Error <= 1/254 or
+            1/14.99 of the largest. None: 256 or 128.
+        error_feedback: with ``reduce_scatter="int8"`` or ``"int4"``, add the loss of rounding in later steps: all of
+            it in the next, or with ``"int4"`` 1/10 of what is left in each. Costs a float32 copy of the whole gradients
+            on every rank. None: True.
         defer: on CPUs let reduce-scatters end with the backward, where nothing reads their results earlier; see
             :func:`~fsdp_ext.extend`. False waits for each.
         early: where the backward waits for a module's reduce-scatter (offloading, or ``defer=False``), begin it in
@@ -81,8 +84,9 @@ class ExtConfig:
         densities = list(density.values()) if isinstance(density, Mapping) else [1.0 if density is None else density]
         if not (densities and all(above(each, 0) and each <= 1 for each in densities)):
             raise ValueError(f"density must be None, in (0, 1], or a mapping from patterns to such, got {density!r}")
-        if self.block is not None and (not whole(self.block, 4) or self.block % 4):
-            raise ValueError(f"block must be None, or a multiple of 4, got {self.block!r}")
+        multiple = 8 if "int4" in (self.all_gather, self.reduce_scatter) else 4
+        if self.block is not None and (not whole(self.block, multiple) or self.block % multiple):
+            raise ValueError(f"block must be None, or a multiple of {multiple}, got {self.block!r}")
         if self.error_feedback is not None and not isinstance(self.error_feedback, bool):
             raise ValueError(f"error_feedback must be None, True or False, got {self.error_feedback!r}")
         if self.pending_mb is not None and not positive(self.pending_mb):
@@ -91,11 +95,12 @@ class ExtConfig:
         check_waits(self.timeout_s, self.stall_warning_s)
         check_whole(self, lanes=1, prefetch=0)
         check_booleans(self)
-        for only, names in (("sparse", ("density", "wire")), ("int8", ("error_feedback",))):
-            if self.reduce_scatter != only:
-                refuse_unused(self, names, f'with reduce_scatter="{self.reduce_scatter}", but with "{only}"')
-        if "int8" not in (self.all_gather, self.reduce_scatter):
-            refuse_unused(self, ("block",), 'with neither all_gather="int8" nor reduce_scatter="int8"')
+        for only, names in ((("sparse",), ("density", "wire")), (_INTEGERS, ("error_feedback",))):
+            if self.reduce_scatter not in only:
+                formats = " or ".join(f'"{each}"' for each in only)
+                refuse_unused(self, names, f'with reduce_scatter="{self.reduce_scatter}", but with {formats}')
+        if not {self.all_gather, self.reduce_scatter} & set(_INTEGERS):
+            refuse_unused(self, ("block",), 'with neither all_gather nor reduce_scatter "int8" or "int4"')
         if not self.defer:
             refuse_unused(self, ("pending_mb",), "with defer=False, which waits for each reduce-scatter")
 
@@ -112,12 +117,8 @@ class ExtConfig:
         return self.wire if self.wire is not None else "compact"
 
     @property
-    def block_numel(self) -> int:
-        return self.block if self.block is not None else _BLOCK
-
-    @property
     def scatter_codec(self) -> CodecName:
         return "exact" if self.reduce_scatter == "sparse" else self.reduce_scatter
 
     def keeps_residuals_of(self, module: str) -> bool:
-        return self.density_of(module) < 1 or (self.reduce_scatter == "int8" and self.error_feedback is not False)
+        return self.density_of(module) < 1 or (self.reduce_scatter in _INTEGERS and self.error_feedback is not False)

@@ -124,8 +124,9 @@ class Extension:
         """Return the residuals, by name of parameter: for checkpoints. Collective, between steps.
 
         Sharded as the parameters are, so that ``torch.distributed.checkpoint`` saves them, and loads them for any
-        number of ranks. Empty unless ``reduce_scatter`` is ``"sparse"``, or ``"int8"`` with error feedback. Residuals
-        of other ranks' shards move to these ranks, so that a run that goes on has the same bits as one that resumes.
+        number of ranks. Empty unless ``reduce_scatter`` is ``"sparse"``, or an integer format with error feedback.
+        Residuals of other ranks' shards move to these ranks, so that a run that goes on has the same bits as one that
+        resumes.
 
         Raises:
             LaneError: a rank did not come.

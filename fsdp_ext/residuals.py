@@ -145,7 +145,7 @@ class Residuals:
             assert isinstance(self._module, nn.Module)
             logger.warning(
                 "%s: some of its parameters have no gradient. In such steps its gradients are reduced without earlier "
-                "residuals: in full where they are sparse, and the loss of int8 is not kept. With "
+                "residuals: in full where they are sparse, and the loss of rounding is not kept. With "
                 "set_reduce_scatter_unused_params(True) FSDP2 takes zeros for missing gradients",
                 self._names.get(self._module) or ROOT,
             )

@@ -96,8 +96,8 @@ def load(folder: Path, model: nn.Module, optimizer: torch.optim.Optimizer, exten
 def parse_arguments(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Train a Llama with FSDP2 and fsdp_ext.")
     add = parser.add_argument
-    add("--all-gather", choices=["exact", "bf16", "int8"], default="exact", help="of parameters")
-    add("--reduce-scatter", choices=["exact", "bf16", "int8", "sparse"], default="exact", help="of gradients")
+    add("--all-gather", choices=["exact", "bf16", "int8", "int4"], default="exact", help="of parameters")
+    add("--reduce-scatter", choices=["exact", "bf16", "int8", "int4", "sparse"], default="exact", help="of gradients")
     add("--density", type=float, help="part of the gradients that travels, if sparse; 0.01 without it")
     add("--bf16", action="store_true", help="compute and gather in bfloat16, sum in float32")
     add("--steps", type=positive, default=100)

@@ -133,7 +133,7 @@ WITHOUT_EFFECT: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
     (ExtConfig, {"reduce_scatter": "int8", "density": {"*": 0.1}}, {"reduce_scatter": "sparse"}),
     (ExtConfig, {"reduce_scatter": "bf16", "wire": "compact"}, {"reduce_scatter": "sparse"}),
     (ExtConfig, {"reduce_scatter": "bf16", "error_feedback": True}, {"reduce_scatter": "int8"}),
-    (ExtConfig, {"reduce_scatter": "sparse", "error_feedback": False}, {"reduce_scatter": "int8"}),
+    (ExtConfig, {"reduce_scatter": "sparse", "error_feedback": False}, {"reduce_scatter": "int4"}),
     (ExtConfig, {"all_gather": "bf16", "block": 256}, {"all_gather": "int8"}),
     (ExtConfig, {"defer": False, "pending_mb": 10.0}, {"defer": True}),
 ]
@@ -188,5 +188,5 @@ def test_defaults() -> None:
     assert TopKConfig().density_at(0) == 0.01 and TopKConfig(algorithm="dense").density_at(0) == 1.0
     assert TopKConfig(warmup_steps=2).density_at(0) == 0.25 and TopKConfig(warmup_steps=2).density_at(2) == 0.01
     sparse, rounded = ExtConfig(reduce_scatter="sparse"), ExtConfig(reduce_scatter="int8")
-    assert (sparse.density_of("any"), sparse.entries, rounded.block_numel) == (0.01, "compact", 256)
+    assert (sparse.density_of("any"), sparse.entries, rounded.block) == (0.01, "compact", None)
     assert rounded.keeps_residuals_of("any") and not replace(rounded, error_feedback=False).keeps_residuals_of("any")

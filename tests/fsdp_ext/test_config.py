@@ -25,6 +25,7 @@ INF = float("inf")
     ({"density": {}}, "density must be None, in (0, 1], or a mapping from patterns to such, got {}"),
     ({"block": 6}, "block must be None, or a multiple of 4, got 6"),
     ({"block": 0}, "block must be None, or a multiple of 4, got 0"),
+    ({"reduce_scatter": "int4", "block": 12}, "block must be None, or a multiple of 8, got 12"),
     ({"block": 8.0}, "block must be None, or a multiple of 4, got 8.0"),
     ({"defer": "no"}, "defer must be True or False, got 'no'"),
     ({"early": 1}, "early must be True or False, got 1"),

@@ -48,5 +48,5 @@ def sparse_is_refused(rank: int, world_size: int) -> str:
 
 def test_sparse_is_refused(workers: WorkerPools) -> None:
     messages = workers(2).run(sparse_is_refused)
-    assert "on an accelerator, where reduce_scatter='sparse' is not supported: take 'int8' or 'bf16'" in messages[0]
+    assert "on an accelerator, where reduce_scatter='sparse' is not supported: take 'int4'" in messages[0]
     assert messages[0] == messages[1]

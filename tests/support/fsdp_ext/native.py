@@ -52,4 +52,6 @@ HOWS: dict[str, dict[str, Any]] = {
     "kept parameters": {"options": {"reshard_after_forward": False}},
     "kept on two ranks": {"world_size": 4, "options": {"reshard_after_forward": 2}},
 }
-CASES = [("int8", "int8", how) for how in HOWS] + [("bf16", "exact", "plain"), ("exact", "bf16", "plain")]
+CASES = [("int8", "int8", how) for how in HOWS] + [
+    ("bf16", "exact", "plain"), ("exact", "bf16", "plain"), ("int4", "int4", "two backwards"),
+]  # fmt: skip

@@ -31,7 +31,7 @@ WAITING = replace(CONFIG, defer=False)  # a backward waits for its first reduce-
 
 def with_codecs(gather: Any, scatter: Any, **more: Any) -> ExtConfig:
     """Settings for gathers and reduce-scatters that round."""
-    block = 64 if "int8" in (gather, scatter) else None
+    block = 64 if {"int8", "int4"} & {gather, scatter} else None
     return replace(CONFIG, all_gather=gather, reduce_scatter=scatter, block=block, **more)
 
 
