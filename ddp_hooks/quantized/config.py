@@ -21,7 +21,7 @@ class QuantizedConfig:
         bits: of an element on its way: 16 (bfloat16), 8 or 4 (integers, and a float32 scale for every block). 16 leaves
             16-bit gradients as they are: they are summed in float32 and rounded once.
         block_numel: elements that share a scale, a multiple of 8, for 8 and 4 bits. Fewer round less, and cost more:
-            ``bits / 8 + 4 / block_numel`` bytes per element. None: 256.
+            ``bits / 8 + 4 / block_numel`` bytes per element. None: 256 or 128.
         node_size: ranks per node, for two levels: exact sums within nodes, whose links are fast, fewer bits between
             them. Neighbouring ranks share a node; their number is a divisor of the number of ranks, >= 2, and there are
             several nodes. ``"auto"``: as the names of hosts tell; one level if they tell no such size. None: one level.
