@@ -400,7 +400,7 @@ class Spikes(nn.Module):
 
     def forward(self, seed: int) -> Tensor:
         values = noise(seed, 0, self.weight)
-        values[::64] *= 30
+        values[::64] *= 15
         return (self.weight * values).sum()
 
 
