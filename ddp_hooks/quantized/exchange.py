@@ -1,9 +1,9 @@
 """All-reduce of one run of gradients in fewer bits: encoded to their owners, and encoded back.
 
 Rank r owns the r-th of P ranges. Each rank sends every range straight to its owner, so gradients are rounded once. The
-owner adds in float32, divides, and sends the mean, rounded again, to all; also the owner takes the rounded mean, so
-that replicas stay equal. Both roundings have a residual (error feedback), and one memory is enough for both, because
-an owner does not send its own range::
+owner adds in float32, in the order of ranks, divides, and sends the mean, rounded again, to all; also the owner takes
+the rounded mean, so that replicas stay equal. Both roundings have a residual (error feedback), and one memory is enough
+for both, because an owner does not send its own range::
 
     residual of rank r = what rounding took from r's gradients, in the ranges of other owners,
                          P * what rounding took from the mean, in r's own range
@@ -35,6 +35,8 @@ from ddp_hooks.comm import (
     sum_within_node,
 )
 from ddp_hooks.comm.algorithms.collectives import all_gather_among
+from ddp_hooks.comm.algorithms.encoded import add_encoded, sum_bytes
+from ddp_hooks.comm.algorithms.scratch import Scratch
 from ddp_hooks.comm.wire.codecs import Codec, relative_error
 
 _GRAIN_NUMEL = 256  # ranges begin at multiples of it, so that few blocks are cut
@@ -103,10 +105,8 @@ class Exchange:
             if peer != node:
                 _encode(codec, chunk, residual, payload, scale)
         yield from pairwise_exchange(payloads, incoming, node)
-        for peer, payload in enumerate(incoming):
-            if peer != node:
-                codec.add(payload, own)
-        own.div_(world_size)
+        space = Scratch(own.new_empty(sum_bytes(own), dtype=torch.uint8))
+        add_encoded(own, node, incoming, codec, None, space, world_size)
         _encode(codec, own, residuals[node], means[node], scale / world_size)
         yield from ring_all_gather(means, node)
 

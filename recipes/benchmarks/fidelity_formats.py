@@ -16,18 +16,18 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, Partition, Round, aligned_bounds, pairwise_exchange, run_on_fabric
+from ddp_hooks.comm import Algorithm, Partition, Round, aligned_bounds, run_on_fabric
+from ddp_hooks.comm.algorithms.encoded import encoded_reduce_scatter, encoded_scatter_bytes
 from ddp_hooks.comm.algorithms.exact import exact_reduce_scatter, exact_scratch_bytes
 from ddp_hooks.comm.wire.codecs import Codec, CodecName, codec_of
 from ddp_hooks.comm.wire.exact import ExactWire
 from ddp_hooks.sparse import EntryCodec, SparseSum, Sparsity
-from fsdp_ext.compressed import add_payloads, encode_for_peers
 
 Mean: TypeAlias = Callable[[Sequence[Tensor]], Tensor]
 """Takes a gradient per worker, (numel,) float32, and returns the mean that all workers get; may change all of them."""
 ResultT = TypeVar("ResultT")
 
-BLOCK_NUMEL = 256  # elements that share a scale: the default
+GRAIN_NUMEL = 256  # ranges begin at multiples of it, as those of QuantizedState
 SPARSE_WIRE = EntryCodec("compact", torch.float32)  # TopKConfig's default
 _GLOO_SEGMENT_BYTES = 1 << 20
 
@@ -117,14 +117,14 @@ def rounded(name: str, setup: Setup, rounds_mean: bool = False) -> Mean:
     rounds means once more, on their way to all workers; the owner has the residual.
     """
     codec = codec_called(name)
-    bounds = aligned_bounds(setup.numel, setup.workers, 1, BLOCK_NUMEL)
+    bounds = aligned_bounds(setup.numel, setup.workers, 1, GRAIN_NUMEL)
     residuals = [Partition(torch.zeros(setup.numel), bounds).ranges for _ in range(setup.workers)]
 
     def reduce(chunks: Sequence[Tensor], rank: int) -> Algorithm:
-        payloads = encode_for_peers(chunks, rank, codec, residuals[rank])
-        incoming = [torch.empty_like(payloads[rank]) for _ in payloads]
-        yield from pairwise_exchange(payloads, incoming, rank)
-        add_payloads(chunks[rank], rank, incoming, codec, setup.workers)
+        # The own residual, in the unit of means, does not belong to the sum.
+        kept = [torch.zeros_like(each) if peer == rank else each for peer, each in enumerate(residuals[rank])]
+        scratch = torch.empty(encoded_scatter_bytes(chunks, rank, codec), dtype=torch.uint8)
+        return encoded_reduce_scatter(range(setup.workers), rank, chunks, codec, kept, scratch, setup.workers)
 
     def mean(gradients: Sequence[Tensor]) -> Tensor:
         partitions = [Partition(gradient, bounds) for gradient in gradients]
@@ -146,7 +146,7 @@ def codec_called(name: str) -> Codec:
         ValueError: there is none.
     """
     for known in get_args(CodecName):
-        if known == name and (codec := codec_of(known, BLOCK_NUMEL, torch.float32)) is not None:
+        if known == name and (codec := codec_of(known, None, torch.float32)) is not None:
             return codec
     raise ValueError(f"expected a codec of {', '.join(get_args(CodecName))}, got {name!r}")
 

@@ -97,10 +97,9 @@ class Twin:
                 total += each.float()
             sums.append(total)
         local, own_node = owner % size, owner // size
-        total = sums[own_node].clone()
+        total = torch.zeros_like(sums[0])
         for node, each in enumerate(sums):
-            if node != own_node:
-                total += self._sent(each, kept[node * size + local])
+            total += each if node == own_node else self._sent(each, kept[node * size + local])
         mean, residual = total / self.world_size, kept[owner] * (1 / self.world_size)
         result = self._sent(mean, residual)
         kept[owner].copy_(residual / (1 / self.world_size))
