@@ -241,6 +241,7 @@ def test_every_format_trains_in_processes_of_its_own(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("task", fidelity.TASKS)
 def test_every_task_learns(task: str) -> None:
-    record = fidelity_training.train(Trial(task, EXACT, 0, 8, 2))
+    record = fidelity_training.train(Trial(task, EXACT, 0, 80, 2))
     assert record["differs_at"] is None and math.isfinite(record["loss"])
-    assert record["training_losses"][-1] < record["training_losses"][0]
+    losses = record["training_losses"]
+    assert sum(losses[-10:]) < sum(losses[:10])  # of so few images, one step's loss is a matter of chance

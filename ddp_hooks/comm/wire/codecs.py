@@ -8,8 +8,8 @@ Error feedback, of values g and a residual r with the codec C and its ``feedback
     payload = C(g + b * r)        r <- r + g - decoded(payload)
 
 So what was sent and the residual always add up to what was given, for any b. With b = 1 all that rounding took is in
-the next payload. With b < 1 a payload has a moving average of errors: e = b * r is LoCo's
-``e <- (1 - b) * e + b * (error of this step)`` (Xie et al., 2024, Algorithm 1), which Adam needs at 4 bits.
+the next payload. With b < 1 a payload has a moving average of errors, e = b * r, as in LoCo (Xie et al., 2024):
+``e <- (1 - b) * e + b * (error of this step)``.
 """
 
 from __future__ import annotations
