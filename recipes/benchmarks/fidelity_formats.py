@@ -94,7 +94,7 @@ def ring_sum(values: Sequence[Tensor]) -> Tensor:
 
 def exact(setup: Setup) -> Mean:
     """``DearConfig(wire="exact")``: in 16 bits where numbers fit."""
-    bounds = aligned_bounds(setup.numel, setup.workers, 4)
+    bounds = _dear_bounds(setup)
     wires = [ExactWire() for _ in range(setup.workers)]
 
     def mean(gradients: Sequence[Tensor]) -> Tensor:
@@ -113,11 +113,11 @@ def exact(setup: Setup) -> Mean:
 def rounded(name: str, setup: Setup, rounds_mean: bool = False) -> Mean:
     """``DearConfig(wire=name)``: rounded once, on the way to the owner, with error feedback; summed in float32.
 
-    Owners' means are what is applied, as parameters are gathered whole. ``rounds_mean``: as ``QuantizedConfig``, which
-    rounds means once more, on their way to all workers; the owner has the residual.
+    Gathers are those of :class:`Differences`. ``rounds_mean``: as ``QuantizedConfig``, which has none, and rounds means
+    once more, on their way to all workers; the owner has the residual.
     """
     codec = codec_called(name)
-    bounds = aligned_bounds(setup.numel, setup.workers, 1, GRAIN_NUMEL)
+    bounds = aligned_bounds(setup.numel, setup.workers, 1, GRAIN_NUMEL) if rounds_mean else _dear_bounds(setup)
     residuals = [Partition(torch.zeros(setup.numel), bounds).ranges for _ in range(setup.workers)]
 
     def reduce(chunks: Sequence[Tensor], rank: int) -> Algorithm:
@@ -137,6 +137,25 @@ def rounded(name: str, setup: Setup, rounds_mean: bool = False) -> Mean:
         return found.flat
 
     return mean
+
+
+class Differences:
+    """Gathers of ``DearConfig(wire=name)``: all workers add the rounded difference to the owners' precise numbers."""
+
+    def __init__(self, name: str, setup: Setup) -> None:
+        self._codec = codec_called(name)
+        self._bounds = _dear_bounds(setup)
+
+    def gather(self, shown: Tensor, precise: Tensor) -> None:
+        """Change ``shown``, (numel,), in place."""
+        for own, wanted in zip(*(Partition(flat, self._bounds).ranges for flat in (shown, precise)), strict=True):
+            payload = torch.empty(self._codec.nbytes(own.numel()), dtype=torch.uint8)
+            self._codec.encode(wanted - own, payload)
+            self._codec.add(payload, own)
+
+
+def _dear_bounds(setup: Setup) -> list[int]:
+    return aligned_bounds(setup.numel, setup.workers, torch.float32.itemsize)
 
 
 def codec_called(name: str) -> Codec:
@@ -248,6 +267,7 @@ def owned(partitions: Sequence[Partition]) -> Tensor:
 
 
 DENSE, EXACT = "plain DDP", "exact"
+GATHERS_DIFFERENCES = ("bf16", "int8", "int4")
 FORMATS: dict[str, Callable[[Setup], Mean]] = {
     DENSE: in_rank_order,
     "plain DDP, other order": in_ring_order,

@@ -21,7 +21,7 @@ from torchvision.models.resnet import BasicBlock
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from recipes.benchmarks.fidelity import Trial
-from recipes.benchmarks.fidelity_formats import DENSE, EXACT, FORMATS, Setup
+from recipes.benchmarks.fidelity_formats import DENSE, EXACT, FORMATS, GATHERS_DIFFERENCES, Differences, Setup
 from recipes.common import byte_text
 from recipes.common.byte_text import NUM_BYTES
 from recipes.common.images import load_images
@@ -95,7 +95,10 @@ def train(trial: Trial) -> dict[str, Any]:
     setup = Setup([parameter.shape for parameter in parameters], trial.workers, trial.steps)
     mean_of, dense = FORMATS[trial.format](setup), FORMATS[DENSE](setup)
     compares = trial.format == EXACT
-    optimizer = task.optimizer(parameters)
+    differences = Differences(trial.format, setup) if trial.format in GATHERS_DIFFERENCES else None
+    # The model reads what all workers have of the parameters, and owners update masters.
+    masters = parameters if differences is None else [nn.Parameter(each.detach().clone()) for each in parameters]
+    optimizer = task.optimizer(masters)
     schedule = LambdaLR(optimizer, warmed_cosine(max(1, trial.steps // 10), trial.steps))
     batches = [draw(task, 1000 * trial.seed + rank) for rank in range(trial.workers)]
     losses, differs_at = [], None
@@ -105,11 +108,15 @@ def train(trial: Trial) -> dict[str, Any]:
         mean = mean_of(gradients)
         if expected is not None and differs_at is None and not torch.equal(mean, expected):
             differs_at = step
-        for parameter, part in zip(parameters, mean.split(setup.numels), strict=True):
-            parameter.grad = part.view_as(parameter)
-        nn.utils.clip_grad_norm_(parameters, 1.0)
+        for master, part in zip(masters, mean.split(setup.numels), strict=True):
+            master.grad = part.view_as(master)
+        nn.utils.clip_grad_norm_(masters, 1.0)
         optimizer.step()
         schedule.step()
+        if differences is not None:
+            shown, precise = (nn.utils.parameters_to_vector(each).detach() for each in (parameters, masters))
+            differences.gather(shown, precise)
+            nn.utils.vector_to_parameters(shown, parameters)
         losses.append(loss)
     found = {"loss": validate(model, task), "training_losses": losses, "differs_at": differs_at}
     return {**asdict(trial), **found, "settings": repr(task), "date": now(), "seconds": time.perf_counter() - begin_s}
