@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from recipes.benchmarks.workloads import LayerSpec, Workload
@@ -47,6 +48,7 @@ class EmulatedLayer(nn.Module):
         parameters: the layer's own parameters by their name in the layer.
         tied: parameters registered by an earlier layer that this one reads too.
         gradients: one constant gradient for each of `parameters`; handed out as an alias, never written to.
+        casts: read matrices through autocast's casts, if it is on. The casts belong to the layer's time.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class EmulatedLayer(nn.Module):
         forward_s: float,
         backward_s: float,
         clock: SleepClock,
+        casts: bool = False,
     ) -> None:
         super().__init__()
         for name, parameter in parameters.items():
@@ -69,16 +72,31 @@ class EmulatedLayer(nn.Module):
         self.forward_s = forward_s
         self.backward_s = backward_s
         self.clock = clock
+        self.casts = casts
 
     def forward(self, activation: Tensor) -> Tensor:
+        start_s = time.thread_time()  # which stands still while parameters are waited for
+        if self.casts:
+            for parameter in self.parameters(recurse=False):
+                read_by_cast(parameter)
+        self.spent_s = time.thread_time() - start_s
         result: Tensor = _Sleep.apply(activation, self, *self.parameters(recurse=False))
         return result
+
+
+@torch.no_grad()
+def read_by_cast(parameter: Tensor) -> None:
+    """Read a matrix or a convolution's weight as its layer does, but for no samples; others are left alone."""
+    if parameter.dim() == 2:
+        F.linear(torch.empty(0, parameter.shape[1]), parameter)
+    elif parameter.dim() == 4:
+        F.conv2d(torch.empty(0, *parameter.shape[1:]), parameter)
 
 
 class _Sleep(torch.autograd.Function):
     @staticmethod
     def forward(ctx, activation: Tensor, layer: EmulatedLayer, *parameters: Tensor) -> Tensor:  # type: ignore[no-untyped-def]
-        layer.clock.sleep(layer.forward_s)
+        layer.clock.sleep(layer.forward_s - layer.spent_s)
         ctx.layer = layer
         return activation.clone()
 
@@ -102,15 +120,17 @@ def emulate(
     """
     clock = SleepClock()
     largest_numel = max(spec.numel for layer in workload.layers for spec in layer.owned)
-    dtype = getattr(torch, workload.gradient_dtype)
-    constant = gradient_values(largest_numel).to(dtype).float()  # every gradient is a view of it
+    constant = gradient_values(largest_numel)  # every gradient is a view of it, or of
+    rounded = constant if workload.gradients == "float32" else constant.bfloat16().float()
     made: dict[str, nn.Parameter] = {}
     layers = []
     for spec, times in zip(workload.layers, workload.layer_times_s(slow), strict=True):
         own = {owned.name: nn.Parameter(torch.full(owned.shape, 0.01)) for owned in spec.owned}
-        gradients = [constant[: owned.numel].view(owned.shape) for owned in spec.owned]
+        casts = workload.casts(spec)
+        values = rounded if casts else constant
+        gradients = [values[: owned.numel].view(owned.shape) for owned in spec.owned]
         tied = [made[name] for name in spec.tied]
-        layers.append(EmulatedLayer(_by_leaf_name(own), tied, gradients, *times, clock))
+        layers.append(EmulatedLayer(_by_leaf_name(own), tied, gradients, *times, clock, casts))
         made.update(own)
     if block_bytes is None:
         return nn.Sequential(*layers)

@@ -49,9 +49,10 @@ scikit-learn's digits, under noise. Gradients are clipped to norm 1. Learning ra
 then fall to 0. Each worker normalises batches by its own statistics; running ones are the first worker's, as in DDP.
 
 All workers run in one process. `bf16`, `int8`, `int4` are wires of `DearConfig`: a gradient is rounded once, and so \
-are differences of parameters. `quantized`: `QuantizedState`, where gradients and means are rounded. torch's hooks are twins that tests compare with the \
-hooks. PowerSGD begins after a tenth of the steps. SparDL is `TopKConfig` as it is, without momentum correction. \
-`exact` is trained under bfloat16 autocast, and its means are compared bit for bit with plain DDP's in every step."""
+are differences of parameters. `quantized`: `QuantizedState`, where gradients and means are rounded. torch's hooks are \
+twins that tests compare with the hooks. PowerSGD begins after a tenth of the steps. SparDL is `TopKConfig` as it is, \
+without momentum correction. `exact` is trained under bfloat16 autocast, and its means are compared bit for bit with \
+plain DDP's in every step."""
 
 
 @dataclass(frozen=True)

@@ -154,7 +154,7 @@ class Differences:
             self._codec.add(payload, own)
 
 
-def _dear_bounds(setup: Setup) -> list[int]:
+def _dear_bounds(setup: Setup) -> tuple[int, ...]:
     return aligned_bounds(setup.numel, setup.workers, torch.float32.itemsize)
 
 

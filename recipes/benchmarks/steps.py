@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 from ddp_hooks.planning.step import collective_s, dependency_bound_s
 from recipes.benchmarks import workloads
@@ -65,9 +65,9 @@ def add_options(
     add("--dear", nargs="+", default=[], metavar="KEY=VALUE", help="DearConfig fields of all DeAR variants")
     add(
         "--gradients",
-        choices=("float32", "bfloat16"),
+        choices=get_args(workloads.Gradients),
         default="float32",
-        help="bfloat16: of numbers that fit 16 bits, as under autocast",
+        help="autocast: those of linear and convolutional layers have 16 bits; bfloat16: all of them",
     )
     add("--foreach", action=argparse.BooleanOptionalAction, help="optimizers update all parameters at once")
     parser.set_defaults(**defaults)
@@ -81,7 +81,7 @@ def measure(options: argparse.Namespace, workers: int, rate: str | None) -> Iter
     variants, unavailable = sort_out(options.variants, dear_settings)
     timing = (options.rounds, options.warmup, options.steps)
     for model, slow in zip(options.models, slow_per_model(options.models, options.slow), strict=True):
-        workload = replace(workloads.load(model), gradient_dtype=options.gradients)
+        workload = replace(workloads.load(model), gradients=options.gradients)
         job = StepsJob(workload, slow, variants, *timing, dear_settings, options.foreach)
         measured = run_job(compare, job, workers, rate)
         goodput = measured["goodput_bytes_per_s"]
@@ -141,9 +141,12 @@ def bounds_of(workload: Workload, slow: float, workers: int, bytes_per_s: float)
     }
 
 
+_KINDS = {"float32": "", "autocast": ", under autocast", "bfloat16": ", all gradients of 16 bits"}
+
+
 def title_of(result: dict[str, Any]) -> str:
     """Return the heading of a result."""
-    kind = "" if result.get("gradients", "float32") == "float32" else f", gradients that are {result['gradients']}"
+    kind = _KINDS[result.get("gradients", "float32")]
     where = f"{result['workers']} workers, {result['rate'] or 'loopback'}, slow {result['slow']:g}"
     return f"{result['model']}, {where}{kind}"
 

@@ -88,7 +88,8 @@ def train_step(trainee: Trainee, times: StepTimes) -> None:
     start_s = time.perf_counter()
     trainee.optimizer.zero_grad()
     trainee.begin_step()
-    loss = trainee.model(*trainee.inputs).sum()
+    with torch.autocast("cpu", torch.bfloat16, enabled=trainee.autocast):
+        loss = trainee.model(*trainee.inputs).sum()
     forward_end_s = time.perf_counter()
     loss.backward()
     backward_end_s = time.perf_counter()

@@ -2,8 +2,8 @@
 
 A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `ddp-powersgd` (rank 4), `fsdp2`,
 `fsdp2-ext`, `fsdp2-tuned`, `dear`, `topk`, or one of the last five with settings of its own, as in
-`dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`, `topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or
-`fsdp2-ext:block_mb=5,defer=False`.
+`dear:lanes=1,slice_mb=4`, `dear:gather_dtype=torch.bfloat16`, `dear:bucket_mb=1`,
+`topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or `fsdp2-ext:block_mb=5,defer=False`.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
@@ -39,6 +39,7 @@ class Trainee:
     optimizer: torch.optim.Optimizer
     begin_step: Callable[[], None] = lambda: None
     inputs: tuple[Tensor, ...] = (torch.ones(1),)
+    autocast: bool = False  # to bfloat16
     # Waits for whatever is in flight, gives resources back and returns statistics of the last step.
     finish: Callable[[], dict[str, float]] = field(default=dict)
 
@@ -114,12 +115,15 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """`["lanes=3", "fusion=size"]` as `{"lanes": 3, "fusion": "size"}`: Python literals, or else text."""
+    """`["lanes=3", "fusion=size"]` as `{"lanes": 3, "fusion": "size"}`: Python literals, torch's types, or text."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, equals, text = pair.partition("=")
         if not (key and equals):
             raise ValueError(f"a setting must read key=value, got {pair!r}")
+        if text.startswith("torch."):
+            settings[key] = getattr(torch, text.removeprefix("torch."))
+            continue
         try:
             settings[key] = ast.literal_eval(text)
         except (ValueError, SyntaxError):
@@ -159,7 +163,9 @@ def build(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: Op
         gradient_as_bucket_view=True,
         init_sync=False,  # every rank made the same weights: spare the slow link
     )
-    return with_hook(ddp, make_optimizer(ddp.parameters()), spec)
+    trainee = with_hook(ddp, make_optimizer(ddp.parameters()), spec)
+    trainee.autocast = workload.gradients != "float32"
+    return trainee
 
 
 def with_hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,11 @@ FLOAT32_BYTES = 4
 # Norms and look-ups cost no FLOPs in torch's counter. Subtract, scale, shift and the activation behind it
 # make about this many per output element, which gives them a small share of the step.
 ELEMENTWISE_FLOPS = 5
+
+
+Gradients: TypeAlias = Literal["float32", "autocast", "bfloat16"]
+"""Which layers read their matrices through autocast's casts to bfloat16, and so have gradients of 16 bits: none, those
+that do in the real model, or all of them. Parameters and gradients are stored as float32."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +49,7 @@ class LayerSpec:
     owned: tuple[ParameterSpec, ...]
     tied: tuple[str, ...]  # full names of parameters that an earlier layer owns
     forward_flops: float  # for one sample
+    casts: bool = False  # torch.autocast converts what it reads, so that its gradients have 16 bits
 
 
 @dataclass(frozen=True)
@@ -53,7 +59,7 @@ class Workload:
     name: str
     layers: tuple[LayerSpec, ...]
     compute_s: float  # t_ff + t_bp on the paper's accelerator, at the paper's batch size
-    gradient_dtype: str = "float32"  # of which gradients are numbers; they are stored as float32
+    gradients: Gradients = "float32"
 
     @property
     def num_tensors(self) -> int:
@@ -70,6 +76,9 @@ class Workload:
         shares = [layer.forward_flops / total_flops for layer in self.layers]
         return [(forward_s * share, forward_s * BACKWARD_PER_FORWARD * share) for share in shares]
 
+    def casts(self, layer: LayerSpec) -> bool:
+        return self.gradients == "bfloat16" or (self.gradients == "autocast" and layer.casts)
+
     def step_profile(self, slow: float, optimizer_s: float = 0.0) -> StepProfile:
         """The same step as bounds and the simulator see it."""
         specs = [spec for layer in self.layers for spec in layer.owned]
@@ -80,22 +89,6 @@ class Workload:
             for layer, times in zip(self.layers, self.layer_times_s(slow), strict=True)
         ]
         return profile_of_layers(layers, names, [spec.numel * FLOAT32_BYTES for spec in specs], optimizer_s)
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Workload:
-        layers = tuple(
-            LayerSpec(
-                layer["name"],
-                tuple(ParameterSpec(spec["name"], tuple(spec["shape"])) for spec in layer["owned"]),
-                tuple(layer["tied"]),
-                layer["forward_flops"],
-            )
-            for layer in data["layers"]
-        )
-        return cls(data["name"], layers, data["compute_s"])
 
 
 def profile_of_layers(
@@ -155,6 +148,7 @@ def trace(model: nn.Module, run: Callable[[nn.Module], object]) -> tuple[LayerSp
                 tuple(ParameterSpec(name_of[parameter], tuple(parameter.shape)) for parameter in owned),
                 tuple(name_of[parameter] for parameter in parameters if parameter in owned_so_far),
                 flops + ELEMENTWISE_FLOPS * output.numel(),
+                isinstance(module, (nn.Linear, nn.Conv2d)),
             )
         )
         owned_so_far.update(owned)

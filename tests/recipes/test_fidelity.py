@@ -9,7 +9,7 @@ import importlib
 import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -39,8 +39,8 @@ def model() -> nn.Sequential:
 def keeps_buckets(name: str) -> bool:
     """Return True if DDP does not form other buckets after the first step; it does with the other hooks.
 
-    What exact DeAR and SparDL sum does not depend on it. With ``find_unused_parameters=True``, which keeps buckets, torch's
-    PowerSGD hangs on gloo.
+    What exact DeAR and SparDL sum does not depend on it. With ``find_unused_parameters=True``, which keeps buckets,
+    torch's PowerSGD hangs on gloo.
     """
     return not name.startswith(("exact", "SparDL", "PowerSGD"))
 
@@ -78,7 +78,7 @@ def train_on_ranks(rank: int, world_size: int, name: str) -> tuple[list[Tensor],
 def hook_up(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, name: str) -> Any:
     """Register the hook that a format is a twin of; return its state, if that must be closed."""
     if name in (EXACT, *GATHERS_DIFFERENCES):
-        state = DearState(ddp, optimizer, DearConfig(wire=name))
+        state = DearState(ddp, optimizer, DearConfig(wire=cast(Any, name)))
         ddp.register_comm_hook(state, dear_hook)
         return state
     if name.startswith("SparDL"):
