@@ -57,7 +57,7 @@ class LaneAllGather(compat.AllGather):
         codec = gather_codec(self._context.config, self._module, partition.flat.dtype, len(partition.ranges))
         if codec is not None:
             partition = partition._replace(wire=RoundedWire(codec))
-        return gathers.spread_all_gather(partition, label)
+        return gathers.all_gather([partition], label)
 
     def _wait(self, work: Work, version: tuple[object, ...] | None) -> None:
         """Wait until the parameters are whole, whose shards had this ``version`` when the gather began."""

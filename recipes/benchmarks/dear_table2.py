@@ -38,8 +38,9 @@ LEGEND = """\
 * `× DDP`: how many times faster than the fastest plain DDP.
 * `÷ bound`: step time over the dependency-aware bound: an ideal link at line rate, without latency, on which
   no reduce-scatter starts before its gradient, no gather before its reduce-scatter and no layer before its
-  gathers. No schedule that sends float32 is faster; `ddp-bf16` sends half the bytes. With *one optimizer
-  step*, gathers also wait for all reduce-scatters.
+  gathers. No schedule that sends float32 is faster; others send fewer bytes. With *one optimizer step*, gathers also
+  wait for all reduce-scatters.
+* `ddp-alone` sends nothing. Every rank has half a core here, and hooks, updates and copies take their time.
 * `exposed`: step minus compute, in seconds; the optimizer and Python are in it.
 * `optim.`: seconds inside `optimizer.step()`, where DeAR waits for its last reduce-scatters.
 * `CPU s`: processor seconds per step, all ranks together."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -72,25 +73,24 @@ class EmulatedLayer(nn.Module):
         self.forward_s = forward_s
         self.backward_s = backward_s
         self.clock = clock
-        self.casts = casts
+        readers = ((name, _reader(parameter)) for name, parameter in self.named_parameters() if casts)
+        self.reads = [(name, read) for name, read in readers if read is not None]
 
     def forward(self, activation: Tensor) -> Tensor:
         start_s = time.thread_time()  # which stands still while parameters are waited for
-        if self.casts:
-            for parameter in self.parameters(recurse=False):
-                read_by_cast(parameter)
+        with torch.no_grad():
+            for name, read in self.reads:
+                read(getattr(self, name))
         self.spent_s = time.thread_time() - start_s
         result: Tensor = _Sleep.apply(activation, self, *self.parameters(recurse=False))
         return result
 
 
-@torch.no_grad()
-def read_by_cast(parameter: Tensor) -> None:
-    """Read a matrix or a convolution's weight as its layer does, but for no samples; others are left alone."""
-    if parameter.dim() == 2:
-        F.linear(torch.empty(0, parameter.shape[1]), parameter)
-    elif parameter.dim() == 4:
-        F.conv2d(torch.empty(0, *parameter.shape[1:]), parameter)
+def _reader(parameter: Tensor) -> Callable[[Tensor], Tensor] | None:
+    """Return what reads a matrix or a convolution's weight as its layer does, but for no samples; None: of others."""
+    if parameter.dim() not in (2, 4):
+        return None
+    return partial(F.linear if parameter.dim() == 2 else F.conv2d, torch.empty(0, *parameter.shape[1:]))
 
 
 class _Sleep(torch.autograd.Function):

@@ -1,9 +1,10 @@
 """The ways to train that are compared: plain DDP, DDP with bf16 all-reduce, FSDP2, DeAR, and sparse all-reduce.
 
-A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `ddp-powersgd` (rank 4), `fsdp2`,
-`fsdp2-ext`, `fsdp2-tuned`, `dear`, `topk`, or one of the last five with settings of its own, as in
-`dear:lanes=1,slice_mb=4`, `dear:gather_dtype=torch.bfloat16`, `dear:bucket_mb=1`,
-`topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or `fsdp2-ext:block_mb=5,defer=False`.
+A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `ddp-powersgd` (rank 4), `ddp-alone`
+(nothing is sent: what this machine could do at best), `fsdp2`, `fsdp2-ext`, `fsdp2-tuned`, `dear`, `topk`, or one of
+the last five with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`,
+`dear:gather_dtype=torch.bfloat16`, `topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or
+`fsdp2-ext:block_mb=5,defer=False`.
 """
 
 # No `from __future__ import annotations`: DDP compares a hook's annotations with the types themselves.
@@ -80,7 +81,7 @@ class VariantSpec:
     """A variant's name, taken apart; `settings` are fields of `DearConfig`, `TopKConfig` or `ExtConfig`."""
 
     name: str
-    kind: str  # "ddp", "ddp-bf16", "ddp-powersgd", "fsdp2", "fsdp2-ext", "fsdp2-tuned", "dear" or "topk"
+    kind: str  # "ddp", "ddp-bf16", "ddp-powersgd", "ddp-alone", "fsdp2", "fsdp2-ext", "fsdp2-tuned", "dear" or "topk"
     bucket_mb: float = 25.0  # DDP's default
     settings: dict[str, Any] = field(default_factory=dict)
     sharding: Sharding = Sharding()  # of FSDP2
@@ -94,7 +95,7 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
     """The variant called `name`; `dear_settings` apply to every DeAR variant and yield to its own."""
     if match := re.fullmatch(r"ddp-(\d+(?:\.\d+)?)mb", name):
         return VariantSpec(name, "ddp", float(match[1]))
-    if name == "ddp-bf16":
+    if name in ("ddp-bf16", "ddp-alone"):
         return VariantSpec(name, name)
     if name == "ddp-powersgd":
         return VariantSpec(name, name, bucket_mb=1 << 20)  # on gloo torch's hook hangs with several buckets
@@ -109,8 +110,8 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
         settings = {**common, **parse_settings(own.split(",") if own else [])}
         return VariantSpec(name, kind, settings.pop("bucket_mb", HOOK_BUCKET_MB), settings)
     raise ValueError(
-        f"variant must be ddp-<size>mb, ddp-bf16, ddp-powersgd, fsdp2, fsdp2-ext, fsdp2-tuned, dear or topk, the last "
-        f"five with :key=value,… behind them for other settings, got {name!r}"
+        f"variant must be ddp-<size>mb, ddp-bf16, ddp-powersgd, ddp-alone, fsdp2, fsdp2-ext, fsdp2-tuned, dear or "
+        f"topk, the last five with :key=value,… behind them for other settings, got {name!r}"
     )
 
 
@@ -174,6 +175,8 @@ def with_hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, sp
         return _hooked(ddp, optimizer, spec)
     if spec.kind == "ddp-bf16":
         ddp.register_comm_hook(None, bf16_allreduce)
+    if spec.kind == "ddp-alone":
+        ddp.register_comm_hook(None, no_allreduce)
     if spec.kind == "ddp-powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
@@ -194,6 +197,13 @@ def bf16_allreduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future
         return buffer.copy_(reduced.value()[0])
 
     return dist.all_reduce(compressed, async_op=True).get_future().then(decompress)
+
+
+def no_allreduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+    """Send nothing: every rank keeps its own gradient."""
+    done: torch.futures.Future[Tensor] = torch.futures.Future()
+    done.set_result(bucket.buffer())
+    return done
 
 
 def _hooked(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:

@@ -247,7 +247,7 @@ def on_lanes(rank: int, world_size: int, native: bool) -> tuple[list[Tensor], in
                 lane.all_gather([exact, gather], "numbers").wait()
             else:
                 lanes.reduce_scatter([exact, partition], "numbers", world_size).wait()
-                lanes.spread_all_gather(gather, "numbers").wait()
+                lanes.all_gather([gather], "numbers").wait()
                 lanes.all_gather([exact], "numbers").wait()
         found += [partition.flat, *residuals_of([partition, gather])]
     sent = (lane or lanes).traffic.sent_bytes

@@ -22,6 +22,7 @@ from ddp_hooks.comm import LaneError, Lanes, LaneSettings, LaneTimeout, Partitio
 from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.comm.executors.lanes import StreamLane
 from ddp_hooks.comm.executors.slices import WINDOW
+from ddp_hooks.comm.executors.work import ThreadWork
 from ddp_hooks.comm.wire.codecs import IntBlocks
 from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 from tests.support.lanes import whole
@@ -101,7 +102,7 @@ def spread(rank: int, world_size: int, num_lanes: int) -> list[int]:
         flat = Partition(values[rank].clone(), aligned_bounds(numel, world_size, 4))
         scatter = lanes.spread_reduce_scatter(flat, "numbers", world_size)
         scatter.wait()  # lanes share the slices of both in different ways
-        gather = lanes.spread_all_gather(flat, "numbers")
+        gather = lanes.all_gather([flat], "numbers")
         gather.wait()
         assert scatter.done and gather.done
         assert torch.equal(flat.flat, torch.stack(values).sum(0) / world_size)
@@ -180,7 +181,8 @@ def gather_after_another(rank: int, world_size: int, fails: bool) -> tuple[bool,
     other = lanes.run(iter(()), "another")  # type: ignore[arg-type]
     gather = lanes.all_gather([Partition(flat, bounds)], "the second", after=[other, first])
     other.wait()
-    too_early = gather.error_within(0.2) is not None or gather.done  # type: ignore[attr-defined]
+    works: list[ThreadWork] = gather.works  # type: ignore[attr-defined]
+    too_early = gather.done or any(work.error_within(0.2) is not None for work in works)
     gate.set()
     message = message_of(gather.wait)
     right = all(bool((flat[bounds[r] : bounds[r + 1]] == r).all()) for r in range(world_size))

@@ -7,6 +7,7 @@ after an exception.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -76,16 +77,15 @@ def gathers_in_int8(rank: int, world_size: int) -> set[int]:
     with torch.no_grad():
         model(1)  # after it, parameters are whole on every two ranks
     extend(model, replace(CONFIG, all_gather="int8", prefetch=0))
-    numbers = set()
-    original = Lanes.spread_all_gather
+    numbers: set[int] = set()
+    original = Lanes.all_gather
 
-    def counting(lanes: Lanes, partition: Partition, label: str) -> Any:
-        if partition.wire is not None:
-            numbers.add(len(partition.ranges))
-        return original(lanes, partition, label)
+    def counting(lanes: Lanes, partitions: Sequence[Partition], label: str) -> Any:
+        numbers.update(len(partition.ranges) for partition in partitions if partition.wire is not None)
+        return original(lanes, partitions, label)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Lanes, "spread_all_gather", counting)
+        patch.setattr(Lanes, "all_gather", counting)
         for step in range(3):
             model(step).backward()
     restore(model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from rich.console import Console
 from torch import nn
 
 from recipes.benchmarks import dear_table2, workloads
-from recipes.benchmarks.emulation import SleepClock, emulate, gradient_values
+from recipes.benchmarks.emulation import EmulatedLayer, SleepClock, emulate, gradient_values
 from recipes.benchmarks.harness import Run
 from recipes.benchmarks.steps import bounds_of, summarise
 from recipes.benchmarks.steps_worker import StepTimes, timed_window, train_step
@@ -123,6 +124,25 @@ def test_emulated_model_has_the_real_parameters_in_execution_order() -> None:
     assert [tuple(parameter.shape) for parameter in model.parameters()] == expected
     model(torch.ones(1)).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("gradients", ["float32", "autocast", "bfloat16"])
+def test_gradients_of_16_bits_are_those_of_casts(gradients: Any) -> None:
+    workload = replace(load("bert"), gradients=gradients)
+    model = emulate(workload, slow=0)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(torch.ones(1)).sum().backward()
+    for spec, layer in zip(workload.layers, model, strict=True):
+        casts = gradients == "bfloat16" or (gradients == "autocast" and ("dense" in spec.name or spec.casts))
+        assert isinstance(layer, EmulatedLayer)
+        assert {name for name, _ in layer.reads} == {
+            name for name, parameter in layer.named_parameters() if casts and parameter.dim() == 2
+        }
+        for parameter in layer.parameters(recurse=False):
+            grad = parameter.grad
+            assert grad is not None
+            if parameter.numel() > 100 and not any(name.startswith("tied") for name, _ in layer.named_parameters()):
+                assert torch.equal(grad, grad.bfloat16().float()) == casts, spec.name
 
 
 def test_tied_gradient_comes_last() -> None:

@@ -1,4 +1,4 @@
-"""All lanes of one group: work goes to them in turn, the same on every rank."""
+"""All lanes of one group: work goes to them in turn, or to all of them, the same on every rank."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ Lane: TypeAlias = ThreadLane | StreamLane
 
 
 class Lanes:
-    """A number of lanes over the ranks of one group; work goes to them in turn, the same on every rank.
+    """A number of lanes over the ranks of one group; gathers go to all of them, other work in turn.
 
     Every rank submits the same work in the same order; nothing else is needed for agreement. Creating and growing lanes
     is collective over ``group``.
@@ -150,16 +150,17 @@ class Lanes:
         return self.next_lane().reduce_scatter(partitions, label, divisor)
 
     def all_gather(self, partitions: Sequence[Partition], label: str, after: Collection[Work] = ()) -> Work:
-        """Copy rank r's range of every partition from rank r to all ranks, in place, once ``after`` is complete."""
-        return self.next_lane().all_gather(partitions, label, after)
+        """Copy rank r's range of every partition from rank r to all ranks, in place, once ``after`` is complete.
+
+        On CPUs every lane moves some slices. So gathers end one after the other, as a forward needs them.
+        """
+        if self.native:
+            return self.next_lane().all_gather(partitions, label, after)
+        return self._spread(lambda lane, part: lane.all_gather(partitions, label, after, part))
 
     def spread_reduce_scatter(self, partition: Partition, label: str, divisor: int = 1) -> Work:
         """Reduce-scatter on all lanes, each of which moves some slices; for work that is waited for at once."""
         return self._spread(lambda lane, part: lane.reduce_scatter([partition], label, divisor, part))
-
-    def spread_all_gather(self, partition: Partition, label: str) -> Work:
-        """All-gather on all lanes, likewise, of complete data: lanes do not wait for each other."""
-        return self._spread(lambda lane, part: lane.all_gather([partition], label, part=part))
 
     def run_in_turn(self, starts: Sequence[Callable[[], Algorithm]], label: str) -> Work:
         """Run any algorithms as the slices of one piece of work on the next lane; each is made when its turn comes."""
@@ -170,7 +171,9 @@ class Lanes:
 
     def _spread(self, submit: Callable[[ThreadLane, Part], Work]) -> Work:
         lanes = [lane for lane in self._lanes[: len(self)] if isinstance(lane, ThreadLane)]
-        return WorkGroup([submit(lane, (index, len(lanes))) for index, lane in enumerate(lanes)])
+        size, turn = len(lanes), self._submitted  # the next lane gets the first slice, which may be the only one
+        self._submitted += 1
+        return WorkGroup([submit(lane, ((index - turn) % size, size)) for index, lane in enumerate(lanes)])
 
     def run(self, algorithm: Algorithm, label: str, after: Collection[Work] = (), tag: int | None = None) -> Work:
         """Run any algorithm once ``after``, work of these lanes that was submitted before, is complete.
