@@ -6,10 +6,10 @@ from ddp_hooks.planning.network import Costs, Network, link_of
 from ddp_hooks.planning.simulation import Prediction, Strategy, simulate
 from ddp_hooks.planning.step import StepProfile, TensorUse
 from ddp_hooks.planning.strategies.dear import Dear, predicted_start
-from ddp_hooks.planning.strategies.in_backward import Ddp, SparDL
+from ddp_hooks.planning.strategies.in_backward import Ddp, Quantized, SparDL
 
 __all__ = [
-    "Costs", "Ddp", "Dear", "LinkFit", "Measured", "Network", "Prediction", "SparDL", "StepProfile", "Strategy",
-    "TensorUse", "fit_link", "link_of", "measure", "measure_alone", "predicted_start", "profile_step", "simulate",
-    "slowest_of",
+    "Costs", "Ddp", "Dear", "LinkFit", "Measured", "Network", "Prediction", "Quantized", "SparDL", "StepProfile",
+    "Strategy", "TensorUse", "fit_link", "link_of", "measure", "measure_alone", "predicted_start", "profile_step",
+    "simulate", "slowest_of",
 ]

@@ -142,7 +142,7 @@ class Slice:
     """A part of a collective that travels by itself."""
 
     rounds: Rounds
-    work_s: float = 0.0  # computed by its lane before it begins, such as selecting
+    work_s: float = 0.0  # computed by its lane before it begins, such as selecting and encoding
     slowdown: float = 1.0  # time of its bytes, relative to the link
     byte_s: float | None = None  # of the processor; None: the host's
 
@@ -154,14 +154,20 @@ class Host:
         self.between = Link(network.link, network.burst_credit_s)
         self.inside = Link(network.inside or network.link)
         self.processor = Processor(costs.cores)
+        self.worked_s = 0.0  # by the processor, for communication
         self._node_size = network.node_size
         self._costs = costs
+
+    def work(self, now_s: float, seconds: float) -> float:
+        """Do a lane's work; return its end."""
+        self.worked_s += seconds
+        return self.processor.work(now_s, seconds)
 
     def send(self, now_s: float, each: Round, times: int, part: Slice) -> float:
         """Run one round of a slice ``times`` times; return the end."""
         own_bytes = each.between_bytes / self._node_size + each.inside_bytes
         byte_s = self._costs.byte_s if part.byte_s is None else part.byte_s
-        worked_s = self.processor.work(now_s, times * (each.messages * self._costs.message_s + byte_s * own_bytes))
+        worked_s = self.work(now_s, times * (each.messages * self._costs.message_s + byte_s * own_bytes))
         between_s = self.between.send(now_s, each.between_bytes, times, part.slowdown)
         return max(worked_s, between_s, self.inside.send(now_s, each.inside_bytes, times, part.slowdown))
 
@@ -203,7 +209,7 @@ class SimulatedLane:
                 if len(under_way) == self._window:
                     yield under_way.popleft()
                 for seconds in timeslices(part.work_s):
-                    yield self._host.processor.work(self._engine.now_s, seconds) - self._engine.now_s
+                    yield self._host.work(self._engine.now_s, seconds) - self._engine.now_s
                 under_way.append(self._engine.start(self._run_rounds(part)))
             yield from under_way
 

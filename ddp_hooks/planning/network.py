@@ -60,6 +60,8 @@ class Costs:
     all_reduce_byte_s: float | None = None  #: per byte of the backend's all-reduce; by default ``byte_s``
     all_reduce: float = 1.0  #: time of the backend's all-reduce, relative to our ring
     copy_s_per_byte: float = 0.0  #: of a gradient, into DDP's bucket
+    exact_s_per_byte: float = 0.0  #: of a gradient that fits 16 bits, to check, encode and decode it once
+    code_s_per_byte: float = 0.0  #: of a gradient, to encode it as int8 with error feedback, and decode it once
     select_s_per_byte: float = 0.0  #: of a gradient, for all that a sparse all-reduce computes
     python: float = 0.0  #: time of Python in hooks, relative to a core of its own; 0 where an accelerator hides it
     cores: int = 1  #: processor cores per worker, at least 1

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
@@ -21,14 +22,16 @@ from ddp_hooks.planning.network import Costs, Network
 from ddp_hooks.planning.simulation import Prediction, Strategy, simulate
 from ddp_hooks.planning.step import StepProfile
 from ddp_hooks.planning.strategies.dear import Dear, Update, predicted_start
-from ddp_hooks.planning.strategies.in_backward import Ddp, SparDL
+from ddp_hooks.planning.strategies.in_backward import Ddp, Quantized, SparDL
 from ddp_hooks.tuning import BucketTuner
 
 _MIN_SPEEDUP = 1.03  # less is within the error of the simulator
-_MIN_LOSSY_SPEEDUP = 1.2  # of a strategy that leaves gradients out
+_MIN_LOSSY_SPEEDUP = 1.2  # of a strategy that rounds gradients or leaves some out
 _HIDDEN = 0.05  # part of a step; less communication counts as hidden
 _MAX_FIT_ERROR = 0.3  # a worse fit says too little about which strategy is faster
 _SMALL_BUCKET_MB = 5.0  # of DDP; costs nothing to try beside 25 MB
+_DEAR = (Dear(), Dear(gather_dtype=torch.bfloat16), Dear("replicated"))
+_LOSSY_DEAR = Dear(wire="int8")
 
 
 @dataclass(frozen=True)
@@ -39,7 +42,8 @@ class Plan:
     network: Network
     costs: Costs
     fit: LinkFit | None  #: measurement of the network, None if it was described
-    predictions: tuple[Prediction, ...]  #: first the present strategy, then simple ones before others
+    #: First the present strategy, then simple ones before others, then lossy ones, accurate ones before others.
+    predictions: tuple[Prediction, ...]
 
     @property
     def present(self) -> Prediction:
@@ -48,17 +52,20 @@ class Plan:
 
     @property
     def recommended(self) -> Prediction:
-        """The simplest exact strategy about as fast as the fastest exact one, or SparDL where it gains a lot more.
+        """The simplest exact strategy about as fast as the fastest exact one, or a lossy one that gains a lot more.
 
-        Plain DDP where computing limits it, and where the measurement is too noisy to tell.
+        Every lossy one has to gain as much over a more accurate one. Plain DDP where computing limits it, and where the
+        measurement is too noisy to tell.
         """
         if self.doubt is not None or self._hides(self.present):
             return self.present
-        exact = [each for each in self.predictions if not each.strategy.startswith("SparDL")]
+        exact = [each for each in self.predictions if each.is_exact]
         least_s = min(each.step_s for each in exact)
         best = next(each for each in exact if each.step_s < least_s * _MIN_SPEEDUP)
-        fastest = min(self.predictions, key=lambda each: each.step_s)
-        return fastest if fastest.step_s * _MIN_LOSSY_SPEEDUP < best.step_s else best
+        for each in self.predictions:
+            if not each.is_exact and each.step_s * _MIN_LOSSY_SPEEDUP < best.step_s:
+                best = each
+        return best
 
     @property
     def recommended_line(self) -> str:
@@ -66,9 +73,14 @@ class Plan:
         return self.recommended.line
 
     @property
+    def recommended_dear(self) -> Dear:
+        """DeAR as it is recommended; with its defaults if something else is."""
+        return next((each for each in (*_DEAR, _LOSSY_DEAR) if each.name == self.recommended.strategy), Dear())
+
+    @property
     def recommended_update(self) -> Update:
         """DeAR's update if DeAR is recommended; else sharded."""
-        return "replicated" if self.recommended.strategy == Dear("replicated").name else "sharded"
+        return self.recommended_dear.update
 
     @property
     def doubt(self) -> str | None:
@@ -92,13 +104,10 @@ class Plan:
         busy = prediction.sent_bytes * self.network.link.beta_s_per_byte / prediction.step_s
         if busy > 1 - 2 * _HIDDEN:
             return f"the link, which is busy for {busy:.0%} of a step"
-        working_s = self.costs.byte_s * prediction.sent_bytes
-        if prediction.strategy.startswith("SparDL"):
-            working_s += self.costs.select_s_per_byte * self.profile.num_bytes
         return (
             f"dependencies, latency or the processor: computing takes {self.profile.compute_s / prediction.step_s:.0%} "
-            f"of a step, the link is busy for {busy:.0%} of it, the processor with communication for at least "
-            f"{working_s / prediction.step_s:.0%}"
+            f"of a step, the link is busy for {busy:.0%} of it, the processor with communication for "
+            f"{prediction.processor_s / prediction.step_s:.0%}"
         )
 
     def _hides(self, prediction: Prediction) -> bool:
@@ -108,7 +117,7 @@ class Plan:
         """Return a tuner for ``DearConfig`` that begins with a fusion size of the fastest predicted step.
 
         Args:
-            update: of the configuration; None: of the recommended strategy.
+            update: of the configuration, else with its defaults; None: the recommended configuration.
             settings: of :class:`~ddp_hooks.BucketTuner`, without ``start_mb``.
 
         Raises:
@@ -117,7 +126,8 @@ class Plan:
         if "start_mb" in settings:
             raise TypeError("tuner() finds start_mb itself; for one of your own write BucketTuner(start_mb=...)")
         lowest = BucketTuner(**settings, start_mb=settings.get("low_mb", BucketTuner.low_mb))
-        return predicted_start(lowest, self.profile, self.network, self.costs, Dear(update or self.recommended_update))
+        dear = self.recommended_dear if update is None else Dear(update)
+        return predicted_start(lowest, self.profile, self.network, self.costs, dear)
 
     def save(self, path: str | Path) -> None:
         """Write everything but the spans as JSON."""
@@ -145,11 +155,18 @@ class Plan:
         return [timeline.Timeline(title, each.step_ends_s[-2:], each.spans) for title, each in last]
 
 
-def strategies(bucket_mb: float = 25.0, node_size: int = 1) -> tuple[Strategy, ...]:
-    """Return the strategies of a plan, plain DDP with this bucket size first; SparDL only on one level."""
+def strategies(
+    bucket_mb: float = 25.0, node_size: int = 1, profile: StepProfile | None = None
+) -> tuple[Strategy, ...]:
+    """Return the strategies of a plan, plain DDP with this bucket size first; SparDL only on one level.
+
+    Gathers in 16 bits are among them if autocast reads some of the ``profile`` in 16 bits.
+    """
     small = () if bucket_mb == _SMALL_BUCKET_MB else (Ddp(_SMALL_BUCKET_MB),)
-    exact: tuple[Strategy, ...] = (Ddp(bucket_mb), *small, Dear(), Dear("replicated"))
-    return (*exact, SparDL()) if node_size == 1 else exact
+    casts = profile is not None and any(tensor.is_cast for tensor in profile.tensors)
+    dear = [each for each in _DEAR if casts or each.gather_dtype is None]
+    sparse = (SparDL(),) if node_size == 1 else ()
+    return (Ddp(bucket_mb), *small, *dear, _LOSSY_DEAR, Quantized(), *sparse)
 
 
 def predict(
@@ -161,9 +178,10 @@ def predict(
 ) -> Plan:
     """Simulate strategies on a network; nothing runs.
 
-    ``compared`` has the present strategy first, then simple ones before others; None: :func:`strategies`.
+    ``compared`` has the present strategy first, then simple ones before others, then lossy ones, accurate ones before
+    others; None: :func:`strategies`.
     """
-    chosen = tuple(compared or strategies(node_size=network.node_size))
+    chosen = tuple(compared or strategies(node_size=network.node_size, profile=profile))
     return Plan(profile, network, costs, fit, tuple(simulate(each, profile, network, costs) for each in chosen))
 
 
@@ -174,7 +192,7 @@ def plan(
     steps: int = 3,
     progress: Progress = iter,
 ) -> Plan:
-    """Predict a training step with plain DDP, DeAR and SparDL; collective where there are several ranks.
+    """Predict a training step with plain DDP and with our hooks; collective where there are several ranks.
 
     Args:
         model, step, steps: see :func:`~ddp_hooks.planning.profile_step`, which restores model and optimizers.
@@ -212,11 +230,12 @@ def plan_profiled(
         costs = measure_alone(device, network.workers)
         if group is not None:
             costs = broadcast_object(costs, group, "plan()", LaneSettings())
-        return predict(profile, replace(network, native=native), costs, None, strategies(bucket_mb, network.node_size))
+        compared = strategies(bucket_mb, network.node_size, profile)
+        return predict(profile, replace(network, native=native), costs, None, compared)
     assert group is not None
     found = measure(group, device, progress)
     described = found.fit.network(dist.get_world_size(group), native)
-    return predict(profile, described, found.costs, found.fit, strategies(bucket_mb))
+    return predict(profile, described, found.costs, found.fit, strategies(bucket_mb, profile=profile))
 
 
 def _group_of(model: nn.Module) -> dist.ProcessGroup | None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ddp_hooks.comm import Span, see
-from ddp_hooks.comm.executors.slices import WINDOW, scatter_message_bytes
+from ddp_hooks.comm.executors.slices import WINDOW, coded_message_bytes, scatter_message_bytes
 from ddp_hooks.planning.events import Engine, Host, Process, Signal, SimulatedLane, Slice, timeslices
 from ddp_hooks.planning.network import Costs, Network, Phase, all_to_all, ring
 from ddp_hooks.planning.step import StepProfile, dependency_bound_s
@@ -30,6 +30,11 @@ class Strategy(Protocol):
         """Lines that a user writes for it; empty if the strategy is not ours."""
         return ""
 
+    @property
+    def effect(self) -> str:
+        """Sentence on what it does to gradients, and where to read on; empty if the strategy is exact."""
+        return ""
+
     def train(self, run: Run) -> Process:
         """Run the training thread, step after step, until ``run.is_over``."""
 
@@ -46,6 +51,9 @@ class Prediction:
     spans: tuple[Span, ...]  #: work by track
     step_ends_s: tuple[float, ...]  #: of the simulated steps
     line: str = ""  #: lines that a user writes for it; empty if the strategy is not ours
+    is_exact: bool = True  #: gradients are summed in full
+    effect: str = ""  #: on gradients otherwise, a sentence
+    processor_s: float = 0.0  #: in which a core works for communication, per step
 
 
 def simulate(strategy: Strategy, step: StepProfile, network: Network, costs: Costs | None = None) -> Prediction:
@@ -61,8 +69,19 @@ def simulate(strategy: Strategy, step: StepProfile, network: Network, costs: Cos
     exposed_s = step_s - step.compute_s - step.other_s
     bound_s = dependency_bound_s(step, network.workers, network.bytes_per_s)
     spans = tuple(sorted(run.engine.spans, key=lambda span: span.start_s))
-    sent_bytes, ends_s = run.host.between.sent_bytes / _STEPS, tuple(run.step_ends_s)
-    return Prediction(strategy.name, step_s, exposed_s, sent_bytes, bound_s, spans, ends_s, strategy.line)
+    return Prediction(
+        strategy.name,
+        step_s,
+        exposed_s,
+        run.host.between.sent_bytes / _STEPS,
+        bound_s,
+        spans,
+        tuple(run.step_ends_s),
+        strategy.line,
+        is_exact=not strategy.effect,
+        effect=strategy.effect,
+        processor_s=run.host.worked_s / _STEPS,
+    )
 
 
 class Run:
@@ -156,14 +175,27 @@ class Run:
         rounds = 2 * ring(self.network.workers, self.network.node_size, num_bytes)
         return [Slice(rounds, slowdown=self.costs.all_reduce, byte_s=self.costs.all_reduce_byte_s)]
 
-    def collective(self, phase: Phase, num_bytes: float, slice_bytes: float) -> list[Slice]:
-        """Return our half of an all-reduce: on accelerators a ring in one slice, on CPUs in slices, scatters direct."""
-        workers, node_size = self.network.workers, self.network.node_size
+    def collective(
+        self, phase: Phase, num_bytes: float, slice_bytes: float, width: float = 1.0, code_s: float = 0.0
+    ) -> list[Slice]:
+        """Return our half of an all-reduce: on accelerators a ring in one slice, on CPUs in slices, scatters direct.
+
+        Of each byte ``width`` bytes travel, in messages of at most ``slice_bytes``. ``code_s``: seconds to encode and
+        decode all bytes once.
+        """
+        workers, node_size, costs = self.network.workers, self.network.node_size, self.costs
         scatters = phase == "reduce-scatter"
-        byte_s = self.costs.scatter_byte_s if scatters else None
+        byte_s = costs.byte_s
+        if scatters and costs.scatter_byte_s is not None:
+            byte_s += (costs.scatter_byte_s - costs.byte_s) / width  # sums are of whole numbers
+        sent_bytes, work_s = width * num_bytes, code_s * (workers - 1) / workers
         if self.network.native:
-            return [Slice(ring(workers, node_size, num_bytes), byte_s=byte_s)]
-        message_bytes = scatter_message_bytes(int(slice_bytes), workers - 1) if scatters else slice_bytes
-        count = max(1, -int(-num_bytes // workers // message_bytes))
-        rounds = (all_to_all if scatters else ring)(workers, node_size, num_bytes / count)
-        return [Slice(rounds, byte_s=byte_s)] * count
+            return [Slice(ring(workers, node_size, sent_bytes), work_s, byte_s=byte_s)]
+        message_bytes = slice_bytes
+        if scatters:
+            message_bytes = scatter_message_bytes(int(slice_bytes), workers - 1)
+        elif width < 1:
+            message_bytes = coded_message_bytes(int(slice_bytes), workers)
+        count = max(1, -int(-sent_bytes // workers // message_bytes))
+        rounds = (all_to_all if scatters else ring)(workers, node_size, sent_bytes / count)
+        return [Slice(rounds, work_s / count, byte_s=byte_s)] * count

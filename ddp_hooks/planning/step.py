@@ -16,6 +16,9 @@ class TensorUse:
     num_bytes: int  #: size of the gradient, and of the parameter
     needed_s: float  #: from the begin of the forward to the first read
     ready_s: float  #: from the begin of the backward until the gradient is ready
+    #: Bytes of its gradient that travel by ``DearConfig(wire="exact")``, per byte: 0.5 where all numbers fit 16 bits.
+    exact_width: float = 1.0
+    is_cast: bool = False  #: autocast reads it in bfloat16, and nothing reads it whole, as far as its gradient tells
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,11 @@ class StepProfile:
                 raise ValueError(f"{tensor.name} is read {tensor.needed_s} s into a forward of {self.forward_s} s")
             if not 0 <= tensor.ready_s <= self.backward_s * (1 + 1e-9):
                 raise ValueError(f"{tensor.name} is ready {tensor.ready_s} s into a backward of {self.backward_s} s")
+
+    @property
+    def exact_width(self) -> float:
+        """Mean of the tensors' ``exact_width``, by bytes."""
+        return sum(tensor.num_bytes * tensor.exact_width for tensor in self.tensors) / max(1, self.num_bytes)
 
     @property
     def compute_s(self) -> float:

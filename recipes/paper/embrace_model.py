@@ -187,7 +187,7 @@ class InOrder:
     tables: tuple[str, ...]
     lookup: Rounds
     gradient: Rounds
-    line = ""
+    line = effect = ""
 
     def train(self, run: Run) -> Process:
         """See :class:`~ddp_hooks.planning.simulation.Strategy`."""
@@ -230,7 +230,7 @@ class ByPriority:
     lookup: Rounds
     prior: Rounds
     delayed: Rounds
-    line = ""
+    line = effect = ""
 
     def train(self, run: Run) -> Process:
         """See :class:`~ddp_hooks.planning.simulation.Strategy`."""

@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planning import Network, StepProfile, fit_link, measure, profile_step, slowest_of
+from ddp_hooks.comm.wire.exact import BLOCK, fitting_part
+from ddp_hooks.planning import Network, StepProfile, TensorUse, fit_link, measure, profile_step, slowest_of
 from ddp_hooks.planning.events import Link
+from ddp_hooks.planning.measurement import profiling
 from ddp_hooks.planning.measurement.processor import RankTime, total_seconds
 from ddp_hooks.planning.measurement.profiling import StepWatch
 from tests.support.workers import WorkerPools
@@ -205,6 +208,63 @@ def test_unused_parameters_come_last_and_sparse_ones_are_refused() -> None:
         profile_step(table, look_up)
 
 
+def test_blocks_of_16_bit_numbers_are_counted() -> None:
+    values = torch.ones(4 * BLOCK + 1)
+    values[[0, 1, 2 * BLOCK]] = 1 + 2**-8  # in two of five blocks; float16 has two bits more
+    assert fitting_part(values, torch.bfloat16) == pytest.approx(3 / 5)
+    assert fitting_part(values.view(-1, 1), torch.float16) == 1
+    assert fitting_part(values * 2**20, torch.float16) == 0, "too large"
+
+
+class Words(nn.Module):
+    """A table, a matrix that autocast reads in 16 bits, and one that it leaves alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.matrix, self.last = nn.Embedding(8, 64), nn.Linear(64, 64), nn.Linear(64, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.matrix(self.table(x)).float()
+        with torch.autocast("cpu", enabled=False):
+            return self.last(y)
+
+
+@pytest.mark.parametrize(("narrow", "micro_batches", "casts"), [
+    (torch.bfloat16, 1, ["matrix.weight", "matrix.bias"]),
+    (torch.float16, 1, []),
+    (torch.bfloat16, 3, []),  # sums need more bits
+    (torch.float32, 1, []),
+])  # fmt: skip
+def test_gradients_of_16_bits_are_found(narrow: torch.dtype, micro_batches: int, casts: list[str]) -> None:
+    torch.manual_seed(0)
+    model = Words()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        for _ in range(micro_batches):
+            with torch.autocast("cpu", narrow, enabled=narrow != torch.float32):
+                output = model(torch.randperm(8))
+            F.mse_loss(output, torch.randn(8, 64)).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)  # makes them other numbers
+        optimizer.step()
+
+    use = {tensor.name: tensor for tensor in profile_step(model, step, 1).tensors}
+    assert [name for name in use if use[name].is_cast] == casts, "tables are read as they are"
+    expected = 0.5 if narrow != torch.float32 and micro_batches == 1 else 1.0
+    assert [use[f"{name}.weight"].exact_width for name in ("table", "matrix", "last")] == [expected, expected, 1.0]
+
+
+def test_a_tensor_fits_if_it_does_on_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    def profile(forward_s: float, *tensors: tuple[float, bool]) -> StepProfile:
+        uses = (TensorUse(f"tensor {i}", 4, 0.0, 0.0, *bits) for i, bits in enumerate(tensors))
+        return StepProfile(tuple(uses), forward_s, 1.0)
+
+    ranks = [profile(2.0, (0.5, True), (0.5, True)), profile(1.0, (0.5, True), (0.75, False))]
+    monkeypatch.setattr(profiling, "gather", lambda own, group: ranks)
+    assert slowest_of(ranks[1], None) == profile(2.0, (0.5, True), (0.75, False))
+
+
 def test_another_model_is_noticed() -> None:
     model, other = Two(), Two()
     optimizer = torch.optim.SGD(other.parameters(), lr=0.1)
@@ -243,6 +303,7 @@ def test_real_processes_agree(workers: WorkerPools) -> None:
     assert found.fit.link.beta_s_per_byte > 0 and len(found.fit.seconds) == 6
     costs = found.costs
     assert min(costs.message_s, costs.copy_s_per_byte, costs.select_s_per_byte) > 0
+    assert 0 < costs.exact_s_per_byte < costs.code_s_per_byte, "integers and residuals take more passes"
     assert costs.all_reduce >= 1 and costs.cores >= 1 and costs.python == costs.oversubscription >= 1
     for (other, _), other_profile, same in outcomes:
         assert other == found, "every rank has the same"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,9 +15,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearState, dear_hook
+import ddp_hooks
+from ddp_hooks import DearConfig, DearState, QuantizedConfig, TopKConfig, dear_hook
 from ddp_hooks.comm import AlphaBeta
-from ddp_hooks.planner import Plan, plan, predict
+from ddp_hooks.planner import Plan, plan, predict, strategies
 from ddp_hooks.planning import (
     Costs,
     Ddp,
@@ -23,7 +26,9 @@ from ddp_hooks.planning import (
     LinkFit,
     Network,
     Prediction,
+    Quantized,
     SparDL,
+    Strategy,
     link_of,
 )
 from ddp_hooks.planning import command as command_line
@@ -90,7 +95,8 @@ def test_fast_networks_need_nothing() -> None:
 
 
 def prediction(strategy: str, step_s: float, exposed_s: float) -> Prediction:
-    return Prediction(strategy, step_s, exposed_s, 1e6, 0.0, (), ())
+    is_exact = not strategy.endswith(("int8", "0.01"))
+    return Prediction(strategy, step_s, exposed_s, 1e6, 0.0, (), (), is_exact=is_exact)
 
 
 def plan_of(steps_s: dict[str, float], error: float | None = None) -> Plan:
@@ -107,6 +113,11 @@ def plan_of(steps_s: dict[str, float], error: float | None = None) -> Plan:
     ({"DDP": 0.50, "DDP, 5 MB": 0.45, "DeAR, sharded": 0.44, "DeAR, replicated": 0.40}, "DeAR, replicated"),
     ({"DDP": 0.50, "DeAR, sharded": 0.41, "SparDL, 0.01": 0.35}, "DeAR, sharded"),
     ({"DDP": 0.50, "DeAR, sharded": 0.41, "SparDL, 0.01": 0.30}, "SparDL, 0.01"),
+    ({"DDP": 0.50, "DeAR, sharded": 0.41, "DeAR, int8": 0.33, "SparDL, 0.01": 0.30}, "DeAR, int8"),
+    ({"DDP": 0.50, "DeAR, sharded": 0.41, "DeAR, int8": 0.35, "SparDL, 0.01": 0.30}, "SparDL, 0.01"),
+    ({"DDP": 0.50, "DeAR, sharded": 0.48, "DeAR, int8": 0.38, "Quantized, int8": 0.33, "SparDL, 0.01": 0.32},
+     "DeAR, int8"),
+    ({"DDP": 0.60, "DeAR, sharded": 0.56, "DeAR, int8": 0.44, "SparDL, 0.01": 0.35}, "SparDL, 0.01"),
     ({"DDP": 0.31, "DeAR, sharded": 0.29}, "DDP"),  # computing limits: 5 % is the optimizer, say
 ])  # fmt: skip
 def test_the_simplest_within_the_noise(steps_s: dict[str, float], recommended: str) -> None:
@@ -131,6 +142,84 @@ def test_nothing_is_recommended_on_a_noisy_measurement(capsys: pytest.CaptureFix
     printed = capsys.readouterr().out
     assert "Nothing is recommended: the measurement of the network is too noisy: it is off by 109%" in printed
     assert "*" not in printed and "Stay with plain DDP" not in printed
+
+
+def test_lossy_strategies_say_what_they_do(capsys: pytest.CaptureFixture[str]) -> None:
+    said = {
+        "DeAR, int8": "It rounds gradients and changes of parameters to int8, ",
+        "Quantized, int8": "It rounds gradients and their means to 8 bits, ",
+        "SparDL, 0.01": "It leaves gradients for later steps: check that your model learns as well (docs/sparse.md).",
+    }
+    found = plan_for(0.1)
+    for lossy in (Dear(wire="int8"), Quantized(), SparDL()):
+        shown = predict(STEP, found.network, Costs(), compared=(Ddp(), Dear(), lossy))
+        assert shown.recommended.strategy == lossy.name and not shown.recommended.is_exact
+        command_line.show(shown)
+        printed = capsys.readouterr().out
+        assert said[lossy.name] in printed
+        assert ("docs/fewer_bytes.md" in printed) == ("int8" in lossy.name)
+        assert ('DearConfig(wire="int8", tuner=' in printed) == (lossy == Dear(wire="int8"))
+    command_line.show(predict(STEP, found.network, Costs(), compared=(Ddp(), Dear())))
+    assert "check that your model learns" not in capsys.readouterr().out
+
+
+def test_gathers_in_16_bits_where_autocast_reads() -> None:
+    casts = replace(STEP, tensors=(replace(STEP.tensors[0], exact_width=0.5, is_cast=True), *STEP.tensors[1:]))
+    names = [each.name for each in strategies(profile=casts)]
+    assert len(names) == 8 and names[3] == "DeAR, 16-bit gathers"
+    assert [each.name for each in strategies(profile=STEP)] == [each for each in names if "16-bit" not in each]
+    predictions = predict(casts, Network(2, link_of(1.0)), Costs()).predictions
+    assert [each.strategy for each in predictions] == names
+    assert [each.is_exact for each in predictions] == [True] * 5 + [False] * 3
+
+
+OURS: dict[Strategy, object] = {
+    Dear(gather_dtype=torch.bfloat16): DearConfig(gather_dtype=torch.bfloat16),
+    Dear("replicated"): DearConfig(update="replicated"),
+    Dear(wire="int8"): DearConfig(wire="int8"),
+    Quantized(): QuantizedConfig(bits=8),
+    SparDL(): TopKConfig(density=0.01),
+}
+
+
+@pytest.mark.parametrize(("strategy", "expected"), OURS.items(), ids=lambda each: getattr(each, "name", ""))
+def test_lines_have_real_settings(strategy: Strategy, expected: object) -> None:
+    calls = [node for node in ast.walk(ast.parse(strategy.line)) if isinstance(node, ast.Call)]
+    made = {node.func.id: node for node in calls if isinstance(node.func, ast.Name)}
+    (config,) = (ast.unparse(node) for name, node in made.items() if name.endswith("Config"))
+    assert eval(config, {**vars(ddp_hooks), "torch": torch}) == expected
+    (state,) = (getattr(ddp_hooks, name) for name in made if name.endswith("State"))
+    methods = [node.func.attr for node in calls if isinstance(node.func, ast.Attribute)]
+    assert methods[0] == "register_comm_hook" and all(hasattr(state, name) for name in methods[1:])
+
+
+def run_lines(rank: int, world_size: int) -> list[object]:
+    """Train with the lines of every strategy; return their settings."""
+    found = []
+    for strategy in OURS:
+        model = nn.Linear(64, 64)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        names = {**vars(ddp_hooks), **globals(), "model": model, "optimizer": optimizer, "max_norm": 1.0}
+        set_up, later = strategy.line.split("_hook)\n")
+        exec(set_up + "_hook)", names)
+        for _ in range(2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = names["ddp"](torch.ones(4, 64)).sum()
+            loss.backward()
+            if "clip" in later:
+                exec(later.splitlines()[0], names)
+            optimizer.step()
+            optimizer.zero_grad()
+        exec("\n".join(line for line in later.splitlines() if "clip" not in line), names)
+        found.append(names["state"].config)
+        names["state"].close()
+    return found
+
+
+@pytest.mark.slow
+def test_lines_can_be_run(workers: WorkerPools) -> None:
+    for configs in workers(2).run(run_lines):
+        assert configs == list(OURS.values())
 
 
 def test_lines_for_clipping_and_saving() -> None:
@@ -160,7 +249,8 @@ def test_plans_are_files(tmp_path: Path) -> None:
     found.draw(tmp_path / "plan.png")
     found.write_trace(tmp_path / "trace.json")
     data = json.loads((tmp_path / "plan.json").read_text())
-    assert data["recommended"] == "DeAR, sharded" and len(data["predictions"]) == 5
+    assert data["recommended"] == "DeAR, sharded" and len(data["predictions"]) == 7
+    assert [each["is_exact"] for each in data["predictions"]] == [True] * 4 + [False] * 3
     assert data["doubt"] is None and data["predictions"][1]["strategy"] == "DDP, 5 MB"
     assert (tmp_path / "plan.png").read_bytes().startswith(b"\x89PNG")
     events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
@@ -199,7 +289,7 @@ def test_ranks_have_the_same_plan(workers: WorkerPools) -> None:
     outcomes = workers(2).run(plan_here)
     assert outcomes[0] == outcomes[1]
     predicted, fit, same, _ = outcomes[0]
-    assert len(predicted) == 5 and min(predicted) > 0 and same
+    assert len(predicted) == 7 and min(predicted) > 0 and same
     assert "microseconds per message" in fit
 
 

@@ -22,6 +22,7 @@ from ddp_hooks.planning import (
     Dear,
     Network,
     Prediction,
+    Quantized,
     SparDL,
     StepProfile,
     Strategy,
@@ -38,6 +39,8 @@ from recipes.paper.strategies.rounds import sent_bytes
 from tests.support.simulated import check_computing_is_left, check_step, layers, one_tensor
 
 COST = AlphaBeta(0.5, 0.01)
+GATHERS_16_BITS = Dear(gather_dtype=torch.bfloat16)
+INT8 = (1 + 4 / 256) / 4  # bytes per byte, with a scale per block
 DENSE: tuple[Strategy, ...] = (
     Ddp(0.001),
     Ddp(),
@@ -142,6 +145,67 @@ def test_what_the_processor_does_counts() -> None:
     assert simulate(SparDL(), one_tensor(), network, costs).step_s == pytest.approx(1 + 2 + 0.1 + 10 + 2 * 0.5 + 0.5)
 
 
+def fitting(step: StepProfile, *tensors: int) -> StepProfile:
+    """The same step, whose gradients come out of autocast's casts, but for other tensors' ones."""
+    uses = enumerate(step.tensors)
+    return replace(
+        step, tensors=tuple(replace(use, exact_width=0.5, is_cast=True) if i in tensors else use for i, use in uses)
+    )
+
+
+@pytest.mark.parametrize(("strategy", "part", "on_accelerators"), [
+    (Ddp(), 1, 1),
+    (Dear(), 3 / 4, 1),
+    (Dear("replicated"), 3 / 4, 1),
+    (GATHERS_16_BITS, 1 / 2, 3 / 4),
+    (Dear(wire="bf16"), 1 / 2, 1 / 2),
+    (Dear(wire="int8"), INT8, INT8),
+    (Dear("replicated", wire="int8"), (1 + INT8) / 2, (1 + INT8) / 2),
+    (Quantized(), INT8, INT8),
+])  # fmt: skip
+def test_fewer_bytes_are_sent(strategy: Strategy, part: float, on_accelerators: float) -> None:
+    step = fitting(one_tensor(4 << 20), 0)
+    for native, expected in ((False, part), (True, on_accelerators)):
+        network = Network(4, AlphaBeta(1e-4, 1e-9), native=native)
+        assert simulate(strategy, step, network).sent_bytes == pytest.approx(1.5 * expected * step.num_bytes)
+
+
+def test_only_what_fits_travels_in_16_bits() -> None:
+    """Two tensors in one atom: a quarter of its bytes fits; and profiles of before know of none that does."""
+    step = profile_of_layers([(1.0, 1.0, [0]), (1.0, 1.0, [1])], ["a", "b"], [1 << 20, 3 << 20])
+    network, whole = Network(2, AlphaBeta(1e-4, 1e-9)), 4 << 20
+    assert simulate(Dear(), fitting(step, 0), network).sent_bytes == pytest.approx(whole - (1 << 20) / 4)
+    assert simulate(GATHERS_16_BITS, fitting(step, 0), network).sent_bytes == pytest.approx(whole - (1 << 20) / 2)
+    for strategy in (Dear(), GATHERS_16_BITS):
+        assert simulate(strategy, step, network).sent_bytes == pytest.approx(whole)
+
+
+def test_codes_take_their_time() -> None:
+    """Two workers, one tensor of 100 bytes: each half of an all-reduce encodes and decodes 50 bytes."""
+    network, step = Network(2, AlphaBeta()), fitting(one_tensor(), 0)
+    costs = Costs(exact_s_per_byte=0.01, code_s_per_byte=0.1)
+    assert simulate(Dear(), step, network, costs).step_s == pytest.approx(1 + 2 + 0.5 + 0.25)
+    assert simulate(Dear(), one_tensor(), network, costs).step_s == pytest.approx(1 + 2 + 0.25), "nothing fits"
+    int8 = simulate(Dear(wire="int8"), step, network, costs)
+    assert int8.step_s == pytest.approx(1 + 2 + 5 + 5 + 0.25) and int8.processor_s == pytest.approx(10)
+    assert simulate(Quantized(), step, network, costs).step_s == pytest.approx(1 + 2 + 5 + 5 + 0.5)
+    for strategy in (Dear(wire="int8"), Quantized()):
+        assert simulate(strategy, step, Network(1, AlphaBeta()), costs).processor_s == 0, "one worker encodes nothing"
+
+
+def test_whole_numbers_are_added_up() -> None:
+    """Two workers, one tensor of 100 bytes: 25 are sent, for 0.01 s each, and 50 are added, for 0.02 s each."""
+    costs = Costs(byte_s=0.01, scatter_byte_s=0.03)
+    predicted = simulate(Dear(), fitting(one_tensor(), 0), Network(2, AlphaBeta()), costs)
+    assert predicted.step_s == pytest.approx(1 + 2 + 0.25 + 1.0 + 0.5 + 0.25)
+
+
+def test_quantized_gathers_what_it_has_scattered() -> None:
+    network = Network(4, AlphaBeta(0.25, 0.01))
+    direct_s, ring_s = 0.25 + 3 * 0.25 * INT8, 3 * (0.25 + 0.25 * INT8)
+    assert simulate(Quantized(), one_tensor(), network).step_s == pytest.approx(1 + 2 + direct_s + ring_s + 0.5)
+
+
 def test_lanes_and_the_training_thread_take_turns() -> None:
     """Selecting takes 20 s, from 1 s into a backward of 2 s whose thread needs the only core half of the time."""
     step = replace(profile_of_layers([(1.0, 1.0, [0]), (1.0, 1.0, [1])], ["a", "b"], [400, 400]), cpu_s=2.0)
@@ -222,7 +286,7 @@ def test_nothing_is_faster_than_possible(
     check_step(drawn, workers, alpha_s, strategy)
 
 
-@pytest.mark.parametrize("strategy", [*DENSE, SparDL()], ids=lambda strategy: strategy.name)
+@pytest.mark.parametrize("strategy", [*DENSE, Dear(wire="int8"), Quantized(), SparDL()], ids=lambda each: each.name)
 def test_without_a_network_computing_is_left(strategy: Strategy) -> None:
     check_computing_is_left(strategy)
 

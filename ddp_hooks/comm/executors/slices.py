@@ -71,10 +71,10 @@ def all_gather_slices(
 ) -> Iterator[Slice]:
     """Cut all-gathers over ``partitions`` into slices with messages of at most ``slice_bytes``.
 
-    With a wire, about so much, and at most ``2 * slice_bytes / P``: all messages lie in scratch memory.
+    With a wire, about :func:`coded_message_bytes`.
     """
     for partition in partitions:
-        coded_bytes = min(slice_bytes, _MOST_RECEIVED * slice_bytes // WINDOW // (len(partition.bounds) - 1))
+        coded_bytes = coded_message_bytes(slice_bytes, len(partition.bounds) - 1)
         if isinstance(partition.wire, NarrowGather):
             yield from _narrow_slices(partition, partition.wire, rank, coded_bytes, node_size)
         elif isinstance(partition.wire, (RoundedWire, DifferenceWire)):
@@ -88,6 +88,11 @@ def all_gather_slices(
 def scatter_message_bytes(slice_bytes: int, copies: int) -> int:
     """Return the largest message of a reduce-scatter, >= 1; a slice receives ``copies`` of them at a time."""
     return max(1, min(slice_bytes // _SMALLER, _MOST_RECEIVED * slice_bytes // WINDOW // max(1, copies)))
+
+
+def coded_message_bytes(slice_bytes: int, world_size: int) -> int:
+    """Return the largest message of an all-gather with a wire; all ``world_size`` of a slice lie in scratch memory."""
+    return max(1, min(slice_bytes, _MOST_RECEIVED * slice_bytes // WINDOW // world_size))
 
 
 def _rounded_sums(

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 1024  # numbers whose low bits travel together
@@ -153,6 +154,16 @@ class _Fields:
 
     def narrow(self, dtype: torch.dtype) -> Tensor:
         return self.high.view(dtype)
+
+
+def fitting_part(values: Tensor, narrow: torch.dtype) -> float:
+    """Return the part of blocks of ``values``, float32, not empty, that are ``narrow`` numbers throughout; any device.
+
+    A block that is not full counts as one, and blocks with NaN as other numbers.
+    """
+    numbers = values.detach().flatten()
+    blocks = F.pad(numbers, (0, -numbers.numel() % BLOCK)).view(-1, BLOCK)
+    return float((blocks.to(narrow) == blocks).all(dim=1).float().mean())
 
 
 def _misfits(values: Tensor, narrow: torch.dtype, written: Tensor) -> np.ndarray:

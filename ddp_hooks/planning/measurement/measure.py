@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -12,9 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ddp_hooks.comm import Algorithm, AlphaBeta, Lanes, LaneSettings, Partition, Recorder, Work, run_on_fabric
+from ddp_hooks.comm import (
+    Algorithm,
+    AlphaBeta,
+    Lanes,
+    LaneSettings,
+    Partition,
+    Recorder,
+    Work,
+    codec_of,
+    run_on_fabric,
+)
 from ddp_hooks.comm.executors.slices import scatter_message_bytes
 from ddp_hooks.comm.probe import shift
+from ddp_hooks.comm.wire.exact import Arrived, PairMemory, encode, message_bytes
 from ddp_hooks.planning.events import Slice, clock_of
 from ddp_hooks.planning.measurement.processor import Progress, cpu_seconds, gather, oversubscription, seconds_of
 from ddp_hooks.planning.network import Costs, Network, ring
@@ -28,6 +39,7 @@ _REPEATS = 3
 _TOGETHER = 4  # collectives
 _REDUCED_BYTES = 16 << 20
 _COPY_BYTES = 32 << 20
+_CODE_NUMEL = 256 << 10  # of a slice
 _SELECT_NUMEL = 6 << 20  # as many as a group has
 _MAX_SELECTING = 16  # workers whose selections are measured
 
@@ -117,7 +129,7 @@ def measure(group: dist.ProcessGroup, device: torch.device, progress: Progress =
             elif part == "messages" and on_cpu:
                 costs |= {name: seconds * per_core for name, seconds in _message_costs(lanes, device).items()}
             elif part == "copies" and on_cpu:
-                costs["copy_s_per_byte"] = _copy_s_per_byte(group)
+                costs |= _pass_costs(group)
             elif part == "selection":
                 costs["select_s_per_byte"] = _select_s_per_byte(group, device, lanes.world_size)
     finally:
@@ -127,8 +139,8 @@ def measure(group: dist.ProcessGroup, device: torch.device, progress: Progress =
 
 def measure_alone(device: torch.device, workers: int) -> Costs:
     """Measure one of so many workers, in one process alone; not the cost of messages."""
-    costs = Costs(select_s_per_byte=_select_s_per_byte(None, device, workers))
-    return replace(costs, copy_s_per_byte=_copy_s_per_byte(None), python=1.0) if device.type == "cpu" else costs
+    costs = _pass_costs(None) | {"python": 1.0} if device.type == "cpu" else {}
+    return Costs(**costs, select_s_per_byte=_select_s_per_byte(None, device, workers), cores=1)
 
 
 def _message_s(lanes: Lanes, num_bytes: int, device: torch.device) -> float:
@@ -203,9 +215,31 @@ def _collectives_cpu_s(lanes: Lanes, collective: Callable[[list[Partition], str]
     return cpu_seconds(lanes.group, run, _REPEATS) / _TOGETHER
 
 
-def _copy_s_per_byte(group: dist.ProcessGroup | None) -> float:
-    source, target = torch.ones(_COPY_BYTES // 4), torch.ones(_COPY_BYTES // 4)
-    return _median_s(group, partial(seconds_of, lambda: target.copy_(source), source.device)) / _COPY_BYTES
+def _pass_costs(group: dist.ProcessGroup | None) -> dict[str, float]:
+    """Return the seconds per byte of passes over gradients: of a copy, and of codes, slice by slice."""
+    source = torch.randn(_COPY_BYTES // 4, generator=torch.Generator().manual_seed(0)).bfloat16().float()
+    target, slices = torch.zeros_like(source), source.split(_CODE_NUMEL)
+    memory, codec = PairMemory(), codec_of("int8", None, source.dtype)
+    assert codec is not None
+    message = torch.empty(message_bytes(_CODE_NUMEL, memory), dtype=torch.uint8)
+    payload = torch.empty(codec.nbytes(_CODE_NUMEL), dtype=torch.uint8)
+    received = torch.empty(_CODE_NUMEL)
+
+    def code_exactly() -> None:
+        for values in slices:
+            encode(values, memory, message)
+            Arrived.of(message, _CODE_NUMEL, memory).decode(received)
+
+    def code() -> None:
+        for values, residual in zip(slices, target.split(_CODE_NUMEL), strict=True):
+            codec.encode_with_residual(values, residual, payload)
+            codec.decode(payload, received)
+
+    passes = {"copy": lambda: target.copy_(source), "exact": code_exactly, "code": code}
+    return {
+        f"{name}_s_per_byte": _median_s(group, partial(seconds_of, action, source.device)) / _COPY_BYTES
+        for name, action in passes.items()
+    }
 
 
 def _select_s_per_byte(group: dist.ProcessGroup | None, device: torch.device, workers: int) -> float:

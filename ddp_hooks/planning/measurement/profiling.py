@@ -6,10 +6,10 @@ import contextlib
 import copy
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from ddp_hooks.comm.torch_compat.autocast import casts_to
 from ddp_hooks.comm.torch_compat.ddp import comm_hook_registered
+from ddp_hooks.comm.wire.exact import fitting_part
 from ddp_hooks.planning.measurement.processor import Progress, gather
 from ddp_hooks.planning.step import StepProfile, TensorUse
 
@@ -110,8 +112,22 @@ class _Moments:
         return _between(last if has_backward else start, end)
 
 
+class _Bits(NamedTuple):
+    """Parts of a gradient that are 16-bit numbers."""
+
+    bfloat16: float = 0.0
+    float16: float = 0.0
+
+    @property
+    def exact_width(self) -> float:
+        part = max(self)
+        return 1 - part / 2 if part >= 0.5 else 1.0  # where most do not fit, none is tried
+
+
 class StepWatch:
     """Record when steps of a model read its parameters, and when gradients are ready.
+
+    In the first one, which should not count, also record which gradients are 16-bit numbers.
 
     A context in which DistributedDataParallel does not communicate; :meth:`begin` and :meth:`end` are around each step.
     """
@@ -124,6 +140,9 @@ class StepWatch:
         self._current = _Moments(None)
         self._steps: list[_Moments] = []
         self._sparse: set[str] = set()
+        self._is_first = True  # step
+        self._cast: set[str] = set()  # read in autocast to bfloat16, as far as modules tell
+        self._bits: dict[str, _Bits] = {}
         self._update_start: tuple[Any, float] | None = None  # and of the thread's processor time
         self._undo = contextlib.ExitStack()
 
@@ -136,6 +155,7 @@ class StepWatch:
         self._current.cpu_s += time.thread_time()
         if counts:
             self._steps.append(self._current)
+        self._is_first = False
 
     def __len__(self) -> int:
         return len(self._steps)
@@ -183,15 +203,20 @@ class StepWatch:
     def _on_backward(self, _: Tensor) -> None:
         self._current.backward = self._current.backward or self._now()
 
-    def _on_read(self, names: Sequence[str], *_: Any) -> None:
+    def _on_read(self, names: Sequence[str], module: nn.Module, _args: Any) -> None:
         moment = self._now()
         for name in names:
             self._current.read.setdefault(name, moment)
+        if self._is_first and casts_to(self._device.type, torch.bfloat16) and not isinstance(module, nn.Embedding):
+            self._cast.update(names)
 
     def _on_gradient(self, name: str, parameter: Tensor) -> None:
         self._current.ready[name] = self._now()
         if parameter.grad is not None and parameter.grad.is_sparse:
             self._sparse.add(name)
+        elif self._is_first and parameter.grad is not None and parameter.grad.dtype == torch.float32:
+            parts = (fitting_part(parameter.grad, narrow) for narrow in (torch.bfloat16, torch.float16))
+            self._bits[name] = _Bits(*parts)
 
     def _on_update_start(self, *_: Any) -> None:
         self._update_start = self._now(), time.thread_time()
@@ -247,7 +272,10 @@ class StepWatch:
             needed_s = median(_between(each.forward, each.read.get(name, each.forward)) for each in self._steps)
             ready = [_between(each.backward, each.ready[name]) for each in self._steps if name in each.ready]
             ready_s = median(ready) if len(ready) == len(self._steps) else backward_s
-            uses.append(TensorUse(name, parameter.nbytes, min(forward_s, needed_s), min(backward_s, ready_s)))
+            bits = self._bits.get(name, _Bits())
+            is_cast = name in self._cast and bits.bfloat16 == 1
+            times_s = min(forward_s, needed_s), min(backward_s, ready_s)
+            uses.append(TensorUse(name, parameter.nbytes, *times_s, bits.exact_width, is_cast))
         return tuple(uses)
 
     def _now(self) -> Any:
@@ -313,5 +341,12 @@ def _restored(model: nn.Module) -> Iterator[None]:
 
 
 def slowest_of(profile: StepProfile, group: dist.ProcessGroup | None) -> StepProfile:
-    """Return the profile of the rank that computes longest, on all ranks; collective."""
-    return max(gather(profile, group or dist.group.WORLD), key=lambda each: each.compute_s + each.optimizer_s)
+    """Return the profile of the rank that computes longest, with gradients of all ranks; collective."""
+    profiles = gather(profile, group or dist.group.WORLD)
+    slowest = max(profiles, key=lambda each: each.compute_s + each.optimizer_s)
+    uses = zip(slowest.tensors, *(each.tensors for each in profiles), strict=True)
+    tensors = tuple(
+        replace(own, exact_width=max(use.exact_width for use in all_), is_cast=all(use.is_cast for use in all_))
+        for own, *all_ in uses
+    )
+    return replace(slowest, tensors=tensors)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
-from ddp_hooks.comm import mebibytes, suited_to
+import torch
+
+from ddp_hooks.comm import CodecName, mebibytes, suited_to
 from ddp_hooks.planning.atoms import (
     Atom,
     FusionRule,
@@ -20,7 +22,7 @@ from ddp_hooks.planning.events import Process, Signal, Slice
 from ddp_hooks.planning.network import Costs, Network, Phase
 from ddp_hooks.planning.simulation import Run, Strategy, simulate
 from ddp_hooks.planning.step import StepProfile
-from ddp_hooks.planning.strategies.in_backward import ddp_buckets, launcher
+from ddp_hooks.planning.strategies.in_backward import coded_width, ddp_buckets, launcher
 from ddp_hooks.tuning.candidates import Range
 from ddp_hooks.tuning.config import BucketTuner
 
@@ -46,22 +48,43 @@ class Dear(Strategy):
     tuner: BucketTuner | None = None  #: may choose another fusion size, and asks for smaller atoms
     lanes: int | None = None  #: streams of communication
     slice_mb: float | None = None  #: largest message, in MiB
+    wire: CodecName = "exact"  #: of both halves; exact: gradients that fit 16 bits travel in them, on CPUs
+    gather_dtype: torch.dtype | None = None  #: of parameters that only autocast reads, with an exact wire
 
     @property
     def name(self) -> str:
-        return f"DeAR, {self.update}"
+        if self.gather_dtype is not None:
+            return "DeAR, 16-bit gathers"
+        return f"DeAR, {self.update if self.wire == 'exact' else self.wire}"
+
+    @property
+    def settings(self) -> list[str]:
+        """What ``DearConfig`` gets to do the same, but for sizes."""
+        values = {"update": self.update, "wire": self.wire}
+        settings = [f'{name}="{value}"' for name, value in values.items() if value != getattr(Dear, name)]
+        return settings if self.gather_dtype is None else [*settings, f"gather_dtype={self.gather_dtype}"]
+
+    @property
+    def effect(self) -> str:
+        if self.wire == "exact":
+            return ""
+        return (
+            f"It rounds gradients and changes of parameters to {self.wire}, and adds what rounding took to the next "
+            f"ones: check that your model learns as well (docs/fewer_bytes.md)."
+        )
 
     @property
     def line(self) -> str:
-        is_sharded = self.update == "sharded"
-        config = "" if is_sharded else ', DearConfig(update="replicated")'
+        config = f", DearConfig({', '.join(self.settings)})" if self.settings else ""
         lines = [
             f"ddp = DistributedDataParallel(model, bucket_cap_mb={self.bucket_mb:g}, gradient_as_bucket_view=True)",
             f"state = DearState(ddp, optimizer{config})",
             "ddp.register_comm_hook(state, dear_hook)",
             "state.clip_grad_norm_(max_norm)  # where the loop clips, in place of torch.nn.utils.clip_grad_norm_",
         ]
-        if is_sharded:
+        if self.gather_dtype is not None:
+            lines.append("state.synchronize()  # on all ranks, before one rank reads or saves parameters alone")
+        if self.update == "sharded":
             lines.append("state.consolidate()  # on all ranks, before rank 0 saves optimizer.state_dict()")
         return "\n".join(lines)
 
@@ -76,7 +99,7 @@ class Dear(Strategy):
             return own_s + _HOOK_S[self.update] * run.costs.python
 
         def submit(phase: Phase, number: int, group: Sequence[int], after: Sequence[Signal] = ()) -> Signal:
-            slices = self.collective(run, phase, [groups.atoms[atom].nbytes for atom in group], sizes.message_bytes)
+            slices = self.collective(run, phase, [groups.atoms[atom] for atom in group], sizes.message_bytes)
             return lanes[number % sizes.lanes].submit(slices, f"{phase} of group {number}", after=after)
 
         scattered: dict[int, Signal] = {}  # by atom
@@ -101,9 +124,34 @@ class Dear(Strategy):
                 arrived[tensor] = run.engine.all_of([gathered[atom] for atom in atoms])
             run.end_step()
 
-    def collective(self, run: Run, phase: Phase, atom_bytes: list[int], message_bytes: int) -> list[Slice]:
+    def collective(self, run: Run, phase: Phase, group: Sequence[Atom], message_bytes: int) -> list[Slice]:
         """Return the slices of a group: atom after atom."""
-        return [part for num_bytes in atom_bytes for part in run.collective(phase, num_bytes, message_bytes)]
+        is_exact_sum = phase == "reduce-scatter" and self.wire == "exact"
+        slices: list[Slice] = []
+        for atom in group:
+            widths = [(end - start, self.width(run, phase, tensor)) for tensor, start, end, _ in atom.members]
+            width = sum(num_bytes * width for num_bytes, width in widths) / atom.nbytes
+            coded_bytes = sum(num_bytes for num_bytes, width in widths if width < 1)
+            code_s = self.code_s_per_byte(run.costs, phase) * coded_bytes
+            # Exact sums are cut before anybody knows what fits.
+            limit_bytes = message_bytes * width if is_exact_sum else message_bytes
+            slices += run.collective(phase, atom.nbytes, limit_bytes, width, code_s)
+        return slices
+
+    def width(self, run: Run, phase: Phase, tensor: int) -> float:
+        """Return the bytes of a tensor that travel, per byte."""
+        use = run.step.tensors[tensor]
+        if self.wire != "exact":
+            codes = phase == "reduce-scatter" or self.update == "sharded"
+            return coded_width(self.wire, run.step.element_bytes) if codes else 1.0
+        if phase == "reduce-scatter":
+            return 1.0 if run.network.native else use.exact_width
+        return 0.5 if self.gather_dtype is not None and use.is_cast else 1.0
+
+    def code_s_per_byte(self, costs: Costs, phase: Phase) -> float:
+        if self.wire != "exact":
+            return costs.code_s_per_byte
+        return costs.exact_s_per_byte if phase == "reduce-scatter" else costs.copy_s_per_byte
 
     def sizes(self, run: Run) -> Sizes:
         """Return the sizes that the hook would choose where settings do not give them."""

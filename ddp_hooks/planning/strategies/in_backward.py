@@ -1,4 +1,4 @@
-"""Strategies that reduce groups of gradients under the backward, all of them before the optimizer: DDP and SparDL."""
+"""Strategies that reduce gradients under the backward, all of them before the optimizer: DDP, and two lossy ones."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from ddp_hooks.comm import mebibytes
+import torch
+
+from ddp_hooks.comm import CodecName, codec_of, mebibytes
 from ddp_hooks.comm.algorithms.bruck import all_gather_steps, reduce_scatter_steps
 from ddp_hooks.planning.events import Process, Signal, SimulatedLane, Slice
-from ddp_hooks.planning.network import Round, Rounds
+from ddp_hooks.planning.network import Round, Rounds, ring
 from ddp_hooks.planning.simulation import Run, Strategy
 
 _GLOO_THREADS = 2  # of a process group
+_MANY = 1024  # elements, of whole blocks
+_QUANTIZED_SLICE_BYTES = 1 << 20  # of ddp_hooks.quantized
 _FIRST_BUCKET_BYTES = 1 << 20  # torch.distributed._DEFAULT_FIRST_BUCKET_BYTES
 # Seconds per tensor and step that the training thread computes for hooks, beyond a step without DDP: the slope from 100
 # to 600 small linear layers on two ranks.
@@ -44,6 +48,52 @@ class Ddp(Strategy):
 
 
 @dataclass(frozen=True)
+class Quantized(Strategy):
+    """QuantizedState with 8 bits: encoded gradients to their owners, and encoded means back, under the backward."""
+
+    bucket_mb: float = 5.0  #: of DDP
+    lanes: int = 2  #: streams of communication
+
+    @property
+    def name(self) -> str:
+        return "Quantized, int8"
+
+    @property
+    def line(self) -> str:
+        return (
+            f"ddp = DistributedDataParallel(model, bucket_cap_mb={self.bucket_mb:g})\n"
+            f"state = QuantizedState(ddp, QuantizedConfig(bits=8))\n"
+            f"ddp.register_comm_hook(state, quantized_hook)\n"
+            f"state.state_dict()  # what rounding took on this rank: every rank saves its own, beside the checkpoint"
+        )
+
+    @property
+    def effect(self) -> str:
+        return (
+            "It rounds gradients and their means to 8 bits, and adds what rounding took to the next gradients: check "
+            "that your model learns as well (docs/fewer_bytes.md)."
+        )
+
+    def train(self, run: Run) -> Process:
+        buckets = ddp_buckets(run, self.bucket_mb)
+        yield from reduce_in_backward(
+            run, buckets, run.lanes(self.lanes), partial(self.all_reduce, run), "encoded all-reduce", DDP_HOOK_S
+        )
+
+    def all_reduce(self, run: Run, num_bytes: float) -> list[Slice]:
+        """Return slices each of which is scattered, then gathered."""
+        network, costs = run.network, run.costs
+        width, code_s = coded_width("int8", run.step.element_bytes), costs.code_s_per_byte * num_bytes
+        scatters = run.collective("reduce-scatter", num_bytes, _QUANTIZED_SLICE_BYTES, width, code_s)
+        gathered = ring(network.workers, network.node_size, width * num_bytes / len(scatters))
+        return [
+            Slice((*each.rounds, *gathered), 2 * each.work_s, byte_s=(byte_s + costs.byte_s) / 2)  # one half adds
+            for each in scatters
+            if (byte_s := each.byte_s) is not None
+        ]
+
+
+@dataclass(frozen=True)
 class SparDL(Strategy):
     """SparDL with one team: Spar-Reduce-Scatter, then Bruck's all-gather, per group, under the backward."""
 
@@ -65,6 +115,10 @@ class SparDL(Strategy):
             f"state.state_dict()  # what this rank has left out: every rank saves its own, beside the checkpoint"
         )
 
+    @property
+    def effect(self) -> str:
+        return "It leaves gradients for later steps: check that your model learns as well (docs/sparse.md)."
+
     def rounds(self, workers: int, num_elements: float) -> Rounds:
         """Return the rounds of a group: of each block at most its share of the entries is sent."""
         share_bytes = self.density * num_elements / workers * self.entry_bytes
@@ -84,6 +138,12 @@ class SparDL(Strategy):
         groups = group_by_size(run.step.backward_order, lambda tensor: tensors[tensor].num_bytes, limit)
         lanes = run.lanes(self.lanes)
         yield from reduce_in_backward(run, groups, lanes, sparse_all_reduce, "sparse all-reduce", _SPARDL_HOOK_S)
+
+
+def coded_width(wire: CodecName, element_bytes: int) -> float:
+    """Return the bytes of a code, scales included, per byte of a tensor; at most 1."""
+    codec = codec_of(wire, None, torch.float32)
+    return 1.0 if codec is None else min(1.0, codec.nbytes(_MANY) / (_MANY * element_bytes))
 
 
 def reduce_in_backward(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddp_hooks.planning import Dear
-from ddp_hooks.planning.atoms import FusionRule
+from ddp_hooks.planning.atoms import Atom, FusionRule
 from ddp_hooks.planning.events import Slice
 from ddp_hooks.planning.network import Phase
 from ddp_hooks.planning.simulation import Run
@@ -21,8 +22,9 @@ class DearOfPaper(Dear):
     fusion_layers: int | None = None
     halves: tuple[Phase, ...] = ("reduce-scatter", "all-gather")  #: take their time, others take none (Fig. 8)
 
-    def collective(self, run: Run, phase: Phase, atom_bytes: list[int], message_bytes: int) -> list[Slice]:
-        return run.collective(phase, sum(atom_bytes), message_bytes) if phase in self.halves else []
+    def collective(self, run: Run, phase: Phase, group: Sequence[Atom], message_bytes: int) -> list[Slice]:
+        num_bytes = sum(atom.nbytes for atom in group)
+        return run.collective(phase, num_bytes, message_bytes) if phase in self.halves else []
 
     def sizes(self, run: Run) -> Sizes:
         sizes = super().sizes(run)
