@@ -87,7 +87,7 @@ def test_settings(
 
 @pytest.mark.parametrize(("prepare", "early"), [(force_sums, True), (hook_on_gradients, True)])
 def test_preparations(workers: WorkerPools, prepare: Callable[[nn.Module], None], early: bool) -> None:
-    stats = check(workers(2).run(twins.compare, twins.plain, NUM_STEPS, WAITING, {}, {}, 1, prepare))
+    stats = check(workers(2).run(twins.compare, twins.plain, NUM_STEPS, WAITING, {}, SMALL, 1, prepare))
     assert bool(stats.early) == early
 
 
@@ -112,7 +112,7 @@ def test_ranks_that_use_different_parameters(workers: WorkerPools, world_size: i
 
 @needs_unused
 def test_modules_that_run_twice(workers: WorkerPools) -> None:
-    check(workers(2).run(twins.compare, twins.two_forwards, NUM_STEPS, WAITING, {}, {}, 1, include_unused))
+    check(workers(2).run(twins.compare, twins.two_forwards, NUM_STEPS, WAITING, {}, SMALL, 1, include_unused))
 
 
 # -- gradients that hooks change after they have come -----------------------------------------------------------------

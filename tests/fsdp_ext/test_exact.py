@@ -80,8 +80,9 @@ def test_settings(
     options: dict[str, Any],
     model_options: dict[str, Any],
 ) -> None:
+    num_steps = NUM_STEPS if "idle" in model_options else 3
     model_options = {"num_blocks": 3, **model_options}
-    stats = check(workers(world_size).run(twins.compare, loop, NUM_STEPS, CONFIG, options, model_options))
+    stats = check(workers(world_size).run(twins.compare, loop, num_steps, CONFIG, options, model_options))
     # Gradients of an unknown part of the parameters are added to what the first of two backwards has left.
     waits_at_times = "idle" in model_options and loop is twins.two_backwards
     assert stats.deferred and (stats.deferred < stats.reduce_scatters) == waits_at_times
@@ -160,7 +161,7 @@ def test_preparations(workers: WorkerPools, world_size: int, prepare: Callable[[
     [
         (twins.plain, {}, hook_on_gradients),
         (twins.two_backwards, {"idle": True, **SMALL}, None),
-        (twins.plain, {}, divide_by_eight),
+        (twins.plain, SMALL, divide_by_eight),
     ],
 )
 def test_sums_in_another_type_that_are_divided(
@@ -185,7 +186,7 @@ def two_forwards_twice(twin: Trainee, step: int) -> None:
 @pytest.mark.quick("2")
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_modules_that_are_reduced_twice(workers: WorkerPools, world_size: int) -> None:
-    check(workers(world_size).run(twins.compare, two_forwards_twice, NUM_STEPS, CONFIG, {}, {}, 1, include_unused))
+    check(workers(world_size).run(twins.compare, two_forwards_twice, NUM_STEPS, CONFIG, {}, SMALL, 1, include_unused))
 
 
 def test_ignored_parameters(workers: WorkerPools) -> None:
@@ -243,7 +244,7 @@ def all_adam(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def test_many_steps_of_adamw(workers: WorkerPools) -> None:
-    check(workers(3).run(twins.compare, twins.clip, 12, CONFIG, {}, SMALL, 1, None, all_adam))
+    check(workers(3).run(twins.compare, twins.clip, 8, CONFIG, {}, SMALL, 1, None, all_adam))
 
 
 def test_gpt2_with_tied_weights(workers: WorkerPools) -> None:

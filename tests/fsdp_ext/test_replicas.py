@@ -26,7 +26,7 @@ from fsdp_ext import ExtConfig, extend, restore
 from fsdp_ext.early import EarlyReduceScatter, Phase
 from tests.support.fsdp_ext import twins
 from tests.support.fsdp_ext.exact import BF16, FP16_SUMS, SMALL, all_reduce_hook, check, divide_by_eight, each
-from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, Outcome, Trainee, WholeNumbers
+from tests.support.fsdp_ext.twins import CONFIG, NUM_STEPS, WAITING, Outcome, Trainee, WholeNumbers
 from tests.support.fsdp_ext.unusual import Failing, needs_reset
 from tests.support.workers import WorkerPools
 
@@ -34,6 +34,11 @@ NUM_GROUPS = 3  # of parameters in a SMALL model
 
 several_before_the_all_reduce = partial(twins.accumulate, setting="set_requires_all_reduce")
 """Accumulation in shards, which replicas sum once."""
+
+
+def replicated(world_size: int, num_blocks: int) -> nn.Module:
+    """A model in two replicas."""
+    return twins.shard(WholeNumbers(world_size, num_blocks=num_blocks), twins.mesh_of(world_size, 2))
 
 
 @pytest.mark.quick("bf16-two_backwards", "float32-clip")
@@ -51,17 +56,19 @@ def test_several_before_the_all_reduce(workers: WorkerPools, options: dict[str, 
     assert stats.deferred == stats.reduce_scatters - 7, "all wait until the first all-reduce was seen"
 
 
-@pytest.mark.parametrize("config", [dataclasses.replace(CONFIG, defer=False), CONFIG], ids=["waiting", "deferred"])
+@pytest.mark.parametrize("config", [WAITING, CONFIG], ids=["waiting", "deferred"])
 def test_bytes_of_one_all_reduce_in_place_of_three(workers: WorkerPools, config: ExtConfig) -> None:
-    run = workers(4).run
-    once = check(run(twins.compare, several_before_the_all_reduce, NUM_STEPS, config, {}, SMALL, 2))
-    always = check(run(twins.compare, twins.two_backwards, NUM_STEPS, config, {}, SMALL, 2))
+    run, num_steps = workers(4).run, 3
+    once = check(run(twins.compare, several_before_the_all_reduce, num_steps, config, {}, SMALL, 2))
+    always = check(run(twins.compare, twins.two_backwards, num_steps, config, {}, SMALL, 2))
+    assert bool(once.deferred) == bool(always.deferred) == config.defer
+    assert bool(once.early) == bool(always.early) == (not config.defer)
     assert (once.gathers, once.reduce_scatters) == (always.gathers, always.reduce_scatters)
-    assert 3 * once.all_reduces == always.all_reduces == 3 * NUM_STEPS * NUM_GROUPS
+    assert 3 * once.all_reduces == always.all_reduces == 3 * num_steps * NUM_GROUPS
     # Of two replicas each sends its half of the sums, and the other's half of the gradients: all numbers of a shard.
     parameters = WholeNumbers(4, num_blocks=2).parameters()
     numel = sum(math.ceil(parameter.shape[0] / 2) * parameter[0].numel() for parameter in parameters)
-    assert always.sent_bytes - once.sent_bytes == 2 * NUM_STEPS * 4 * numel
+    assert always.sent_bytes - once.sent_bytes == 2 * num_steps * 4 * numel
 
 
 def sum_of_two_forwards(twin: Trainee, step: int) -> None:
@@ -83,6 +90,7 @@ def sum_over_steps(twin: Trainee, step: int) -> None:
     twins.two_backwards(twin, step)
 
 
+@pytest.mark.quick("sum_of_two_forwards-float32", "sum_over_steps-bf16")
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 @pytest.mark.parametrize("loop", [sum_of_two_forwards, sum_over_steps])
 def test_other_loops_without_an_all_reduce(workers: WorkerPools, loop: Any, options: dict[str, Any]) -> None:
@@ -110,7 +118,7 @@ def fail_before_the_all_reduce(rank: int, world_size: int) -> bool:
             seen += [twins.local(parameter.grad).clone() for parameter in model.parameters()]
         return seen
 
-    return twins.same(*twins.on_both(lambda: twins.shard(WholeNumbers(world_size), twins.mesh_of(world_size, 2)), run))
+    return twins.same(*twins.on_both(lambda: replicated(world_size, num_blocks=3), run))
 
 
 @needs_reset
@@ -123,7 +131,7 @@ def extend_between(rank: int, world_size: int) -> bool:
 
     def run(extended: bool) -> list[Tensor]:
         torch.manual_seed(7)
-        model: Any = twins.shard(WholeNumbers(world_size), twins.mesh_of(world_size, 2))
+        model: Any = replicated(world_size, **SMALL)
         seen = []
         for step in range(3):
             model.zero_grad()
@@ -142,38 +150,37 @@ def test_extended_between_micro_batches(workers: WorkerPools) -> None:
     assert all(workers(4).run(extend_between))
 
 
-def advice(rank: int, world_size: int, loop: Any) -> list[str]:
-    told: list[str] = []
+def advice(rank: int, world_size: int, loops: list[Callable[[Trainee, int], None]]) -> list[list[str]]:
+    """Per loop what is told in two steps."""
+    told: list[list[str]] = []
     handler = logging.Handler(logging.WARNING)
-    handler.emit = lambda record: told.append(record.getMessage())  # type: ignore[method-assign]
+    handler.emit = lambda record: told[-1].append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("fsdp_ext").addHandler(handler)
-    twins.compare(rank, world_size, loop, 2, CONFIG, {}, SMALL, 2)
+    for loop in loops:
+        told.append([])
+        model = replicated(world_size, **SMALL)
+        extend(model, CONFIG)
+        trainee = Trainee(model, twins.momentum_sgd(model), lambda step: 1001 * step + 10 * rank)
+        for step in range(2):
+            loop(trainee, step)
+        restore(model)
     logging.getLogger("fsdp_ext").removeHandler(handler)
     return told
 
 
-@pytest.mark.parametrize(
-    ("loop", "is_advised"),
-    [
-        (twins.two_backwards, True),
-        (twins.zero_grad_to_zeros, False),
-        (twins.two_forwards, False),
-        (several_before_the_all_reduce, False),
-        (twins.accumulate, False),
-    ],
-    ids=["accumulation", "zeros", "two-forwards", "once", "whole-gradients"],
-)
-def test_advice(workers: WorkerPools, loop: Any, is_advised: bool) -> None:
-    told, *others = workers(4).run(advice, loop)
-    assert len(told) == is_advised and all("set_requires_all_reduce(False)" in each for each in told)
-    assert others == [[]] * 3
+def test_advice(workers: WorkerPools) -> None:
+    """For accumulation that sums over replicas each time; not for zeros, two forwards, one sum, or whole gradients."""
+    others = [twins.zero_grad_to_zeros, twins.two_forwards, several_before_the_all_reduce, twins.accumulate]
+    (told, *nothing), *others_told = workers(4).run(advice, [twins.two_backwards, *others])
+    assert len(told) == 1 and "set_requires_all_reduce(False)" in told[0]
+    assert nothing == [[]] * 4 and others_told == [[[]] * 5] * 3
 
 
-@pytest.mark.quick("True-two_backwards", "False-plain")
+@pytest.mark.quick("False-plain")
 @pytest.mark.parametrize("loop", [twins.plain, twins.two_backwards])
 @pytest.mark.parametrize("early", [True, False])
 def test_waiting(workers: WorkerPools, loop: Callable[[Trainee, int], None], early: bool) -> None:
-    config = dataclasses.replace(CONFIG, defer=False, early=early)
+    config = dataclasses.replace(WAITING, early=early)
     stats = check(workers(4).run(twins.compare, loop, 3, config, {}, SMALL, 2))
     assert stats.deferred == 0 and bool(stats.early) == early
 
@@ -275,6 +282,7 @@ class Own(Tensor):
     pass
 
 
+@pytest.mark.quick("bf16")
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_backwards_inside_of_another_class(workers: WorkerPools, options: dict[str, Any]) -> None:
     stats = check(workers(4).run(twins.compare, in_another_class, NUM_STEPS, CONFIG, options, SMALL, 2))
@@ -285,8 +293,7 @@ def test_backwards_inside_of_another_class(workers: WorkerPools, options: dict[s
 @pytest.mark.parametrize("options", [{}, {"mp_policy": BF16}], ids=["float32", "bf16"])
 def test_one_group_of_shards_begins_early(workers: WorkerPools, options: dict[str, Any]) -> None:
     """Replicas differ in that."""
-    config = dataclasses.replace(CONFIG, defer=False)
-    outcomes = workers(4).run(compare_where_some_give_up, config, options)
+    outcomes = workers(4).run(compare_where_some_give_up, WAITING, options)
     assert all(outcome.differing == [] for outcome in outcomes)
     assert outcomes[0].stats.early < outcomes[3].stats.early
 
@@ -320,7 +327,7 @@ def test_one_replica(workers: WorkerPools) -> None:
 
 def dropped(rank: int, world_size: int) -> bool:
     """Return True if a model that was not restored is freed."""
-    model = twins.shard(WholeNumbers(world_size), twins.mesh_of(world_size, 2))
+    model = replicated(world_size, **SMALL)
     extend(model, CONFIG)
     for step in range(3):
         model(step).backward()
@@ -346,7 +353,7 @@ def compare_where_it_is_not_asked(rank: int, world_size: int) -> Outcome:
     """As if all_reduce did not ask tensors, or something stood in its place."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fsdp_ext.deferred, "all_reduce", dist.barrier)
-        return twins.compare(rank, world_size, twins.two_backwards, 3, model_options=SMALL, replicas=2)
+        return twins.compare(rank, world_size, twins.two_backwards, 2, model_options=SMALL, replicas=2)
 
 
 def test_without_being_asked_fsdp2_averages(workers: WorkerPools) -> None:

@@ -25,8 +25,9 @@ from tests.support.kept import kept
 # the model then uses all of its parameters once more, and some of them.
 NUM_STEPS = 4
 # Small slices and two lanes, so that even small models are sliced and spread.
-CONFIG = ExtConfig(lanes=2, slice_mb=0.002, timeout_s=20, stall_warning_s=10)
-WAITING = replace(CONFIG, defer=False)  # a backward waits for its first reduce-scatter
+CONFIG = ExtConfig(lanes=2, slice_mb=0.005, timeout_s=20, stall_warning_s=10)
+# A backward waits for its first reduce-scatter, which begins early where a group is cut into many slices.
+WAITING = replace(CONFIG, defer=False, slice_mb=0.002)
 
 
 def with_codecs(gather: Any, scatter: Any, **more: Any) -> ExtConfig:
