@@ -152,6 +152,7 @@ def move(rank: int, world_size: int, case: str) -> tuple[str, int, list[float]]:
     return error, rounds, flat.tolist()
 
 
+@pytest.mark.quick("3")
 @pytest.mark.parametrize("world_size", [3, 4])
 def test_what_differs_is_said_before_it_moves(workers: WorkerPools, world_size: int) -> None:
     everyone = list(range(world_size))

@@ -57,7 +57,7 @@ def in_order(values: list[Tensor]) -> Tensor:
 
 
 @given(sizes_of_chunks, st.integers(1, 5), st.sampled_from([torch.float32, torch.float64, torch.bfloat16, torch.int64]))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_reduce_scatter_adds_in_the_order_of_ranks(sizes: list[int], divisor: int, dtype: torch.dtype) -> None:
     world_size = len(sizes)
     make = whole if dtype == torch.int64 else real
@@ -77,7 +77,7 @@ def test_reduce_scatter_adds_in_the_order_of_ranks(sizes: list[int], divisor: in
 
 
 @given(sizes_of_chunks)
-@settings(max_examples=150)
+@settings(max_examples=75)
 def test_all_gather_copies_in_place(sizes: list[int]) -> None:
     world_size = len(sizes)
     owned = [whole(rank, sizes[rank]) for rank in range(world_size)]
@@ -109,7 +109,7 @@ def test_pairwise_exchange(world_size: int, random: object) -> None:
     st.integers(1, 200),
 )
 @example((9, 1), [300], 200)  # messages would be too large but for the limit of memory
-@settings(max_examples=40)
+@settings(max_examples=25)
 def test_slices_cover_everything_once(ranks: tuple[int, int], numels: list[int], slice_bytes: int) -> None:
     """Slicing changes messages, not results: a gather after a scatter of the same partitions is an all-reduce."""
     world_size, node_size = ranks

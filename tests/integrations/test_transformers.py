@@ -26,6 +26,7 @@ from tests.support.integrations.launched import (
     weights_of,
 )
 from tests.support.integrations.trainers import DEAR, QUANTIZED, TOPK, finish, make, values
+from tests.support.kept import kept
 from tests.support.workers import WorkerPools
 
 REPLICATED = DearConfig(update="replicated", lanes=2, slice_mb=0.01, atom_mb=0.01)
@@ -61,7 +62,9 @@ def train_both(
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A plain Trainer, and one with a hook."""
     with as_torchrun_does(rank, world_size):
-        plain = train(make(Path(folder) / "plain", None, MODELS[model](), by, **settings))
+        plain = kept(
+            lambda: train(make(Path(folder) / "plain", None, MODELS[model](), by, **settings)), model, by, settings
+        )
         return plain, train(make(Path(folder) / "ours", hook, MODELS[model](), by, **settings))
 
 
@@ -76,6 +79,10 @@ def test_same_bits_as_plain_trainer(workers: WorkerPools, tmp_path: Path, model:
     for plain, ours in workers(2).run(train_both, str(tmp_path), model, EXACT[hook], by, {}):
         assert_same_bits(ours["weights"], plain["weights"])
         assert ours["losses"] == plain["losses"] and len(ours["losses"]) == 6
+        assert values(ours, "grad_norm") == pytest.approx(values(plain, "grad_norm"), rel=1e-5)
+        entries = [entry for entry in ours["log"] if "loss" in entry]
+        assert all(entry["ddp_hooks/sent_mb"] > 0 and entry["ddp_hooks/stall_s"] >= 0 for entry in entries[1:])
+        assert len(values(ours, "ddp_hooks/fusion_mb")) == 6
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
@@ -134,14 +141,6 @@ def test_clipping(workers: WorkerPools, tmp_path: Path, hook: str) -> None:
         assert_close(ours["weights"], plain["weights"], 1e-5)
         assert values(ours, "grad_norm") == pytest.approx(values(plain, "grad_norm"), rel=1e-4)
         assert min(values(plain, "grad_norm")) > 0.05
-
-
-def test_norms_and_statistics_are_logged(workers: WorkerPools, tmp_path: Path) -> None:
-    for plain, ours in workers(2).run(train_both, str(tmp_path), "gpt2", DEAR, "attach", {}):
-        assert values(ours, "grad_norm") == pytest.approx(values(plain, "grad_norm"), rel=1e-5)
-        entries = [entry for entry in ours["log"] if "loss" in entry]
-        assert all(entry["ddp_hooks/sent_mb"] > 0 and entry["ddp_hooks/stall_s"] >= 0 for entry in entries[1:])
-        assert len(values(ours, "ddp_hooks/fusion_mb")) == 6
 
 
 def log_to_tensorboard(rank: int, world_size: int, folder: str) -> list[str]:
@@ -255,7 +254,7 @@ def test_optimizers_of_the_user(workers: WorkerPools, tmp_path: Path, passed: st
 def optimizer_is_sharded(rank: int, world_size: int, folder: str, optim: str) -> tuple[bool, int]:
     """Return True if the optimizer holds shards, and the number of elements of its state."""
     with as_torchrun_does(rank, world_size):
-        trainer = make(Path(folder), DEAR, gpt2(), optim=optim)
+        trainer = make(Path(folder), DEAR, gpt2(), optim=optim, max_steps=2)
         trainer.train()
         found = hooked(trainer).dear.has_sharded_optimizer
         states = list(hooked(trainer).optimizer.state.values())
@@ -355,15 +354,23 @@ def test_evaluation_early_stopping_and_the_best_model(workers: WorkerPools, tmp_
 # Checkpoints ------------------------------------------------------------------------------------------------------
 
 
+RESUMED: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+
+
 def resume(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: Any, settings: dict[str, Any]) -> Any:
-    """Weights of a run without a break, and of one that was resumed by another Trainer after half of it."""
-    settings = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, **settings}
+    """What a Trainer returns that goes on after half of another one's run."""
+    settings = {**RESUMED, **settings}
     with as_torchrun_does(rank, world_size):
-        whole = train(make(Path(folder) / "whole", resumed_by, gpt2(), **settings))
-        first = make(Path(folder) / "first", saved_by, gpt2(), **settings)
-        train(first)
+        train(make(Path(folder) / "first", saved_by, gpt2(), **settings))
         second = make(Path(folder) / "first", resumed_by, gpt2(), **settings)
-        return whole, train(second, resume_from_checkpoint=str(Path(folder) / "first" / "checkpoint-4"))
+        return train(second, resume_from_checkpoint=str(Path(folder) / "first" / "checkpoint-4"))
+
+
+def break_off(rank: int, world_size: int, folder: str, saved_by: Any, resumed_by: Any) -> Any:
+    """A run without a break, and one that was resumed by another Trainer after half of it."""
+    with as_torchrun_does(rank, world_size):
+        whole = train(make(Path(folder) / "whole", resumed_by, gpt2(), **RESUMED))
+    return whole, resume(rank, world_size, folder, saved_by, resumed_by, {})
 
 
 EITHER = {"plain": None, **EXACT}
@@ -375,14 +382,14 @@ EITHER = {"plain": None, **EXACT}
     [("dear", "dear"), ("dear", "plain"), ("plain", "dear"), ("replicated", "dear"), ("dear", "replicated")],
 )
 def test_checkpoints_fit_everywhere(workers: WorkerPools, tmp_path: Path, saved_by: str, resumed_by: str) -> None:
-    for whole, resumed in workers(2).run(resume, str(tmp_path), EITHER[saved_by], EITHER[resumed_by], {}):
+    for whole, resumed in workers(2).run(break_off, str(tmp_path), EITHER[saved_by], EITHER[resumed_by]):
         assert_same_bits(resumed["weights"], whole["weights"])
         assert resumed["losses"][-4:] == whole["losses"][-4:]
 
 
 @pytest.mark.parametrize("hook", [TOPK, QUANTIZED], ids=["topk", "quantized"])
 def test_error_feedback_resumes_with_its_residuals(workers: WorkerPools, tmp_path: Path, hook: Any) -> None:
-    for whole, resumed in workers(2).run(resume, str(tmp_path), hook, hook, {}):
+    for whole, resumed in workers(2).run(break_off, str(tmp_path), hook, hook):
         assert_same_bits(resumed["weights"], whole["weights"])
     folder = tmp_path / "first" / "checkpoint-4"
     assert sorted(path.name for path in folder.glob("ddp_hooks*")) == ["ddp_hooks_rank0.bin", "ddp_hooks_rank1.bin"]
@@ -396,9 +403,9 @@ def test_error_feedback_from_and_to_other_checkpoints(
     workers: WorkerPools, tmp_path: Path, saved_by: Any, resumed_by: Any
 ) -> None:
     """Weights and optimizer are the same files; what was left out begins with zero, or is left behind."""
-    outcomes = workers(2).run(resume, str(tmp_path), saved_by, resumed_by, {})
-    assert_same_bits(outcomes[0][1]["weights"], outcomes[1][1]["weights"])
-    assert all(len(resumed["losses"]) == 8 for _, resumed in outcomes)
+    first, second = workers(2).run(resume, str(tmp_path), saved_by, resumed_by, {})
+    assert_same_bits(first["weights"], second["weights"])
+    assert len(first["losses"]) == len(second["losses"]) == 8
 
 
 def resume_and_listen(rank: int, world_size: int, folder: str) -> list[str]:
