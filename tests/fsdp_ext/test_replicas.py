@@ -171,7 +171,7 @@ def advice(rank: int, world_size: int, loops: list[Callable[[Trainee, int], None
 def test_advice(workers: WorkerPools) -> None:
     """For accumulation that sums over replicas each time; not for zeros, two forwards, one sum, or whole gradients."""
     others = [twins.zero_grad_to_zeros, twins.two_forwards, several_before_the_all_reduce, twins.accumulate]
-    (told, *nothing), *others_told = workers(4).run(advice, [twins.two_backwards, *others])
+    (*nothing, told), *others_told = workers(4).run(advice, [*others, twins.two_backwards])
     assert len(told) == 1 and "set_requires_all_reduce(False)" in told[0]
     assert nothing == [[]] * 4 and others_told == [[[]] * 5] * 3
 

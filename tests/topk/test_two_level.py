@@ -79,7 +79,7 @@ def both_levels(
 
 @pytest.mark.parametrize(("format", "whole"), [("exact", True), ("compact", True), ("compact", False)])
 @given(jobs())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_ranges_are_summed_between_nodes(format: Any, whole: bool, job: Any) -> None:
     """As by the algorithm on one level, with the nodes' sums, range by range, in several steps."""
     num_nodes, size, bounds, k, (name, teams, sag), seed = job
