@@ -30,7 +30,7 @@ from ddp_hooks.dear import sizing
 from ddp_hooks.intercept import around_step
 from ddp_hooks.overlap.waiting import Waiting
 from tests.support.dear import clipping, twins
-from tests.support.dear.loops import LOOPS, adamw_two_groups, momentum_sgd
+from tests.support.dear.loops import LOOPS, NUM_STEPS, adamw_two_groups, momentum_sgd
 from tests.support.dear.matrices import Matrices, adafactor, matrices, wide_rows
 from tests.support.dear.saving import differences, save_every_step
 from tests.support.dear.twins import CONFIG, Trainee, WholeNumbers, compare, whole_batches
@@ -44,10 +44,10 @@ REPLICATED = replace(CONFIG, update="replicated")
 @pytest.mark.quick("*-2", "adamw_two_groups-3")
 @pytest.mark.parametrize("world_size", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("optimizer", [momentum_sgd, adamw_two_groups])
-def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
+def test_many_steps(workers: WorkerPools, world_size: int, optimizer: Callable[..., torch.optim.Optimizer]) -> None:
     run = partial(compare, config=REPLICATED)
-    for outcome in workers(world_size).run(run, WholeNumbers, whole_batches, optimizer, twins.plain, 20):
-        assert outcome.bitwise and outcome.num_buckets > 1 and outcome.stats.step == 20, outcome
+    for outcome in workers(world_size).run(run, WholeNumbers, whole_batches, optimizer, twins.plain, 12):
+        assert outcome.bitwise and outcome.num_buckets > 1 and outcome.stats.step == 12, outcome
         assert outcome.order_known == (world_size > 1), "one rank has nothing to wait for"
 
 
@@ -60,7 +60,7 @@ def test_twenty_steps(workers: WorkerPools, world_size: int, optimizer: Callable
 @pytest.mark.parametrize("loop", LOOPS, ids=lambda loop: loop.__name__)
 def test_loops(workers: WorkerPools, loop: Callable[[Trainee, int], None], find_unused: bool) -> None:
     run = partial(compare, config=REPLICATED, ddp_options={"find_unused_parameters": find_unused})
-    for outcome in workers(2).run(run, WholeNumbers, whole_batches, adamw_two_groups, loop, 9):
+    for outcome in workers(2).run(run, WholeNumbers, whole_batches, adamw_two_groups, loop, NUM_STEPS):
         assert outcome.bitwise, outcome
 
 

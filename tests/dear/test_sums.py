@@ -90,16 +90,17 @@ TUNER = BucketTuner(
     low_mb=0.02, high_mb=0.2, start_mb=0.02, max_trials=3, steps_per_trial=1, dropped_steps=0,
     first_step=2, profile=None,
 )  # fmt: skip
+SMALL_ATOMS = replace(CONFIG, atom_mb=0.003, fusion="none", fusion_mb=None)
+LARGE_ATOMS = replace(CONFIG, atom_mb=0.05, fusion="none", fusion_mb=None)
+LAYERS = replace(CONFIG, fusion="layers", fusion_mb=None, fusion_layers=3, lanes=1, slice_mb=0.001)
 RUNS = {
-    "small atoms": Run(replace(CONFIG, atom_mb=0.003, fusion="none", fusion_mb=None)),
-    "layers, one lane": Run(replace(CONFIG, fusion="layers", fusion_mb=None, fusion_layers=3, lanes=1, slice_mb=0.001)),
     "large buckets": Run(replace(CONFIG, lanes=4, slice_mb=1), {"bucket_cap_mb": 25}),
     "tuner": Run(replace(CONFIG, fusion_mb=None, tuner=TUNER)),
     "static graph": Run(options={"static_graph": True}),
     "unused parameters": Run(options={"find_unused_parameters": True}),
     "replicated": Run(replace(CONFIG, update="replicated")),
-    "resumed": Run(then=replace(CONFIG, atom_mb=0.003, lanes=1)),
-    "resumed from shards": Run(then=replace(CONFIG, atom_mb=0.05, fusion="none", fusion_mb=None), saved="shards"),
+    "small atoms, resumed": Run(SMALL_ATOMS, then=replace(CONFIG, lanes=1)),
+    "layers, resumed from shards": Run(LAYERS, then=LARGE_ATOMS, saved="shards"),
 }
 
 
@@ -150,11 +151,8 @@ def test_sums_are_formed_in_the_order_of_ranks(workers: WorkerPools, tmp_path: A
 @pytest.mark.quick("4")
 @pytest.mark.parametrize("world_size", [4, 6, 8])
 def test_two_levels_add_within_nodes_first(workers: WorkerPools, tmp_path: Any, world_size: int) -> None:
-    config = replace(CONFIG, collective="two-level", node_size=2)
-    runs = {
-        "small atoms": Run(replace(config, atom_mb=0.003, fusion="none", fusion_mb=None), mean=by_node_of_two),
-        "resumed": Run(config, then=replace(config, atom_mb=0.003, lanes=1), mean=by_node_of_two),
-    }
+    small, then = (replace(each, collective="two-level", node_size=2) for each in (SMALL_ATOMS, LARGE_ATOMS))
+    runs = {"small atoms, resumed": Run(small, then=replace(then, lanes=1), mean=by_node_of_two)}
     assert workers(world_size).run(differing, runs, str(tmp_path)) == [[]] * world_size
 
 

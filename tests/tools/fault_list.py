@@ -373,7 +373,7 @@ _DEAR = (
         "means = reduced.narrow(0, shards[0].offset, sum(lengths)).split(lengths)",
         "means = reduced.narrow(0, 0, sum(lengths)).split(lengths)",
         ("tests/dear/test_exact.py",),
-        "twenty_steps",
+        "many_steps",
     ),
     Fault(
         "dear: norms of parts are not raised to the power",

@@ -8,6 +8,7 @@ from torch import nn
 from tests.support.dear import twins
 from tests.support.dear.twins import WholeNumbers
 
+NUM_STEPS = 7  # each loop repeats itself after six steps at most
 LOOPS = [
     twins.zero_grad_to_zeros,
     twins.zero_grad_on_model_to_zeros,

@@ -22,7 +22,7 @@ from tests.support.devices import on_device, rank_device
 from tests.support.kept import kept
 
 # Small atoms and slices, so that even small models are cut, fused, sliced and spread over lanes.
-CONFIG = DearConfig(atom_mb=0.02, fusion_mb=0.05, slice_mb=0.005, lanes=2, timeout_s=20, stall_warning_s=10)
+CONFIG = DearConfig(atom_mb=0.02, fusion_mb=0.05, slice_mb=0.01, lanes=2, timeout_s=20, stall_warning_s=10)
 
 
 @dataclass
