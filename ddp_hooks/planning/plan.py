@@ -99,6 +99,7 @@ class Plan:
         return self.limit_of(self.recommended)
 
     def limit_of(self, prediction: Prediction) -> str:
+        """Limit of a strategy's speed."""
         if self._hides(prediction):
             return "computing: communication is hidden behind it, or there is none"
         busy = prediction.sent_bytes * self.network.link.beta_s_per_byte / prediction.step_s

@@ -125,12 +125,21 @@ def test_large_tensors_travel_in_atoms_as_in_the_hook() -> None:
 
 
 def test_replicated_gathers_wait_for_their_reduce_scatters() -> None:
-    """Two layers on two lanes: the gather of each is on the lane where the other's reduce-scatter was."""
+    """Two layers on two lanes: a part of each gather is on the lane where the other's reduce-scatter was."""
     step = profile_of_layers([(0.0, 1.0, [0]), (0.0, 1.0, [1])], ["first", "second"], [400, 400])
     predicted = simulate(Dear("replicated", bucket_mb=1e-6, lanes=2), step, Network(2, AlphaBeta(10.0, 0.0)))
     spans = {name: [span for span in predicted.spans if span.name == name] for name in _names(predicted)}
-    (scattered, *_), (gathered, *_) = spans["reduce-scatter of group 1"], spans["all-gather of group 0"]
-    assert scattered.track != gathered.track and gathered.end_s >= scattered.end_s + 10.0 - 1e-9
+    (scattered, *_), gathers = spans["reduce-scatter of group 1"], spans["all-gather of group 0"]
+    gathered = next(span for span in gathers if span.track != scattered.track)
+    assert gathered.end_s >= scattered.end_s + 10.0 - 1e-9
+
+
+def test_a_gather_uses_all_lanes() -> None:
+    step = one_tensor(2 << 20)
+    predicted = simulate(Dear(lanes=3, slice_mb=0.25), step, Network(2, AlphaBeta(0.0, 1e-7)))
+    gathers = [span for span in predicted.spans if span.name == "all-gather of group 0"]
+    assert {span.track for span in gathers} == {"lane 0", "lane 1", "lane 2"}
+    assert len({span.track for span in predicted.spans if span.name == "reduce-scatter of group 0"}) == 1
 
 
 def _names(predicted: Prediction) -> set[str]:

@@ -1,4 +1,4 @@
-"""All lanes of one group: work goes to them in turn, or to all of them, the same on every rank."""
+"""All lanes of one group: gathers go to all of them, other work in turn, the same on every rank."""
 
 from __future__ import annotations
 

@@ -140,9 +140,9 @@ class ThreadLane:
         content = None if tag == LIVENESS_TAG or self._index == SMALL_SUMS else ""
         return self._submit("exchange", [_slice_of(lambda: algorithm, tag)], label, content, after)
 
-    def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str, part: Part = _WHOLE) -> ThreadWork:
+    def run_several(self, starts: Iterable[Callable[[], Algorithm]], label: str) -> ThreadWork:
         """Run algorithms as the slices of one piece of work; each is made when its turn comes."""
-        return self._submit("exchange", map(_slice_of, starts), label, "", part=part)
+        return self._submit("exchange", map(_slice_of, starts), label, "")
 
     def close(self, unfinished: bool = False) -> threading.Thread:
         """End when the rest is done, or with ``unfinished`` only messages under way; return the thread that ends."""

@@ -100,7 +100,13 @@ class Dear(Strategy):
 
         def submit(phase: Phase, number: int, group: Sequence[int], after: Sequence[Signal] = ()) -> Signal:
             slices = self.collective(run, phase, [groups.atoms[atom] for atom in group], sizes.message_bytes)
-            return lanes[number % sizes.lanes].submit(slices, f"{phase} of group {number}", after=after)
+            label, turn = f"{phase} of group {number}", number % sizes.lanes
+            if phase == "reduce-scatter":
+                return lanes[turn].submit(slices, label, after)
+            # As Lanes.all_gather: all lanes share the slices, and the next lane gets the first one.
+            shares = [slices[i :: sizes.lanes] for i in range(max(1, min(sizes.lanes, len(slices))))]
+            gathers = [lanes[(turn + i) % sizes.lanes].submit(share, label, after) for i, share in enumerate(shares)]
+            return run.engine.all_of(gathers)
 
         scattered: dict[int, Signal] = {}  # by atom
 
@@ -149,6 +155,7 @@ class Dear(Strategy):
         return 0.5 if self.gather_dtype is not None and use.is_cast else 1.0
 
     def code_s_per_byte(self, costs: Costs, phase: Phase) -> float:
+        """Return the seconds per byte of a tensor that does not travel whole, to encode and decode it once."""
         if self.wire != "exact":
             return costs.code_s_per_byte
         return costs.exact_s_per_byte if phase == "reduce-scatter" else costs.copy_s_per_byte
