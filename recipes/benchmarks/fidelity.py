@@ -11,7 +11,6 @@ Records of tasks with other settings are not used; when the code of a format has
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import os
 import statistics
@@ -27,7 +26,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from tqdm import tqdm
 
 from recipes.benchmarks.fidelity_formats import DENSE, EXACT, FORMATS
-from recipes.benchmarks.harness import Benchmark, Run, main_of
+from recipes.benchmarks.harness import Benchmark, Run, append_record, main_of, read_records
 from recipes.common.pages import Page, Part, Picture, Table
 
 if TYPE_CHECKING:
@@ -143,23 +142,6 @@ def _end_with_parent() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
-
-
-def read_records(path: Path) -> list[dict[str, Any]]:
-    """Return what is in a file of records, and cut off a last line that was not written to its end."""
-    if not path.exists():
-        return []
-    text = path.read_text(encoding="utf-8")
-    whole = text[: text.rfind("\n") + 1]
-    if whole != text:
-        path.write_text(whole, encoding="utf-8")
-    return [json.loads(line) for line in whole.splitlines()]
-
-
-def append_record(path: Path, record: dict[str, Any]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(record) + "\n")
 
 
 # -- page --------------------------------------------------------------------------------------------------------------

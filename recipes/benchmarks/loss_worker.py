@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,16 +14,23 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchvision import models
-from transformers import GPT2Config, GPT2LMHeadModel
 
-from recipes.benchmarks.harness.worker import report, total
-from recipes.benchmarks.time_to_loss import LossJob
-from recipes.benchmarks.variants import parse_variant, with_hook
+from recipes.benchmarks.harness.worker import report, slowest, take_turns, total
+from recipes.benchmarks.time_to_loss import PATIENCE, VALIDATED_EVERY, CurveJob, TimingJob, steps_to
+from recipes.benchmarks.variants import Trainee, parse_variant, with_hook
 from recipes.common.batches import endless_batches
+from recipes.common.byte_text import cut_into_blocks, make_gpt2
 from recipes.common.images import load_images
 from recipes.common.texts import python_documentation
+from recipes.common.tokens import hold_out
 
-TOKENS = 48  # per worker and step; few, so that two cores can train four workers
+ItemT = TypeVar("ItemT")
+
+# Per worker and step; few, so that two cores can train several workers.
+TOKENS = 48
+IMAGES = 8
+NOISE = 1.0  # standard deviation of what is added to images, whose range is -1 to 1
+NUM_HELD_OUT = 128  # blocks of text
 
 
 @dataclass(frozen=True)
@@ -34,85 +40,139 @@ class Task:
     Args:
         model: makes the network; its forward takes a batch and returns the loss.
         batches: this rank's, without end, the same in every run.
+        held_out: this rank's part of what is validated on, in batches of one size, as many on every rank.
         optimizer: of parameters.
     """
 
     model: Callable[[], nn.Module]
     batches: Callable[[], Iterator[tuple[Tensor, ...]]]
+    held_out: Sequence[tuple[Tensor, ...]]
     optimizer: Callable[[Any], torch.optim.Optimizer]
 
 
-def compare(job: LossJob) -> dict[str, Any]:
-    """Finds the fastest plain DDP, trains it, and then every other variant until it has the same loss."""
-    task = task_called(job.model, job.seed)
-    dense = [name for name in job.variants if parse_variant(name).is_plain_ddp]
-    trials = {name: train(job, task, name, job.trial_steps, None)["step_s"] for name in dense}
-    best = min(trials, key=trials.__getitem__)
-    runs = {best: train(job, task, best, job.steps, None)}
-    target = runs[best]["averaged"][-1]
-    for name in job.variants:
-        if name not in dense:
-            runs[name] = train(job, task, name, round(job.patience * job.steps), target)
-    for run_of_one in runs.values():
-        run_of_one["reached"] = first_step_at(target, run_of_one["averaged"], job.window)
+def train(job: CurveJob) -> dict[str, Any]:
+    """Train, and return validation losses, one every :data:`~recipes.benchmarks.time_to_loss.VALIDATED_EVERY` steps."""
+    task = task_called(job.model)
+    trainee = _wrapped(task, job.variant, job.powersgd_after)
+    torch.manual_seed(dist.get_rank())
+    losses: list[float] = []
+    steps = job.steps if job.target is None else round(PATIENCE * job.steps)
+    for step, batch in enumerate(itertools.islice(task.batches(), steps), 1):
+        _train_step(trainee, batch)
+        if step % VALIDATED_EVERY == 0:
+            losses.append(_validate(trainee.model, task))
+            report(f"{job.model} {job.variant}, step {step}: loss {losses[-1]:.4f}")
+        if job.target is not None and steps_to(job.target, losses) is not None:
+            break
+    trainee.finish()
+    return {"losses": losses}
+
+
+def time_variants(job: TimingJob) -> dict[str, Any]:
+    """Return the slowest rank's mean seconds of a step, one per round and variant, in turns."""
+    task = task_called(job.model)
+
+    def measure(name: str) -> float:
+        trainee, batches = _wrapped(task, name, powersgd_after=2), task.batches()
+        for batch in itertools.islice(batches, job.warmup + 1):  # PowerSGD's third step is its first
+            _train_step(trainee, batch)
+        dist.barrier()
+        _train_step(trainee, next(batches))  # so that what is under way gets no free start
+        begin_s = time.perf_counter()
+        for batch in itertools.islice(batches, job.steps):
+            _train_step(trainee, batch)
+        (step_s,) = slowest((time.perf_counter() - begin_s) / job.steps)
+        dist.barrier()
+        trainee.finish()
+        return step_s
+
     num_parameters = sum(parameter.numel() for parameter in task.model().parameters())
-    return {"trials": trials, "best": best, "target": target, "runs": runs, "num_parameters": num_parameters}
+    return {"step_s": take_turns(job.variants, job.rounds, measure), "num_parameters": num_parameters}
 
 
-def train(job: LossJob, task: Task, name: str, steps: int, target: float | None) -> dict[str, Any]:
-    """Trains for some steps, or until the loss is at most ``target``; losses are means over ranks and a window."""
-    torch.manual_seed(job.seed)
+def _wrapped(task: Task, name: str, powersgd_after: int) -> Trainee:
+    torch.manual_seed(0)
     spec = parse_variant(name)
-    ddp = DistributedDataParallel(task.model(), bucket_cap_mb=spec.bucket_mb, gradient_as_bucket_view=True)
+    ddp = DistributedDataParallel(
+        task.model(), bucket_cap_mb=spec.bucket_mb, gradient_as_bucket_view=True, init_sync=False
+    )
     optimizer = task.optimizer(ddp.parameters())
     if spec.settings.get("momentum") is not None:  # the hook's takes the place of the optimizer's
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
-    trainee = with_hook(ddp, optimizer, spec)
-    torch.manual_seed(job.seed + dist.get_rank())
-    losses: list[float] = []
-    averaged: list[float] = []
-    times_s: list[float] = []
-    dist.barrier()
-    begin_s = time.perf_counter()
-    for step, batch in enumerate(itertools.islice(task.batches(), steps)):
-        trainee.optimizer.zero_grad()
-        loss = ddp(*batch)
-        loss.backward()
-        trainee.optimizer.step()
-        times_s.append(time.perf_counter() - begin_s)
-        losses.append(total(loss.item())[0] / dist.get_world_size())
-        window = losses[-job.window :]
-        averaged.append(sum(window) / len(window))
-        if step % 10 == 9:
-            report(f"{job.model} {name}, step {step + 1}: loss {averaged[-1]:.4f}, {times_s[-1]:.1f} s")
-        if target is not None and first_step_at(target, averaged, job.window) is not None:
-            break
-    trainee.finish()
-    del ddp, trainee
-    gc.collect()
-    settled = min(3, len(times_s) - 1)
-    step_s = (times_s[-1] - times_s[settled - 1]) / max(1, len(times_s) - settled) if settled else times_s[-1]
-    return {"step_s": step_s, "times_s": times_s, "losses": losses, "averaged": averaged}
+    return with_hook(ddp, optimizer, spec, powersgd_after)
 
 
-def first_step_at(target: float, averaged: Sequence[float], window: int) -> int | None:
-    """Which step, counted from 0, is the first whose average over a full window is at most the target."""
-    return next((step for step, loss in enumerate(averaged) if step + 1 >= window and loss <= target), None)
+def _train_step(trainee: Trainee, batch: tuple[Tensor, ...]) -> None:
+    trainee.optimizer.zero_grad()
+    loss = trainee.model(*batch)
+    loss.backward()
+    trainee.optimizer.step()
 
 
-def task_called(name: str, seed: int) -> Task:
-    """One of :data:`~recipes.benchmarks.time_to_loss.MODELS`."""
+@torch.no_grad()
+def _validate(ddp: nn.Module, task: Task) -> float:
+    """Return the mean loss over all ranks' parts; collective. The model is in training mode before and after."""
+    ddp.eval()
+    mean = sum(float(ddp(*batch)) for batch in task.held_out) / len(task.held_out)
+    ddp.train()
+    return total(mean)[0] / dist.get_world_size()
+
+
+def task_called(name: str) -> Task:
+    """Return one of :data:`~recipes.benchmarks.time_to_loss.MODELS`."""
     if name == "gpt2":
-        return text_task(768, 6, seed)
+        return text_task(768, 6)
     if name == "tiny":
-        return text_task(32, 1, seed)
+        return text_task(32, 1)
+    return digits_task()
+
+
+def digits_task() -> Task:
+    """Return a VGG-16 on digits under noise, without which 400 steps leave little to learn."""
     images = load_images(None, 32)
+    generator = torch.Generator().manual_seed(0)
+    pairs = _of_this_rank([images.held_out[index] for index in range(len(images.held_out))])
+    inputs, labels = (torch.stack(each).split(30) for each in zip(*pairs, strict=True))
+    held_out = [(_noisy(part, generator), classes) for part, classes in zip(inputs, labels, strict=True)]
+
+    def batches() -> Iterator[tuple[Tensor, ...]]:
+        noise = torch.Generator().manual_seed(1 + dist.get_rank())
+        for inputs, labels in endless_batches(images.train, IMAGES):
+            yield _noisy(inputs, noise), labels
 
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.01, momentum=0.9)
 
-    return Task(lambda: Classifier(images.num_classes), lambda: endless_batches(images.train, 8), sgd)
+    return Task(lambda: Classifier(images.num_classes), batches, held_out, sgd)
+
+
+def text_task(width: int, layers: int) -> Task:
+    """Return a GPT-2 on the bytes of Python's documentation."""
+    blocks = cut_into_blocks(python_documentation(), TOKENS)
+    training, others = hold_out(blocks)
+    others = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(0))[:NUM_HELD_OUT]]
+    held_out = [(part,) for part in torch.stack(_of_this_rank(list(others))).split(8)]
+
+    def batches() -> Iterator[tuple[Tensor, ...]]:
+        generator = torch.Generator().manual_seed(dist.get_rank())
+        while True:
+            yield (training[torch.randint(len(training), (1,), generator=generator)],)
+
+    def adamw(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
+
+    return Task(lambda: LanguageModel(width, layers), batches, held_out, adamw)
+
+
+def _of_this_rank(items: list[ItemT]) -> list[ItemT]:
+    """Return as many on every rank."""
+    share = len(items) // dist.get_world_size()
+    return items[dist.get_rank() * share :][:share]
+
+
+def _noisy(images: Tensor, generator: torch.Generator) -> Tensor:
+    return images + NOISE * torch.randn(images.shape, generator=generator)
 
 
 class Classifier(nn.Module):
@@ -131,25 +191,8 @@ class LanguageModel(nn.Module):
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
-        sizes: dict[str, Any] = {"n_embd": width, "n_layer": layers, "n_head": max(1, width // 64)}
-        dropout: dict[str, Any] = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-        self.gpt2 = GPT2LMHeadModel(GPT2Config(vocab_size=256, n_positions=TOKENS, **sizes, **dropout))
+        self.gpt2 = make_gpt2(TOKENS, width, layers, heads=max(1, width // 64))
 
     def forward(self, ids: Tensor) -> Tensor:
         loss: Tensor = self.gpt2(input_ids=ids, labels=ids).loss
         return loss
-
-
-def text_task(width: int, layers: int, seed: int) -> Task:
-    text = torch.frombuffer(bytearray("\n".join(python_documentation()).encode()), dtype=torch.uint8).long()
-
-    def batches() -> Iterator[tuple[Tensor, ...]]:
-        generator = torch.Generator().manual_seed(1000 * seed + dist.get_rank())
-        while True:
-            start = int(torch.randint(len(text) - TOKENS, (1,), generator=generator))
-            yield (text[start : start + TOKENS][None],)
-
-    def adamw(parameters: Any) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(parameters, lr=3e-4, fused=True)
-
-    return Task(lambda: LanguageModel(width, layers), batches, adamw)

@@ -1,9 +1,9 @@
 """The ways to train that are compared: plain DDP, DDP with bf16 all-reduce, FSDP2, DeAR, and sparse all-reduce.
 
 A variant is named on the command line: `ddp-25mb` (any size), `ddp-bf16`, `ddp-powersgd` (rank 4), `ddp-alone`
-(nothing is sent: what this machine could do at best), `fsdp2`, `fsdp2-ext`, `fsdp2-tuned`, `dear`, `topk`, or one of
-the last five with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`,
-`dear:gather_dtype=torch.bfloat16`, `topk:density=0.001,pipeline=forward`, `fsdp2:block_mb=5` or
+(nothing is sent: what this machine could do at best), `fsdp2`, `fsdp2-ext`, `fsdp2-tuned`, `dear`, `topk`,
+`quantized`, or one of the last six with settings of its own, as in `dear:lanes=1,slice_mb=4`, `dear:bucket_mb=1`,
+`dear:gather_dtype=torch.bfloat16`, `topk:density=0.001,pipeline=forward`, `quantized:bits=4`, `fsdp2:block_mb=5` or
 `fsdp2-ext:block_mb=5,defer=False`.
 """
 
@@ -27,6 +27,7 @@ from recipes.benchmarks.workloads import Workload
 DDP_BUCKETS_MB = (1, 5, 25, 64)
 DEFAULT_VARIANTS = (*(f"ddp-{mb}mb" for mb in DDP_BUCKETS_MB), "ddp-bf16", "fsdp2", "dear", "dear:update=replicated")
 FSDP_BLOCK_MB = 25.0  # DDP's default bucket size
+_HOOKS = ("dear", "topk", "quantized")
 HOOK_BUCKET_MB = 5  # the smallest that keeps messages large; see docs/dear.md
 
 OptimizerFactory = Callable[[Iterator[nn.Parameter]], torch.optim.Optimizer]
@@ -78,10 +79,10 @@ class Sharding:
 
 @dataclass(frozen=True)
 class VariantSpec:
-    """A variant's name, taken apart; `settings` are fields of `DearConfig`, `TopKConfig` or `ExtConfig`."""
+    """A variant's name, taken apart; `settings` are fields of its configuration, such as `DearConfig`."""
 
     name: str
-    kind: str  # "ddp", "ddp-bf16", "ddp-powersgd", "ddp-alone", "fsdp2", "fsdp2-ext", "fsdp2-tuned", "dear" or "topk"
+    kind: str  # what stands before the colon; "ddp" with any size of buckets
     bucket_mb: float = 25.0  # DDP's default
     settings: dict[str, Any] = field(default_factory=dict)
     sharding: Sharding = Sharding()  # of FSDP2
@@ -105,13 +106,13 @@ def parse_variant(name: str, dear_settings: dict[str, Any] | None = None) -> Var
         of_sharding = {entry.name for entry in dataclasses.fields(Sharding)} & settings.keys()
         sharding = Sharding(**{key: settings.pop(key) for key in of_sharding})
         return VariantSpec(name, kind, settings=settings, sharding=sharding)
-    if kind in ("dear", "topk"):
+    if kind in _HOOKS:
         common = dear_settings or {} if kind == "dear" else {}
         settings = {**common, **parse_settings(own.split(",") if own else [])}
         return VariantSpec(name, kind, settings.pop("bucket_mb", HOOK_BUCKET_MB), settings)
     raise ValueError(
-        f"variant must be ddp-<size>mb, ddp-bf16, ddp-powersgd, ddp-alone, fsdp2, fsdp2-ext, fsdp2-tuned, dear or "
-        f"topk, the last five with :key=value,… behind them for other settings, got {name!r}"
+        f"variant must be ddp-<size>mb, ddp-bf16, ddp-powersgd, ddp-alone, fsdp2, fsdp2-ext, fsdp2-tuned, dear, "
+        f"topk or quantized, the last six with :key=value,… behind them for other settings, got {name!r}"
     )
 
 
@@ -134,16 +135,16 @@ def parse_settings(pairs: list[str]) -> dict[str, Any]:
 
 def why_unavailable(spec: VariantSpec) -> str | None:
     """Why this variant cannot run here, or None if it can. Wrong settings raise."""
-    if spec.kind not in ("dear", "topk", "fsdp2", "fsdp2-ext", "fsdp2-tuned"):
+    if spec.kind not in (*_HOOKS, "fsdp2", "fsdp2-ext", "fsdp2-tuned"):
         return None
     if importlib.util.find_spec("ddp_hooks") is None:
         return "package ddp_hooks is not installed"
     try:
-        from ddp_hooks import DearConfig, TopKConfig
+        from ddp_hooks import DearConfig, QuantizedConfig, TopKConfig
         from fsdp_ext import ExtConfig
     except ImportError as error:
         return str(error)
-    configs: dict[str, Any] = {"dear": DearConfig, "topk": TopKConfig, "fsdp2": Stock}
+    configs: dict[str, Any] = {"dear": DearConfig, "topk": TopKConfig, "quantized": QuantizedConfig, "fsdp2": Stock}
     config = configs.get(spec.kind, ExtConfig)
     unknown = set(spec.settings) - {entry.name for entry in dataclasses.fields(config)}
     if unknown:
@@ -169,9 +170,11 @@ def build(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: Op
     return trainee
 
 
-def with_hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:
-    """Gives a model, wrapped with the variant's bucket size, the variant's hook."""
-    if spec.kind in ("dear", "topk"):
+def with_hook(
+    ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec, powersgd_after: int = 2
+) -> Trainee:
+    """Gives a model, wrapped with the variant's bucket size, the variant's hook; PowerSGD begins after some steps."""
+    if spec.kind in _HOOKS:
         return _hooked(ddp, optimizer, spec)
     if spec.kind == "ddp-bf16":
         ddp.register_comm_hook(None, bf16_allreduce)
@@ -180,7 +183,7 @@ def with_hook(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, sp
     if spec.kind == "ddp-powersgd":
         from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 
-        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=2)
+        state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=4, start_powerSGD_iter=powersgd_after)
         ddp.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     return Trainee(ddp, optimizer)
 
@@ -207,15 +210,28 @@ def no_allreduce(state: None, bucket: dist.GradBucket) -> torch.futures.Future[T
 
 
 def _hooked(ddp: DistributedDataParallel, optimizer: torch.optim.Optimizer, spec: VariantSpec) -> Trainee:
-    from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, topk_hook
+    from ddp_hooks import (
+        DearConfig,
+        DearState,
+        QuantizedConfig,
+        QuantizedState,
+        TopKConfig,
+        TopKState,
+        dear_hook,
+        quantized_hook,
+        topk_hook,
+    )
 
-    state: DearState | TopKState
+    state: DearState | TopKState | QuantizedState
     if spec.kind == "dear":
         state = DearState(ddp, optimizer, DearConfig(**spec.settings))
         ddp.register_comm_hook(state, dear_hook)
-    else:
+    elif spec.kind == "topk":
         state = TopKState(ddp, TopKConfig(**spec.settings), optimizer=optimizer)
         ddp.register_comm_hook(state, topk_hook)
+    else:
+        state = QuantizedState(ddp, QuantizedConfig(**spec.settings))
+        ddp.register_comm_hook(state, quantized_hook)
 
     def finish() -> dict[str, float]:
         state.synchronize()

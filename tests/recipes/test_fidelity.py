@@ -22,7 +22,7 @@ from ddp_hooks import DearConfig, DearState, TopKConfig, TopKState, dear_hook, t
 from recipes.benchmarks import fidelity, fidelity_formats, fidelity_training
 from recipes.benchmarks.fidelity import Difference, Losses, Trial
 from recipes.benchmarks.fidelity_formats import DENSE, EXACT, FORMATS, GATHERS_DIFFERENCES, Differences, Setup
-from recipes.benchmarks.harness import Run
+from recipes.benchmarks.harness import Run, read_records
 from recipes.benchmarks.variants import bf16_allreduce
 from tests.support.workers import WorkerPools
 
@@ -222,7 +222,7 @@ def test_a_run_goes_on_where_it_was_ended(tmp_path: Path, monkeypatch: pytest.Mo
     assert [(trial.format, trial.seed) for trial in trained] == [
         ("int8", 0), ("SparDL, 1 %", 0), (DENSE, 1), ("int8", 1), ("SparDL, 1 %", 1)
     ]
-    assert len(fidelity.read_records(path)) == 8 and len(Run.load(tmp_path / "fidelity.json").results) == 7
+    assert len(read_records(path)) == 8 and len(Run.load(tmp_path / "fidelity.json").results) == 7
 
 
 def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
