@@ -71,12 +71,12 @@ class Task:
 
 
 TASKS = {
-    "GPT-2": Task("gpt2", 256, 4, 1, 64, 1e-3),
+    "GPT-2": Task("gpt2", 256, 4, 1, 64, 3e-4),
     # Bytes, in short sequences: of words it learns no more than their frequencies in so few steps.
-    "BERT": Task("bert", 256, 4, 4, 16, 1e-3, vocabulary=NUM_BYTES, masked=0.25, validation=1024),
-    "Llama": Task("llama", 256, 4, 1, 64, 1e-3),
+    "BERT": Task("bert", 256, 4, 4, 16, 3e-4, vocabulary=NUM_BYTES, masked=0.25, validation=1024),
+    "Llama": Task("llama", 256, 4, 1, 64, 3e-4),
     "LSTM": Task("lstm", 256, 2, 2, 32, 0.3, validation=512),
-    "ResNet": Task("resnet", 32, 3, 8, 16, 0.02, noise=2.0, validation=1436),
+    "ResNet": Task("resnet", 32, 3, 8, 16, 0.01, noise=2.0, validation=1436),
     "tiny": Task("resnet", 4, 1, 4, 8, 0.05, validation=32),
 }
 
