@@ -34,6 +34,9 @@ VARIANTS = (
     f"{EXTENDED},set_to_none=False",
     f"{STOCK},replicas=2",
     f"{EXTENDED},replicas=2",
+    f"{STOCK},replicas=2,micro_batches=4",
+    f"{EXTENDED},replicas=2,micro_batches=4",
+    f"{EXTENDED},replicas=2,micro_batches=4,reduce_once=True",
     f"{STOCK},force_sums=True",
     f"{EXTENDED},force_sums=True",
     f"{EXTENDED},all_gather=bf16,reduce_scatter=bf16",
@@ -57,14 +60,15 @@ a shaped link. All variants of a table alternate in one run.
 * `fsdp2-ext`: extended, with these settings of `ExtConfig`; see {{doc}}`../fsdp`. With `defer=False` the backward \
 waits for every reduce-scatter, of which parts have begun as gradients came.
 * `set_to_none=False`: gradients are there already, and are added to. `replicas=2`: two replicas of two shards (HSDP), \
-where an all-reduce follows every reduce-scatter. `force_sums=True`: gradients are summed, and divided afterwards \
+where an all-reduce follows every reduce-scatter; `micro_batches=4`: of four backwards, with `reduce_once=True` only \
+in the last (`set_requires_all_reduce`). `force_sums=True`: gradients are summed, and divided afterwards \
 (`set_force_sum_reduction_for_comms`).
 * `fsdp2-tuned`: with what `fsdp_ext.tune` has found in at most 8 trials of 4 steps, before.
 * `ddp-…`, `dear`: plain DDP, and DDP with DeAR."""
 
 LEGEND = f"""\
 * `× stock`: how many times faster than `{STOCK}`, in blocks of 25 MB, used alike (`set_to_none`, `replicas`, \
-`force_sums`); `× extended`: than `{EXTENDED}`.
+`force_sums`, `micro_batches`); `× extended`: than `{EXTENDED}`.
 * `÷ DeAR`: step time over that of DDP with DeAR.
 * `exposed`: step minus compute, in seconds. `CPU s`: processor seconds per step, all ranks together: two cores serve \
 all workers, so where these are near twice the step, the processor is the limit.
@@ -105,7 +109,8 @@ def page(runs: Sequence[Run]) -> Page:
 def _stock_of(name: str) -> str:
     """Return the name of stock FSDP2, used as this variant uses it."""
     sharding, default = parse_variant(name).sharding, Sharding()
-    used = [key for key in ("set_to_none", "replicas", "force_sums") if getattr(sharding, key) != getattr(default, key)]
+    keys = ("set_to_none", "replicas", "force_sums", "micro_batches")
+    used = [key for key in keys if getattr(sharding, key) != getattr(default, key)]
     return "".join([STOCK, *(f",{key}={getattr(sharding, key)}" for key in used)])
 
 

@@ -27,6 +27,15 @@ def build_fsdp2(spec: VariantSpec, workload: Workload, slow: float, make_optimiz
     communication every gather is asked for at the start of the step: without that no gather would overlap anything, as
     with `fsdp2:ahead=False`.
     """
+    trainee = _built(spec, workload, slow, make_optimizer)
+    trainee.micro_batches = spec.sharding.micro_batches
+    if spec.sharding.reduce_once:
+        assert isinstance(trainee.model, FSDPModule)
+        trainee.begin_micro_batch = trainee.model.set_requires_all_reduce
+    return trainee
+
+
+def _built(spec: VariantSpec, workload: Workload, slow: float, make_optimizer: OptimizerFactory) -> Trainee:
     if spec.kind == "fsdp2-tuned":
         return _tuned(spec, workload, slow, make_optimizer)
     model = _sharded(workload, slow, spec.sharding, _mesh(spec.sharding))

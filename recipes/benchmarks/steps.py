@@ -69,6 +69,7 @@ def add_options(
         default="float32",
         help="autocast: those of linear and convolutional layers have 16 bits; bfloat16: all of them",
     )
+    add("--ranks-per-node", type=int, default=1, metavar="N", help="neighbouring workers that share a link")
     add("--foreach", action=argparse.BooleanOptionalAction, help="optimizers update all parameters at once")
     parser.set_defaults(**defaults)
 
@@ -83,13 +84,14 @@ def measure(options: argparse.Namespace, workers: int, rate: str | None) -> Iter
     for model, slow in zip(options.models, slow_per_model(options.models, options.slow), strict=True):
         workload = replace(workloads.load(model), gradients=options.gradients)
         job = StepsJob(workload, slow, variants, *timing, dear_settings, options.foreach)
-        measured = run_job(compare, job, workers, rate)
+        measured = run_job(compare, job, workers, rate, options.ranks_per_node)
         goodput = measured["goodput_bytes_per_s"]
         link = parse_rate(rate) / 8 if rate else goodput
         yield {
             "model": model,
             "slow": slow,
             "gradients": options.gradients,
+            "ranks_per_node": options.ranks_per_node,
             "steps": options.steps,
             "rounds": options.rounds,
             "num_layers": len(workload.layers),
@@ -128,13 +130,14 @@ def sort_out(variants: Sequence[str], dear_settings: dict[str, Any]) -> tuple[tu
 def bounds_of(workload: Workload, slow: float, workers: int, bytes_per_s: float) -> dict[str, float]:
     """Return the seconds per step below which no schedule of a kind can go.
 
-    ``dependency``: of every schedule that sends float32. ``one_step``: of those whose gathers wait for all
-    reduce-scatters. ``eq7`` and ``eq8``: of the DeAR paper.
+    ``dependency``: of every schedule that sends float32; ``half``: 16 bits both ways. ``one_step``: of those whose
+    gathers wait for all reduce-scatters. ``eq7`` and ``eq8``: of the DeAR paper.
     """
     step = workload.step_profile(slow)
     half_s = collective_s(step.num_bytes, workers, bytes_per_s)
     return {
         "dependency": dependency_bound_s(step, workers, bytes_per_s),
+        "half": dependency_bound_s(step, workers, 2 * bytes_per_s),
         "one_step": dependency_bound_s(step, workers, bytes_per_s, gathers_wait_for_step=True),
         "eq7": dear_bound_s(step.forward_s, step.backward_s, half_s, half_s),
         "eq8": baseline_bound_s(step.forward_s, step.backward_s, 2 * half_s),
@@ -147,7 +150,8 @@ _KINDS = {"float32": "", "autocast": ", under autocast", "bfloat16": ", all grad
 def title_of(result: dict[str, Any]) -> str:
     """Return the heading of a result."""
     kind = _KINDS[result.get("gradients", "float32")]
-    where = f"{result['workers']} workers, {result['rate'] or 'loopback'}, slow {result['slow']:g}"
+    per_node = f", {n} per link" if (n := result.get("ranks_per_node", 1)) > 1 else ""
+    where = f"{result['workers']} workers{per_node}, {result['rate'] or 'loopback'}, slow {result['slow']:g}"
     return f"{result['model']}, {where}{kind}"
 
 

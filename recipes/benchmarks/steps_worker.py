@@ -88,15 +88,18 @@ def train_step(trainee: Trainee, times: StepTimes) -> None:
     start_s = time.perf_counter()
     trainee.optimizer.zero_grad()
     trainee.begin_step()
-    with torch.autocast("cpu", torch.bfloat16, enabled=trainee.autocast):
-        loss = trainee.model(*trainee.inputs).sum()
-    forward_end_s = time.perf_counter()
-    loss.backward()
-    backward_end_s = time.perf_counter()
+    for left in reversed(range(trainee.micro_batches)):
+        trainee.begin_micro_batch(left == 0)
+        with torch.autocast("cpu", torch.bfloat16, enabled=trainee.autocast):
+            loss = trainee.model(*trainee.inputs).sum()
+        forward_end_s = time.perf_counter()
+        loss.backward()
+        backward_end_s = time.perf_counter()
+        times.forward_s += forward_end_s - start_s
+        times.backward_s += backward_end_s - forward_end_s
+        start_s = backward_end_s
     trainee.optimizer.step()
-    times.forward_s += forward_end_s - start_s
-    times.backward_s += backward_end_s - forward_end_s
-    times.optimizer_s += time.perf_counter() - backward_end_s
+    times.optimizer_s += time.perf_counter() - start_s
 
 
 def peak_memory(job: StepsJob) -> dict[str, Any]:

@@ -40,6 +40,8 @@ class Trainee:
     model: nn.Module
     optimizer: torch.optim.Optimizer
     begin_step: Callable[[], None] = lambda: None
+    micro_batches: int = 1  # backwards of a step
+    begin_micro_batch: Callable[[bool], None] = lambda is_last: None
     inputs: tuple[Tensor, ...] = (torch.ones(1),)
     autocast: bool = False  # to bfloat16
     # Waits for whatever is in flight, gives resources back and returns statistics of the last step.
@@ -68,6 +70,8 @@ class Sharding:
             backwards would.
         replicas: ranks that have the same shards (HSDP).
         force_sums: sum gradients, and divide afterwards (`set_force_sum_reduction_for_comms`).
+        micro_batches: backwards of a step, each of which computes as long as a step otherwise does.
+        reduce_once: over replicas, in the last of them (`set_requires_all_reduce`).
     """
 
     block_mb: float = FSDP_BLOCK_MB
@@ -75,6 +79,8 @@ class Sharding:
     set_to_none: bool = True
     replicas: int = 1
     force_sums: bool = False
+    micro_batches: int = 1
+    reduce_once: bool = False
 
 
 @dataclass(frozen=True)

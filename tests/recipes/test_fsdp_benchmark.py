@@ -21,6 +21,7 @@ from recipes.benchmarks.harness import Run
         ("fsdp2-ext:block_mb=5,defer=False", "fsdp2:ahead=False"),
         ("fsdp2-ext:block_mb=5,set_to_none=False", "fsdp2:ahead=False,set_to_none=False"),
         ("fsdp2-ext:replicas=2,all_gather=int8", "fsdp2:ahead=False,replicas=2"),
+        ("fsdp2-ext:replicas=2,micro_batches=4,reduce_once=True", "fsdp2:ahead=False,replicas=2,micro_batches=4"),
         ("fsdp2-ext:force_sums=True,defer=False", "fsdp2:ahead=False,force_sums=True"),
     ],
 )
@@ -38,6 +39,7 @@ def test_quick_run_makes_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[st
         fsdp.EXTENDED,
         f"{fsdp.EXTENDED},set_to_none=False",
         f"{fsdp.EXTENDED},all_gather=int8,reduce_scatter=int8",
+        f"{fsdp.EXTENDED},replicas=2,micro_batches=3,reduce_once=True",
         "fsdp2-tuned",
     ]
     fsdp.BENCHMARK.run(["--quick", "--loopback", "--variants", *variants, "--output", str(tmp_path)])

@@ -21,7 +21,7 @@ _GRACE_S = 5.0  # for the other workers, once one has failed
 _WORKER = "recipes.benchmarks.harness.worker"
 
 
-def run_job(measure: Callable[[JobT], Any], job: JobT, workers: int, rate: str | None) -> Any:
+def run_job(measure: Callable[[JobT], Any], job: JobT, workers: int, rate: str | None, ranks_per_node: int = 1) -> Any:
     """Call ``measure(job)`` in every worker, and return what it returned in the first one.
 
     Args:
@@ -29,6 +29,7 @@ def run_job(measure: Callable[[JobT], Any], job: JobT, workers: int, rate: str |
         job: its argument; travels as a pickle.
         workers: number of processes.
         rate: of the links of the emulated cluster, such as ``"1gbit"``; None: the loopback interface.
+        ranks_per_node: neighbouring workers that share a link.
 
     Raises:
         RuntimeError: a worker failed; its own message is on standard error.
@@ -41,7 +42,7 @@ def run_job(measure: Callable[[JobT], Any], job: JobT, workers: int, rate: str |
         # One thread per rank: workers share the machine's cores with each other.
         environment = {"PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
         if rate:
-            with Cluster(workers, rate) as cluster:
+            with Cluster(workers, rate, ranks_per_node=ranks_per_node) as cluster:
                 code = cluster.run(command, env=environment, grace=_GRACE_S)
         else:
             code = _run_on_loopback(command, workers, environment)
