@@ -13,6 +13,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import LinearLR
 from torchvision import models
 
 from recipes.benchmarks.harness.worker import report, slowest, take_turns, total
@@ -57,8 +58,10 @@ def train(job: CurveJob) -> dict[str, Any]:
     torch.manual_seed(dist.get_rank())
     losses: list[float] = []
     steps = job.steps if job.target is None else round(PATIENCE * job.steps)
+    schedule = LinearLR(trainee.optimizer, 1.0, 0.1, job.steps)  # later steps go on at a tenth
     for step, batch in enumerate(itertools.islice(task.batches(), steps), 1):
         _train_step(trainee, batch)
+        schedule.step()
         if step % VALIDATED_EVERY == 0:
             losses.append(_validate(trainee.model, task))
             report(f"{job.model} {job.variant}, step {step}: loss {losses[-1]:.4f}")
