@@ -198,6 +198,31 @@ def test_a_gather_follows_other_work(workers: WorkerPools, world_size: int, fail
         assert ("on purpose" in message) if fails else (right and message == "nothing was raised")
 
 
+def groups_of_few(rank: int, world_size: int) -> list[float]:
+    """Lanes over [0, 2], then over [0, 1], of which rank 1 has made fewer groups; then torch's group over [1, 2]."""
+    sums = []
+    for members, num_lanes in (([0, 2], 2), ([0, 1], 1)):
+        group = dist.new_group(members)
+        if rank in members:
+            assert isinstance(group, dist.ProcessGroup)
+            lanes = Lanes(group, num_lanes, CPU, LaneSettings(timeout_s=20), Recorder(enabled=False))
+            partition = Partition(torch.ones(2), (0, 1, 2))
+            lanes.reduce_scatter([partition], "ones").wait()
+            sums.append(float(partition.ranges[members.index(rank)]))
+            lanes.close()
+    group = dist.new_group([1, 2])
+    if rank:
+        assert isinstance(group, dist.ProcessGroup)
+        total = torch.ones(1)
+        dist.all_reduce(total, group=group)
+        sums.append(float(total))
+    return sums
+
+
+def test_lanes_of_few_ranks_are_no_matter_to_others(workers: WorkerPools) -> None:
+    assert workers(3).run(groups_of_few, timeout_s=40) == [[2.0, 2.0], [2.0, 2.0], [2.0, 2.0]]
+
+
 def spans(rank: int, world_size: int) -> list[Any]:
     lanes = lanes_of(2)
     partition = Partition(whole(500, rank), aligned_bounds(500, world_size, 4))

@@ -46,6 +46,14 @@ _COMM = (
         ("tests/comm/test_collectives.py",),
     ),
     Fault(
+        "comm: torch counts groups that few ranks make",
+        "ddp_hooks/comm/torch_compat/distributed.py",
+        "= name_of, count",
+        "= name_of, module._world.group_count",
+        ("tests/comm/test_lanes.py",),
+        "few_ranks",
+    ),
+    Fault(
         "comm: higher ranks are added before the own values",
         "ddp_hooks/comm/algorithms/collectives.py",
         "lower = [received[member][index] for member in range(position)]",

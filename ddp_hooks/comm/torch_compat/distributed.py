@@ -7,7 +7,7 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -31,12 +31,13 @@ def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, nam
     """Make another group of the same ranks, in their order; collective over them alone."""
     ranks = dist.get_process_group_ranks(group)
     order: dict[str, Any] = {} if ranks == sorted(ranks) else {"sort_ranks": False}  # not in every torch
-    with _names_that_are_used_once():
+    is_local = len(ranks) != dist.get_world_size()  # no other rank knows of it
+    with _made_unseen() if is_local else nullcontext():
         created = dist.new_group(
             ranks,
             timeout=datetime.timedelta(seconds=timeout_s),
             backend=backend,
-            use_local_synchronization=len(ranks) != dist.get_world_size(),
+            use_local_synchronization=is_local,
             group_desc=name,
             **order,
         )
@@ -45,16 +46,15 @@ def new_group_like(group: dist.ProcessGroup, backend: str, timeout_s: float, nam
 
 
 @contextmanager
-def _names_that_are_used_once() -> Iterator[None]:
-    """Before torch 2.14, give groups that only their ranks know of names that none has had.
+def _made_unseen() -> Iterator[None]:
+    """Make groups that only their ranks know of by names that none has had, and do not count them.
 
-    Others get the name of a group that is gone, meet what it has left in the store, and wait for ever.
+    torch names groups by how many a rank has made. Where others have made fewer, they would look for the next group
+    under another name, and wait for ever. Before torch 2.14 a group gets the name of one that is gone, and meets what
+    that has left in the store.
     """
     module: Any = dist.distributed_c10d
-    name_of = getattr(module, "_hash_ranks_to_str", None)
-    if name_of is None or torch.torch_version.TorchVersion(torch.__version__) >= "2.14":
-        yield
-        return
+    name_of, count = module._hash_ranks_to_str, module._world.group_count
 
     def name_once(ranks: Sequence[int]) -> str:
         _num_groups[tuple(ranks)] += 1  # the same on all of them, as they make each together
@@ -65,7 +65,7 @@ def _names_that_are_used_once() -> Iterator[None]:
     try:
         yield
     finally:
-        module._hash_ranks_to_str = name_of
+        module._hash_ranks_to_str, module._world.group_count = name_of, count
 
 
 def destroy_group(group: dist.ProcessGroup, abort: bool = False) -> None:
