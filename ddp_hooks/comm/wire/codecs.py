@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import isfinite
 from typing import Literal, TypeAlias
 
 import torch
@@ -54,7 +55,10 @@ class Bf16:
         values.copy_(payload.view(torch.bfloat16))
 
     def add(self, payload: Tensor, values: Tensor) -> None:
-        values.add_(payload.view(torch.bfloat16))
+        # In pieces, because the sum of two types takes memory for one of them converted.
+        sent, step = payload.view(torch.bfloat16), _piece_numel(values.device)
+        for first in range(0, len(values), step):
+            values[first : first + step].add_(sent[first : first + step])
 
     def encode_with_residual(self, values: Tensor, residual: Tensor, payload: Tensor) -> None:
         """Write ``values + residual`` to ``payload``, and the loss to ``residual``.
@@ -115,7 +119,7 @@ class IntBlocks:
             kept.add_(added)
             self._encode(self._rows(total), scale, code, rows)
             kept.sub_(self._decode(scale, code, rows, kept.numel()))
-            if scale.device.type != "cpu" or not scale.isfinite().all():  # to ask an accelerator is to wait for it
+            if scale.device.type != "cpu" or not isfinite(scale.sum()):  # to ask an accelerator is to wait for it
                 kept.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     @property
@@ -128,7 +132,7 @@ class IntBlocks:
         torch.amax(torch.abs(rows, out=scratch), dim=1, out=scale)
         scale.div_(_LARGEST_CODE[self.bits])
         scale.masked_fill_(scale < _LEAST_SCALE, 0.0)
-        inverse = torch.where(scale > 0, scale, 1).reciprocal_()
+        inverse = scale.clamp(min=_LEAST_SCALE).reciprocal_()
         # At most 127 or 7 by magnitude, and anything at all where the scale says that it is not finite.
         torch.mul(rows, inverse[:, None], out=scratch).round_()
         if self.bits == 4:
