@@ -239,8 +239,8 @@ _COMM = (
     Fault(
         "comm: slices of encoded numbers cut blocks in two",
         "ddp_hooks/comm/executors/slices.py",
-        "max(1, message_bytes // block_bytes) * block",
-        "max(1, message_bytes // block_bytes) * block + 1",
+        "max(1, message_bytes // block_bytes) * codec.block",
+        "max(1, message_bytes // block_bytes) * codec.block + 1",
         ("tests/comm/test_encoded.py",),
         "depend_on_slices",
     ),

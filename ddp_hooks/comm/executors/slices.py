@@ -23,7 +23,7 @@ from ddp_hooks.comm.algorithms.exact import exact_reduce_scatter, exact_scratch_
 from ddp_hooks.comm.algorithms.exchange import Algorithm
 from ddp_hooks.comm.algorithms.narrow import narrow_all_gather, narrow_scratch_bytes
 from ddp_hooks.comm.algorithms.two_level import two_level_all_gather, two_level_reduce_scatter, two_level_scratch_numel
-from ddp_hooks.comm.wire.codecs import Codec, IntBlocks
+from ddp_hooks.comm.wire.codecs import Codec
 from ddp_hooks.comm.wire.exact import ExactWire
 from ddp_hooks.comm.wire.narrow import NarrowGather
 from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
@@ -158,9 +158,8 @@ def _block_ranges(
 
     Messages have at most ``message_bytes``, or a block. They are encoded, or have elements of ``element_size``.
     """
-    block = codec.block if isinstance(codec, IntBlocks) else 1
-    block_bytes = codec.nbytes(block) if element_size is None else element_size * block
-    numel = max(1, message_bytes // block_bytes) * block
+    block_bytes = codec.nbytes(codec.block) if element_size is None else element_size * codec.block
+    numel = max(1, message_bytes // block_bytes) * codec.block
     ranges = list(itertools.pairwise(partition.bounds))
     for first in range(0, max(end - start for start, end in ranges), numel):
         yield [slice(min(start + first, end), min(start + first + numel, end)) for start, end in ranges]

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isfinite
-from typing import Literal, TypeAlias
+from typing import ClassVar, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -44,6 +44,8 @@ _PIECE_NUMEL_ON_ACCELERATORS = 1 << 24
 @dataclass(frozen=True)
 class Bf16:
     """Half of float32's bytes. Relative error at most 2^-8; infinity and NaN stay as they are."""
+
+    block: ClassVar[int] = 1  # every number is rounded by itself
 
     def nbytes(self, numel: int) -> int:
         return 2 * numel
