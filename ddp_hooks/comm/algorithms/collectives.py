@@ -9,8 +9,8 @@ links wait for others where all ranks send to all.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -65,9 +65,7 @@ def reduce_scatter_among(
         yield round_of(*receives, *sends)
     for index, part in enumerate(own):
         if part.numel():
-            lower = [received[member][index] for member in range(position)]
-            higher = [received[member][index] for member in range(position + 1, size)]
-            _add_in_order(part, lower, higher, divisor)
+            _add_received(part, position, {source: values[index] for source, values in received.items()}, divisor)
 
 
 def all_gather_among(members: Sequence[int], position: int, parts: Sequence[Sequence[Tensor]]) -> Algorithm:
@@ -77,6 +75,24 @@ def all_gather_among(members: Sequence[int], position: int, parts: Sequence[Sequ
     for step in range(size - 1):
         outgoing, incoming = parts[(position - step) % size], parts[(position - step - 1) % size]
         yield round_of(*(Recv(left, part) for part in incoming), *(Send(right, part) for part in outgoing))
+
+
+def sum_in_order(
+    own: Tensor, position: int, size: int, get: Callable[[int], Tensor], add: Callable[[int, Tensor], Any], divisor: int
+) -> None:
+    """Make ``own`` the sum of ``size`` members' values in their order, its own at ``position``, divided.
+
+    ``get(member)`` returns values in memory that may be changed; ``add(member, total)`` adds them to ``total``.
+    """
+    if position > 0:
+        lower = get(0)
+        for member in range(1, position):
+            add(member, lower)
+        own.add_(lower)  # a + b has the bits of b + a
+    for member in range(position + 1, size):
+        add(member, own)
+    if divisor > 1:
+        own.div_(divisor)
 
 
 def pairwise_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], rank: int) -> Algorithm:
@@ -89,23 +105,17 @@ def pairwise_exchange(outgoing: Sequence[Tensor], incoming: Sequence[Tensor], ra
     yield round_of(*receives, *(Send(to, outgoing[to]) for to in others))
 
 
-def _add_in_order(own: Tensor, lower: Sequence[Tensor], higher: Sequence[Tensor], divisor: int) -> None:
-    """Make ``own`` the sum of lower ranks' values, its own and higher ranks', in this order, divided; changes lower."""
-    if own.is_floating_point() and own.element_size() < _WIDE_BYTES:
-        values = [*lower, own, *higher]
-        total = values[0].float()
-        for value in values[1:]:
-            total += value
-        own.copy_(total.div_(divisor))
-        return
-    if lower:
-        for other in lower[1:]:
-            lower[0].add_(other)
-        own.add_(lower[0])  # a + b has the bits of b + a
-    for other in higher:
-        own.add_(other)
-    if divisor > 1:
-        own.div_(divisor)
+def _add_received(own: Tensor, position: int, received: Mapping[int, Tensor], divisor: int) -> None:
+    """Make ``own`` the sum of all members' values; the memory of ``received``, by member, changes."""
+    is_narrow = own.is_floating_point() and own.element_size() < _WIDE_BYTES
+    total = own.float() if is_narrow else own
+
+    def read(member: int) -> Tensor:
+        return received[member].to(total.dtype)
+
+    sum_in_order(total, position, len(received) + 1, read, lambda member, to: to.add_(received[member]), divisor)
+    if is_narrow:
+        own.copy_(total)
 
 
 class Partition(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm.algorithms.collectives import reduce_scatter_among
+from ddp_hooks.comm.algorithms.collectives import reduce_scatter_among, sum_in_order
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send, round_of
 from ddp_hooks.comm.algorithms.scratch import Scratch, room_for
 from ddp_hooks.comm.algorithms.two_level import levels_of, two_level_all_gather, two_level_scratch_numel
@@ -90,19 +90,13 @@ def add_encoded(
     if residual is not None and (residual.device.type != "cpu" or residual.any()):  # to ask an accelerator is to wait
         total.add_(residual)
         residual.zero_()
-    lower = None
-    for source in range(position):
-        if lower is None:
-            lower = space.like(own, wide)
-            codec.decode(payloads[source], lower)
-        else:
-            codec.add(payloads[source], lower)
-    if lower is not None:
-        total.add_(lower)
-    for source in range(position + 1, len(payloads)):
-        codec.add(payloads[source], total)
-    if divisor > 1:
-        total.div_(divisor)
+
+    def read(source: int) -> Tensor:
+        values = space.like(own, wide)
+        codec.decode(payloads[source], values)
+        return values
+
+    sum_in_order(total, position, len(payloads), read, lambda source, to: codec.add(payloads[source], to), divisor)
     if total is not own:
         own.copy_(total)
 

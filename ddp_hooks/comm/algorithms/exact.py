@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ddp_hooks.comm.algorithms.collectives import sum_in_order
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send, round_of
 from ddp_hooks.comm.algorithms.scratch import Scratch, room_for
 from ddp_hooks.comm.wire.exact import Arrived, ExactWire, encode, message_bytes
@@ -51,9 +52,17 @@ def exact_reduce_scatter(
     if late:
         yield late
     if own.numel():
-        _add_in_order(own, rank, arriving, decoded, space)
-        if divisor > 1:
-            own.div_(divisor)
+        lower, other = space.like(own), space.like(own)
+
+        def read(source: int, room: Tensor) -> Tensor:
+            if source not in decoded:
+                return arriving[source]
+            decoded[source].decode(room)
+            return room
+
+        sum_in_order(
+            own, rank, size, lambda each: read(each, lower), lambda each, to: to.add_(read(each, other)), divisor
+        )
 
 
 def exact_scratch_bytes(chunks: Sequence[Tensor], rank: int) -> int:
@@ -62,27 +71,3 @@ def exact_scratch_bytes(chunks: Sequence[Tensor], rank: int) -> int:
     # P - 1 ranks, P - 1 messages come, and two ranges are for adding.
     own = room_for(4 * chunks[rank].numel())
     return sum(room_for(4 * chunk.numel()) for chunk in chunks) + len(chunks) * own
-
-
-def _add_in_order(
-    own: Tensor, rank: int, arriving: dict[int, Tensor], decoded: dict[int, Arrived], space: Scratch
-) -> None:
-    """Make ``own`` the sum of lower ranks' values, its own and higher ranks', in this order."""
-    room = [space.like(own) for _ in range(2)]
-
-    def values_of(source: int, memory: Tensor) -> Tensor:
-        if source not in decoded:
-            return arriving[source]
-        decoded[source].decode(memory)
-        return memory
-
-    lower = None
-    for source in range(rank):
-        if lower is None:
-            lower = values_of(source, room[0])
-        else:
-            lower.add_(values_of(source, room[1]))
-    if lower is not None:
-        own.add_(lower)  # a + b has the bits of b + a
-    for source in range(rank + 1, len(arriving) + 1):
-        own.add_(values_of(source, room[1]))
