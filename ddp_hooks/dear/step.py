@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import LinkProfile, Recorder, Work, agree, mebibytes, see
+from ddp_hooks.comm.rounding_warning import RoundingWarning
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.comm.torch_compat.compiler import inside_compiled_region
 from ddp_hooks.comm.torch_compat.ddp import ddp_in_forward, managed_parameters
@@ -97,6 +98,7 @@ class StepDriver:
         self.wires = ReductionWires(config, self.lanes, self.parameters.tensors)
         rounds = config.gather_dtype is not None and self.lanes.world_size > 1
         self.rounding = Rounding(config, self.parameters, self.lanes, self.layout) if rounds else None
+        self._warning = RoundingWarning('wire="int4"', 'wire="int8"') if config.wire == "int4" else None
         self.tracker = GradReadyTracker(self.parameters.tensors, self._advance)
         self.pipe = FeedPipe(
             ddp.module,
@@ -174,7 +176,9 @@ class StepDriver:
         if self._latest_forward == "none" or self.phase is Phase.REDUCING:
             refuse_unhooked_forward()
         self._wait_for_gathers()  # parameters that the forward did not touch may still be in flight
-        reduction = Reduction(self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype, self.wires)
+        reduction = Reduction(
+            self.lanes, self.layout, self.tracker.ready, self.config.reduce_dtype, self.wires, self._warning
+        )
         self._enter(Phase.BACKWARD)
         self.reduction = reduction
         return reduction

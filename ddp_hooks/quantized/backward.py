@@ -119,7 +119,8 @@ class Backward:
             lane.reduce_scatter(partitions, name, lanes.world_size)
             self._works.append(lane.all_gather(partitions, name))
             return
-        exchange = Exchange(flat, residual, codec, context.nodes, self.scale, run not in self.former, self.measures)
+        is_new = run not in self.former
+        exchange = Exchange(name, flat, residual, codec, context.nodes, self.scale, is_new, self.measures)
         self.exchanges.append(exchange)
         block = context.config.block_numel or 256
         message_bytes = scatter_message_bytes(_SLICE_BYTES, lanes.world_size - 1)

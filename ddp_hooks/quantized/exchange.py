@@ -46,6 +46,7 @@ _GRAIN_NUMEL = 256  # ranges begin at multiples of it, so that few blocks are cu
 class Exchange:
     """All-reduce of ``flat``, in slices; both tensors belong to a lane until its work is complete."""
 
+    name: str  # for messages
     flat: Tensor  # (numel,): gradients, which become means
     residual: Tensor  # (numel,), float32 or wider, without the scale
     codec: Codec

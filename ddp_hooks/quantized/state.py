@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import logging
 import sys
 import weakref
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks.comm import Lanes, LaneSettings, Recorder, Residuals, agree, at_exit, see
+from ddp_hooks.comm.rounding_warning import RoundingWarning
 from ddp_hooks.comm.torch_compat.autograd import queue_engine_callback
 from ddp_hooks.comm.torch_compat.ddp import managed_parameters
 from ddp_hooks.intercept import future_of, indices_of, refuse_join
@@ -29,11 +29,6 @@ from ddp_hooks.quantized import checkpoint
 from ddp_hooks.quantized.backward import Backward, Context, Run
 from ddp_hooks.quantized.checks import agree_on_setup
 from ddp_hooks.quantized.config import QuantizedConfig
-
-logger = logging.getLogger("ddp_hooks")
-
-_MEASURE_EVERY = 100  # steps
-_LARGE_ERROR = 0.25  # of 4 bits; normally distributed gradients have 0.11
 
 
 @dataclass(frozen=True)
@@ -110,7 +105,7 @@ class QuantizedState:
         self._before = lanes.traffic, 0.0  # bytes and stalls until the last step
         self._runs: list[Run] | None = None  # in which gradients travelled last, or travel next in a resumed run
         self._is_resumed = False  # since the last backward
-        self._has_warned = False
+        self._warning = RoundingWarning("bits=4", "bits=8, or a smaller block_numel")
         self._closed = False
         self._backward: Backward | None = None  # from its first bucket on
         ddp.join = ddp.join_hook = partial(refuse_join, "QuantizedState", "has no gradients")  # type: ignore[method-assign]
@@ -222,7 +217,7 @@ class QuantizedState:
             runs if runs is not None and not self._is_resumed else (),
             self._local.written if self._local is not None and self._finds_unused else None,
             self._scaler.get_scale() if self._scaler is not None else 1.0,
-            self._stats.step % _MEASURE_EVERY == 0,
+            self._warning.begin_backward(),
         )
 
     # -- 2. the backward ends, but DDP has not waited for its buckets ------------------------------------------------
@@ -258,13 +253,9 @@ class QuantizedState:
             stall_s=self._before[1] - stall_before_s,
             relative_error=error,
         )
-        if self.config.bits == 4 and error > _LARGE_ERROR and not self._has_warned:
-            self._has_warned = True
-            logger.warning(
-                "rank %d: with bits=4 rounding takes %.0f %% of the gradients' norm, because few of them are much "
-                "larger than the others; where training suffers, use bits=8, or a smaller block_numel",
-                dist.get_global_rank(lanes.group, lanes.rank), 100 * error,
-            )  # fmt: skip
+        if self.config.bits == 4:
+            for exchange in backward.exchanges:
+                self._warning.look(exchange.name, exchange.relative_error)
 
     # -- around it --------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 from ddp_hooks import DearConfig, DearState, dear_hook
 from tests.dear.test_sums import Real, gradient
 from tests.support.dear.twins import CONFIG
+from tests.support.messages import logged
 from tests.support.workers import WorkerPools
 
 WIRES = {"bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}  # with a bound of the relative error
@@ -126,3 +127,37 @@ def written_and_resumed(rank: int, world_size: int) -> dict[str, bool]:
 
 def test_masters_are_written_and_resumed(workers: WorkerPools) -> None:
     assert workers(2).run(written_and_resumed) == [{"written": True, "resumed": True}] * 2
+
+
+class Spikes(nn.Module):
+    """Gradients of which few are much larger than the others, in the second weight alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.even = nn.Parameter(torch.zeros(4096))
+        self.spiky = nn.Parameter(torch.zeros(4096))
+
+    def forward(self, step: int) -> Tensor:
+        values = torch.randn(4096, generator=torch.Generator().manual_seed(step))
+        spikes = values.clone()
+        spikes[::64] *= 15
+        return (self.even * values + self.spiky * spikes).sum()
+
+
+def warnings(rank: int, world_size: int) -> list[str]:
+    with logged() as lines:
+        for wire in ("int8", "int4"):
+            ddp = DistributedDataParallel(Spikes(), gradient_as_bucket_view=True, bucket_cap_mb=0.01)
+            optimizer = torch.optim.SGD(ddp.parameters(), lr=0.0)
+            state = DearState(ddp, optimizer, replace(CONFIG, wire=wire, atom_mb=0.01))
+            ddp.register_comm_hook(state, dear_hook)
+            for step in range(2):
+                ddp(step).backward()
+                optimizer.step()
+            state.close()
+    return [line for line in lines if "rounding takes" in line]
+
+
+def test_large_errors_of_four_bits_are_told_once(workers: WorkerPools) -> None:
+    for rank, (line,) in enumerate(workers(2).run(warnings)):
+        assert line.startswith(f'rank {rank}: with wire="int4"') and "(spiky)" in line and 'use wire="int8"' in line

@@ -429,7 +429,7 @@ def test_costs(workers: WorkerPools) -> None:
         ):
             assert bits / 32 <= bytes_ratio < bits / 32 + 0.03
             assert 0.8 * usual_error < error < 1.3 * usual_error and step == 1 and lanes == 2
-        assert len(lines) == 1 and "rounding takes" in lines[0]
+        assert len(lines) == 1 and "rounding takes" in lines[0] and "(weight)" in lines[0]
 
 
 # -- set-ups and loops that cannot work -------------------------------------------------------------------------------

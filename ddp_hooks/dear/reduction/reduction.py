@@ -11,11 +11,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import Lanes, Partition, Work, see
+from ddp_hooks.comm import Lanes, Partition, RoundedWire, Work, see
+from ddp_hooks.comm.rounding_warning import RoundingWarning
+from ddp_hooks.comm.wire.codecs import relative_error
 from ddp_hooks.dear.layout.model_layout import ModelLayout
 from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.dear.reduction.wires import ReductionWires
 from ddp_hooks.planning.atoms import Atom
+
+_SAMPLE_NUMEL = 1 << 18  # of an atom, to look at what rounding takes, in about a millisecond
 
 
 class Reduction:
@@ -26,6 +30,7 @@ class Reduction:
         ready: Mapping[int, Tensor],
         reduce_dtype: torch.dtype | None,
         wires: ReductionWires,
+        warning: RoundingWarning | None,
     ) -> None:
         self.buckets: list[tuple[int, ...]] = []
         self.num_parameters = 0  # in the buckets so far
@@ -39,6 +44,7 @@ class Reduction:
         self._ready = ready
         self._reduce_dtype = reduce_dtype
         self._wires = wires
+        self._warning = warning if warning is not None and warning.begin_backward() else None
         self._converted: dict[int, Tensor] = {}  # atoms whose sums are formed in another type
         self._launched = 0  # atoms that have been handed to a lane
         self._next_group = 0
@@ -95,6 +101,10 @@ class Reduction:
             flat = self._in_reduce_dtype(index, gradient)
             wire = self._wires.of(self._known, index, atom, self._bucket_of(atom), flat)
             partitions.append(Partition(flat, atom.bounds, wire))
+            if self._warning is not None and isinstance(wire, RoundedWire):
+                self._warning.look(
+                    self._model_layout.label([atom]), relative_error(wire.codec, flat[:_SAMPLE_NUMEL])
+                )
         label = self._model_layout.label(atoms)
         work = self._lanes.reduce_scatter(partitions, label, divisor=self._lanes.world_size)
         self.works.append((work, group))
