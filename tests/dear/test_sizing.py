@@ -1,6 +1,6 @@
-"""Collectives on two levels: the same steps as plain DDP's, nodes as hosts have them, and refusals.
+"""Collectives on two levels: the same steps as plain DDP's, nodes as hosts have them, and refusals; sizes of atoms.
 
-Prevents: ranks that choose differently and wait for each other.
+Prevents: ranks that choose differently and wait for each other, and pieces so small that the processor limits.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from ddp_hooks import DearConfig, DearState, dear_hook
-from ddp_hooks.comm import LaneError, ranks_per_node
+from ddp_hooks import BucketTuner, DearConfig, DearState, dear_hook
+from ddp_hooks.comm import LaneError, LinkProfile, Recorder, ranks_per_node
 from ddp_hooks.dear import sizing
 from tests.support.dear import twins
 from tests.support.dear.loops import adamw_two_groups
@@ -132,3 +132,36 @@ def test_refusals_are_the_same_everywhere(workers: WorkerPools) -> None:
         assert not left
     with pytest.raises(ValueError, match=r"collective must be one of .*'two-level', 'auto'\), got 'tree'"):
         DearConfig(collective="tree")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("goodput_bytes_s", [100e6, 1e9])
+@pytest.mark.parametrize("update", ["sharded", "replicated"])
+def test_sizes_where_the_processor_limits(monkeypatch: pytest.MonkeyPatch, update: Any, goodput_bytes_s: float) -> None:
+    """Messages cost it time, so a model that has whole updates to do as well is cut into fewer pieces."""
+    monkeypatch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(goodput_bytes_s, 1, 16 << 20))
+    lanes = mock.MagicMock(native=False, world_size=4)
+    monkeypatch.setattr(sizing, "Lanes", lambda *args: lanes)
+    config, device = DearConfig(update=update), torch.device("cpu")
+    _, atom_bytes, *_ = sizing.open_lanes(
+        config, mock.MagicMock(), device, Recorder(False), 160 << 20, update != "sharded"
+    )
+    assert atom_bytes == (40 if update == "replicated" and goodput_bytes_s == 1e9 else 20) << 20
+
+
+def test_sizes_where_the_link_limits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(100e6, 3, 1 << 20))
+    monkeypatch.setattr(sizing, "Lanes", lambda *args: mock.MagicMock(native=False, world_size=4))
+    device = torch.device("cpu")
+    _, *sizes, _ = sizing.open_lanes(DearConfig(), mock.MagicMock(), device, Recorder(False), 400 << 20, False)
+    assert sizes == [8 << 20, 8 << 20]
+
+
+def test_a_tuner_has_a_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Groups are made of atoms, so where sizes are to be tried these are small, but messages not tiny."""
+    monkeypatch.setattr(sizing, "profile_link", lambda lanes: LinkProfile(100e6, 3, 1 << 20))
+    monkeypatch.setattr(sizing, "Lanes", lambda *args: mock.MagicMock(native=False, world_size=4))
+    device, config = torch.device("cpu"), DearConfig(tuner=BucketTuner())
+    _, *sizes, _ = sizing.open_lanes(config, mock.MagicMock(), device, Recorder(False), 100 << 20, False)
+    assert sizes == [2 << 20, 8 << 20]
+    _, *sizes, _ = sizing.open_lanes(config, mock.MagicMock(), device, Recorder(False), 320 << 20, False)
+    assert sizes == [5 << 20, 8 << 20]

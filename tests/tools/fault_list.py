@@ -364,7 +364,7 @@ _DEAR = (
         "ddp_hooks/dear/update/sharded.py",
         "take_back(shard.tensor, shard.memory, self._state.own.get(shard.tensor))",
         "pass",
-        ("tests/dear/test_replicated.py",),
+        ("tests/dear/test_whole_tensors.py",),
         "assign",
     ),
     Fault(
@@ -372,7 +372,7 @@ _DEAR = (
         "ddp_hooks/dear/layout/memory.py",
         "take_back(parameter, memory, states.get(parameter))",
         "pass",
-        ("tests/dear/test_replicated.py",),
+        ("tests/dear/test_whole_tensors.py",),
         "assign",
     ),
     Fault(
@@ -380,7 +380,7 @@ _DEAR = (
         "ddp_hooks/overlap/deferred.py",
         "take_back(parameter, self._parameters[index].detach(), acting.state.get(parameter))",
         "pass",
-        ("tests/dear/test_replicated.py",),
+        ("tests/dear/test_whole_tensors.py",),
         "assign",
     ),
     Fault(
