@@ -18,20 +18,20 @@ from ddp_hooks import DearConfig, DearState, GradScaler, dear_hook
 from tests.support.models import LanguageModel, images, resnet
 from tests.support.workers import WorkerPools
 
-STEPS = 6
+LATE = 4  # step, of 6, in which a weight no longer fits
 
 
 def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    sizes: dict[str, Any] = {"vocab_size": 256, "n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 32}
+    sizes: dict[str, Any] = {"vocab_size": 256, "n_embd": 64, "n_layer": 1, "n_head": 4, "n_positions": 32}
     return LanguageModel(GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0)))
 
 
 def bert() -> nn.Module:
     from transformers import BertConfig, BertForMaskedLM
 
-    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = BertConfig(**sizes, intermediate_size=128, max_position_embeddings=32)
     config.hidden_dropout_prob = config.attention_probs_dropout_prob = 0.0
     return LanguageModel(BertForMaskedLM(config))
@@ -40,14 +40,15 @@ def bert() -> nn.Module:
 def llama() -> nn.Module:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes: dict[str, Any] = {"vocab_size": 256, "hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4}
     return LanguageModel(LlamaForCausalLM(LlamaConfig(**sizes, intermediate_size=128, max_position_embeddings=32)))
 
 
 def convolutions() -> Any:
-    """Three quarters of a ResNet: torch's last convolutions of so small images are not the same from run to run."""
+    """Half of a ResNet: torch's last convolutions of so small images are not the same from run to run."""
     model: Any = resnet(1).float()
-    model.network.layer4, model.network.fc = nn.Identity(), nn.Linear(256, 10)
+    model.network.layer3 = model.network.layer4 = nn.Identity()
+    model.network.fc = nn.Linear(128, 10)
     return model
 
 
@@ -70,7 +71,7 @@ class Wide(nn.Module):
         hidden = torch.tanh(self.shared(torch.tanh(self.shared(values))))
         hidden = hidden + (self.direct * hidden.float().mean(0)).sum(0)
         later = nn.functional.linear(hidden, self.later)
-        if step >= STEPS - 2:
+        if step >= LATE:
             later = later + (self.later * 0.3).sum(0)
         return later.float().square().mean()
 
@@ -94,21 +95,21 @@ class Case(NamedTuple):
     dtype: torch.dtype | None = torch.bfloat16  # of autocast; None: without
     cache: bool = True
     micro_batches: int = 1
+    steps: int = 4  # messages: whole, a first look, known misfits, and a look after a pause
     fewer: float = 1.0  # most bytes, of those of float32, of reduce-scatters alone
 
 
 CASES = {
-    "gpt2": Case(gpt2, fewer=0.76),
-    "bert": Case(bert, fewer=0.76),
-    "llama": Case(llama, fewer=0.76),
-    "resnet": Case(convolutions, pictures, fewer=0.55),
+    "bert": Case(bert, fewer=0.83),
+    "llama": Case(llama, fewer=0.83),
+    "resnet": Case(convolutions, pictures, fewer=0.57),
     "float32": Case(gpt2, dtype=None, fewer=1.02),
     "accumulated": Case(gpt2, micro_batches=2, fewer=1.02),
-    "checkpointed": Case(checkpointed, fewer=0.76),
-    "float16": Case(gpt2, dtype=torch.float16, fewer=0.76),
-    "without a cache": Case(gpt2, cache=False, fewer=0.76),
-    "used twice": Case(Wide, lambda rank, step: (*rows(96)(rank, step), step)),
-    "used twice, without a cache": Case(Wide, lambda rank, step: (*rows(96)(rank, step), step), cache=False),
+    "checkpointed": Case(checkpointed, fewer=0.83),
+    "float16": Case(gpt2, dtype=torch.float16, steps=6, fewer=0.83),
+    "without a cache": Case(gpt2, cache=False, fewer=0.83),
+    "used twice": Case(Wide, lambda rank, step: (*rows(96)(rank, step), step), steps=6),
+    "used twice, without a cache": Case(Wide, lambda rank, step: (*rows(96)(rank, step), step), cache=False, steps=6),
 }
 
 
@@ -121,7 +122,7 @@ def train(rank: int, case: Case, wire: Any) -> tuple[list[float], list[Tensor], 
     ddp.register_comm_hook(state, dear_hook)
     scaler = GradScaler("cpu", enabled=case.dtype == torch.float16)
     losses = []
-    for step in range(STEPS):
+    for step in range(case.steps):
         for micro_batch in range(case.micro_batches):
             last = micro_batch == case.micro_batches - 1
             with nullcontext() if last else ddp.no_sync():
