@@ -40,6 +40,7 @@ from ddp_hooks.comm.validation import (
 )
 from ddp_hooks.comm.wire.codecs import Codec, CodecName, codec_of
 from ddp_hooks.comm.wire.exact import ExactWire
+from ddp_hooks.comm.wire.exact_native import ExactNativeWire
 from ddp_hooks.comm.wire.narrow import NarrowGather
 from ddp_hooks.comm.wire.residuals import Residuals
 from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
@@ -50,7 +51,8 @@ __all__ = [  # noqa: RUF022 - by topic
     "direct_reduce_scatter", "num_rounds", "pairwise_exchange", "ranks_per_node", "ring_all_gather", "round_of",
     "sum_within_node", "without_messages",
     # wire: how numbers travel
-    "Codec", "CodecName", "DifferenceWire", "ExactWire", "NarrowGather", "Residuals", "RoundedWire", "codec_of",
+    "Codec", "CodecName", "DifferenceWire", "ExactNativeWire", "ExactWire", "NarrowGather", "Residuals", "RoundedWire",
+    "codec_of",
     # executors: lanes, and the fabric in one process
     "AlphaBeta", "LaneSettings", "Lanes", "LinkProfile", "ThreadWork", "Work", "profile_link", "run_on_fabric",
     "special_tag", "suited_to",

@@ -60,7 +60,9 @@ class DearConfig:
             update of each parameter depends on that parameter, its gradient and its state alone, so that it may be
             updated by itself, just before it is read. Others wait for all gradients inside of ``step()``.
         wire: how numbers travel. ``"exact"``: float32 gradients that are 16-bit numbers, as those of most weights under
-            ``torch.autocast``, in 16 bits, other ones whole, on CPUs and with one level; sums have the same bits.
+            ``torch.autocast``, in 16 bits, other ones whole, with one level; sums have the same bits. On GPUs only
+            where ranks run on several hosts; there a loop whose gradients stop being 16-bit numbers, such as one that
+            begins to accumulate, gets a RuntimeError one step later, on all ranks. (On GPUs this has not run yet.)
             ``"float32"``: whole, without a look at them. ``"bf16"``, ``"int8"``, ``"int4"``: gradients are rounded once
             to so many bits (integers in blocks of 256 with a scale), summed in float32, and what rounding took is added
             to the next gradient (error feedback; a moving average of it for int4). With sharded updates owners step on

@@ -63,6 +63,13 @@ def _choose_lanes_and_messages(lanes: Lanes, settings: LaneSettings, config: Dea
     return link
 
 
+def spans_hosts(config: DearConfig, lanes: Lanes) -> bool:
+    """Return True if ranks run on several hosts; collective where that decides how numbers travel, else False."""
+    if not lanes.native or lanes.world_size == 1 or config.wire != "exact":
+        return False
+    return len(set(lanes.gather_objects(socket.gethostname(), _CALL))) > 1
+
+
 def choose_node_size(config: DearConfig, lanes: Lanes) -> int:
     """Return the ranks per node for collectives on two levels, 1 for those on one; collective."""
     if lanes.native or lanes.world_size <= _ALIKE or config.collective not in ("two-level", "auto"):

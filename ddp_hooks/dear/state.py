@@ -106,6 +106,7 @@ class DearState:
         collective, and parameters hold all their bits afterwards, until the next step: one rank alone may then read.
         """
         self._driver.pipe.finish(on_host=True)
+        self._driver.wires.refuse_lost_bits()
 
     def stats(self) -> DearStats:
         """Return the costs of the last complete step on this rank."""
@@ -237,6 +238,7 @@ class DearState:
     def _checkpoint(self) -> OptimizerCheckpoint:
         self._driver.refuse_closed()
         self._driver.pipe.finish()
+        self._driver.wires.refuse_lost_bits()
         return self._driver.checkpoint
 
     def sum_over_ranks(self, value: Tensor) -> Tensor:
@@ -315,6 +317,8 @@ class DearState:
                 self._optimizer.register_load_state_dict_pre_hook(refusals.refuse_state_dict)
             self._driver.lanes.close()
             refusals.unregister(self._optimizer, self._driver.root)
+        if not self._driver.lanes.stuck:
+            self._driver.wires.refuse_lost_bits()  # of the last step
 
     # -- hooks --------------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ddp_hooks.comm import Algorithm, Lanes, LaneSettings, Partition, Recorder, aligned_bounds
 from ddp_hooks.comm.algorithms.collectives import direct_reduce_scatter, pairwise_exchange, ring_all_gather
 from tests.support.devices import rank_device
+from tests.support.exact_native import CASES, turns
 from tests.support.lanes import whole
 from tests.support.workers import WorkerPools
 
@@ -84,3 +85,11 @@ def exchanges(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 def test_exchanges(gpu_workers: WorkerPools, world_size: int) -> None:
     gpu_workers(world_size).run(exchanges)
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("name", CASES)
+def test_exact_16_bits(gpu_workers: WorkerPools, world_size: int, name: str) -> None:
+    kind, expected = CASES[name]
+    for found in gpu_workers(world_size).run(turns, kind, len(expected)):
+        assert [turn.narrow for turn in found] == expected

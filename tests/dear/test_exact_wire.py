@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, GradScaler, dear_hook
+from ddp_hooks.comm import Lanes
+from tests.support.messages import message_of
 from tests.support.models import LanguageModel, images, resnet
 from tests.support.workers import WorkerPools
 
@@ -162,3 +166,36 @@ def compare(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
 @pytest.mark.parametrize("world_size", [2, 3])
 def test_same_bits(workers: WorkerPools, world_size: int) -> None:
     assert workers(world_size).run(compare, list(CASES)) == [{}] * world_size
+
+
+def compare_on_native_lanes(rank: int, world_size: int) -> tuple[dict[str, float], list[str]]:
+    """With lanes that are streams, between hosts: bytes of reduce-scatters, of those in float32, and errors."""
+    native = property(lambda lanes: True, lambda lanes, value: None)
+    several_hosts = mock.patch("ddp_hooks.dear.step.spans_hosts", lambda config, lanes: config.wire == "exact")
+    fewer = {}
+    with mock.patch.object(Lanes, "native", native, create=True):
+        for name, dtype in (("autocast", torch.bfloat16), ("float32", None)):
+            case = Case(Wide, lambda rank, step: (*rows(96)(rank, step), 0), dtype, steps=6)
+            expected_losses, expected, whole = train(rank, case, "float32")
+            with several_hosts:
+                losses, weights, sent = train(rank, case, "exact")
+            assert losses == expected_losses and all(map(torch.equal, weights, expected)), name
+            fewer[name] = 2 * sent / whole - 1  # gathers send as much as reduce-scatters of float32
+        wide = CASES["used twice"]
+        assert train(rank, wide, "exact")[2] == train(rank, wide, "float32")[2], "they send float32 on one host"
+        messages = []
+        change = Case(Wide, lambda rank, step: (*rows(96)(rank, step), LATE if step > 6 else 0))
+        # A backward finds what the step before has lost; synchronize(), or close(), what the last step has.
+        for steps, synchronize in ((9, DearState.synchronize), (8, DearState.synchronize), (8, mock.Mock())):
+            replaced = mock.patch.object(DearState, "synchronize", synchronize)
+            with several_hosts, replaced:
+                messages.append(message_of(partial(train, rank, change._replace(steps=steps), "exact")))
+    return fewer, messages
+
+
+def test_native_lanes(workers: WorkerPools) -> None:
+    """Two ranks, whose sums have the same bits in any order. The last of six steps sends 16 bits."""
+    for fewer, messages in workers(2).run(compare_on_native_lanes):
+        assert fewer["autocast"] < 0.97 and 1 <= fewer["float32"] < 1.01, fewer
+        for message in messages:
+            assert message.startswith("RuntimeError: gradients lost bits in the last step") and "later" in message

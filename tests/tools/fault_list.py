@@ -252,6 +252,30 @@ _COMM = (
         ("tests/comm/test_encoded.py",),
         "depend_on_slices",
     ),
+    Fault(
+        "comm: zeros show that numbers fit 16 bits",
+        "ddp_hooks/comm/wire/exact_native.py",
+        "(blocks.to(narrow) == blocks).all(-1) & shown",
+        "(blocks.to(narrow) == blocks).all(-1)",
+        ("tests/comm/test_exact_native.py",),
+        "table",
+    ),
+    Fault(
+        "comm: numbers of one owner may lose bits",
+        "ddp_hooks/comm/wire/exact_native.py",
+        "lost = (new.sum(-1) > self._spare).any()",
+        "lost = (new.sum(-1) > self._spare).all()",
+        ("tests/comm/test_exact_native.py",),
+        "fit_no_longer",
+    ),
+    Fault(
+        "dear: the last step's lost bits are not told",
+        "ddp_hooks/dear/state.py",
+        "            self._driver.wires.refuse_lost_bits()  # of the last step",
+        "            pass",
+        ("tests/dear/test_exact_wire.py",),
+        "native",
+    ),
 )
 
 _DEAR = (

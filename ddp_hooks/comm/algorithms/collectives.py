@@ -16,10 +16,11 @@ from torch import Tensor
 
 from ddp_hooks.comm.algorithms.exchange import Algorithm, Recv, Send, round_of
 from ddp_hooks.comm.wire.exact import ExactWire
+from ddp_hooks.comm.wire.exact_native import ExactNativeWire
 from ddp_hooks.comm.wire.narrow import NarrowGather
 from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
-Wire: TypeAlias = ExactWire | RoundedWire | DifferenceWire | NarrowGather
+Wire: TypeAlias = ExactWire | ExactNativeWire | RoundedWire | DifferenceWire | NarrowGather
 
 _WIDE_BYTES = 4  # of an element; sums of narrower floating-point types are formed in float32
 
@@ -132,7 +133,7 @@ class Partition(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes that travel to each rank, before :class:`ExactWire` leaves some out."""
+        """Bytes that travel to each rank, before exact wires leave some out."""
         if isinstance(self.wire, NarrowGather):
             return self.wire.nbytes(0, self.flat.numel())
         return self.flat.numel() * self.flat.element_size()

@@ -18,6 +18,8 @@ from ddp_hooks.comm.algorithms.scratch import Scratch
 from ddp_hooks.comm.executors.work import StreamWork, Work
 from ddp_hooks.comm.torch_compat.distributed import all_gather_single, reduce_scatter_single
 from ddp_hooks.comm.torch_compat.overrides import copy_all
+from ddp_hooks.comm.wire.exact import BLOCK
+from ddp_hooks.comm.wire.exact_native import ExactNativeWire
 from ddp_hooks.comm.wire.narrow import NarrowGather
 from ddp_hooks.comm.wire.rounded import DifferenceWire, RoundedWire
 
@@ -40,11 +42,22 @@ class StreamLane:
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     def reduce_scatter(self, partitions: Sequence[Partition], label: str, divisor: int = 1) -> StreamWork:
+        exact = [(each, each.wire) for each in partitions if isinstance(each.wire, ExactNativeWire)]
+        for _, wire in exact:
+            wire.begin_turn()
         with self._submitting(f"reduce-scatter of {label}") as work:
             for partition in partitions:
                 if isinstance(partition.wire, RoundedWire):
                     self._encoded_reduce_scatter(partition, partition.wire, divisor)
-            plain = [partition for partition in partitions if partition.wire is None]
+            flags = []
+            for partition, wire in exact:
+                if wire.narrow is not None:
+                    flags.append((wire, self._exact_reduce_scatter(partition, wire, divisor)))
+                elif wire.looks:
+                    flags.append((wire, wire.look(partition.flat)))
+            self._share_flags(flags, work.label)
+            plain = [each for each in partitions if each.wire is None]
+            plain += [each for each, wire in exact if wire.narrow is None]
             for body, own in self._bodies(plain):
                 reduce_scatter_single(own, body, group=self._group)
                 if divisor > 1:
@@ -90,6 +103,41 @@ class StreamLane:
         space = Scratch(partition.flat.new_empty(sum_bytes(chunks[rank]), dtype=torch.uint8))
         add_encoded(chunks[rank], rank, incoming.split(to_receive), codec, residual, space, divisor)
         self._count_bytes(sum(to_send), sum(to_receive))
+
+    def _exact_reduce_scatter(self, partition: Partition, wire: ExactNativeWire, divisor: int) -> Tensor:
+        """Send every range to its owner in 16 bits, which adds in the order of ranks; return this rank's flags."""
+        message, low_of_wide, flags = wire.encode(partition.flat)
+        messages = self._send_to_owners(message, wire.message_numels)
+        low_of_wide = self._send_to_owners(low_of_wide, [BLOCK * number for number in wire.num_wide])
+        own = partition.ranges[self._rank]
+        wire.add(messages, low_of_wide, self._rank, own)
+        if divisor > 1:
+            own.div_(divisor)
+        return flags
+
+    def _send_to_owners(self, outgoing: Tensor, numels: Sequence[int]) -> Tensor:
+        """Return what all ranks sent to this one, where they send ``numels[r]`` elements to rank r."""
+        own, others = numels[self._rank], self._world_size - 1
+        incoming = outgoing.new_empty(self._world_size * own)
+        if outgoing.numel():
+            sizes = [numel * outgoing.element_size() for numel in numels]
+            messages = incoming.view(torch.uint8), outgoing.view(torch.uint8)  # NCCL has no int16
+            dist.all_to_all_single(*messages, [sizes[self._rank]] * len(sizes), sizes, group=self._group)
+            self._count_bytes(sum(sizes) - sizes[self._rank], sizes[self._rank] * others)
+        return incoming
+
+    def _share_flags(self, flags: Sequence[tuple[ExactNativeWire, Tensor]], label: str) -> None:
+        """Form the maximum of flags over the ranks, and let each wire read it on the host in its next turn."""
+        if not flags or self._world_size == 1:
+            return
+        joined = torch.cat([each for _, each in flags])
+        dist.all_reduce(joined, dist.ReduceOp.MAX, group=self._group)
+        self._count_bytes(*[2 * joined.nbytes * (self._world_size - 1) // self._world_size] * 2)
+        host = torch.empty(joined.shape, dtype=joined.dtype, pin_memory=self._stream is not None)
+        host.copy_(joined, non_blocking=True)
+        copied = self._stream.record_event() if self._stream is not None else None
+        for (wire, _), part in zip(flags, host.split([each.numel() for _, each in flags]), strict=True):
+            wire.keep(part, copied, label)
 
     def _encoded_all_gather(self, partition: Partition, wire: RoundedWire | DifferenceWire) -> None:
         """Gather payloads, padded to one length; see :func:`~..algorithms.encoded.encoded_all_gather`."""

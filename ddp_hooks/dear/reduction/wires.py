@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ddp_hooks.comm import ExactWire, Lanes, Residuals, RoundedWire, codec_of
+from ddp_hooks.comm import ExactNativeWire, ExactWire, Lanes, Residuals, RoundedWire, codec_of
 from ddp_hooks.dear.config import DearConfig
 from ddp_hooks.dear.layout.placement import Layout
 from ddp_hooks.planning.atoms import Atom
@@ -16,22 +16,36 @@ from ddp_hooks.planning.atoms import Atom
 class ReductionWires:
     """Wires of atoms, with their memory of earlier steps: the same on every rank, but for the residuals."""
 
-    def __init__(self, config: DearConfig, lanes: Lanes, parameters: Sequence[Tensor]) -> None:
-        # Sums of a node's ranks do not fit 16 bits, and NCCL has its own collectives.
-        self._is_exact = config.wire == "exact" and lanes.node_size == 1 and lanes.world_size > 1 and not lanes.native
+    def __init__(
+        self,
+        config: DearConfig,
+        lanes: Lanes,
+        parameters: Sequence[Tensor],
+        spans_hosts: bool,  # of native lanes: links between ranks may be slow
+    ) -> None:
+        # Sums of a node's ranks do not fit 16 bits. Links within a host are faster than a look at numbers.
+        self._is_exact = config.wire == "exact" and lanes.node_size == 1 and lanes.world_size > 1
+        self._is_exact = self._is_exact and (spans_hosts or not lanes.native)
+        self._is_native = lanes.native
         self._rounds_to = config.rounds_to if lanes.world_size > 1 else None
         self._residuals = Residuals(parameters)
         self._layout: Layout | None = None
-        self._of_atom: dict[int, ExactWire] = {}
+        self._of_atom: dict[int, ExactWire | ExactNativeWire] = {}
 
     def scale_residuals(self, factor: float) -> None:
         """Multiply residuals, where the loss will have another scale."""
         for residual in self._residuals.by_parameter().values():
             residual.mul_(factor)
 
+    def refuse_lost_bits(self) -> None:
+        """Raise RuntimeError if exact gradients lost bits, and no backward has found out yet; communicate nothing."""
+        for wire in self._of_atom.values():
+            if isinstance(wire, ExactNativeWire):
+                wire.read_flags()
+
     def of(
         self, layout: Layout | None, index: int, atom: Atom, bucket: tuple[int, ...], gradient: Tensor
-    ) -> ExactWire | RoundedWire | None:
+    ) -> ExactWire | ExactNativeWire | RoundedWire | None:
         """Return the wire of an atom of a bucket of parameters; ``layout`` is None where DDP is about to change it."""
         if self._rounds_to is not None:
             codec = codec_of(self._rounds_to, None, gradient.dtype)
@@ -41,7 +55,10 @@ class ReductionWires:
         if not self._is_exact or gradient.dtype != torch.float32:
             return None
         if layout is None:
-            return ExactWire()
+            return None if self._is_native else ExactWire()
         if layout is not self._layout:
+            self.refuse_lost_bits()
             self._layout, self._of_atom = layout, {}
-        return self._of_atom.setdefault(index, ExactWire())
+        if index not in self._of_atom:
+            self._of_atom[index] = ExactNativeWire(atom.bounds) if self._is_native else ExactWire()
+        return self._of_atom[index]
