@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, GradScaler, dear_hook
 from ddp_hooks.comm import Lanes
+from ddp_hooks.dear import sizing
 from tests.support.messages import message_of
 from tests.support.models import LanguageModel, images, resnet
 from tests.support.workers import WorkerPools
@@ -171,7 +172,7 @@ def test_same_bits(workers: WorkerPools, world_size: int) -> None:
 def compare_on_native_lanes(rank: int, world_size: int) -> tuple[dict[str, float], list[str]]:
     """With lanes that are streams, between hosts: bytes of reduce-scatters, of those in float32, and errors."""
     native = property(lambda lanes: True, lambda lanes, value: None)
-    several_hosts = mock.patch("ddp_hooks.dear.step.spans_hosts", lambda config, lanes: config.wire == "exact")
+    several_hosts = mock.patch.object(sizing.socket, "gethostname", lambda: f"host{rank}")
     fewer = {}
     with mock.patch.object(Lanes, "native", native, create=True):
         for name, dtype in (("autocast", torch.bfloat16), ("float32", None)):

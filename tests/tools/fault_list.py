@@ -268,6 +268,9 @@ _COMM = (
         ("tests/comm/test_exact_native.py",),
         "fit_no_longer",
     ),
+)
+
+_DEAR = (
     Fault(
         "dear: the last step's lost bits are not told",
         "ddp_hooks/dear/state.py",
@@ -276,9 +279,6 @@ _COMM = (
         ("tests/dear/test_exact_wire.py",),
         "native",
     ),
-)
-
-_DEAR = (
     Fault(
         "dear: parameters are read by one rank after consolidate(), and rounded",
         "ddp_hooks/dear/state.py",
