@@ -156,6 +156,7 @@ REPLICATED = SHARDED._replace(update="replicated", optimizer="Muon")
 IN_SETUP: list[tuple[dict[str, Any], Setup, Setup, str]] = [
     ({"master_dtype": torch.float32}, REPLICATED, SHARDED, "Muon, whose updates are replicated"),
     ({"master_dtype": torch.float32}, SHARDED._replace(dtypes=frozenset([torch.float64])), SHARDED, "larger types"),
+    ({"wire": "exact"}, SHARDED._replace(dtypes=frozenset([torch.float64])), SHARDED, "summed in float64"),
     ({"collective": "two-level"}, SHARDED._replace(device="cuda"), SHARDED, "on cuda"),
     ({"collective": "auto", "node_size": 2}, SHARDED._replace(device="cuda"), SHARDED, "on cuda, but on CPUs"),
 ]
@@ -173,8 +174,9 @@ def test_settings_without_effect_here(settings: dict[str, Any], without: Setup, 
 
 def test_what_is_true_anyway_is_no_error() -> None:
     """One script runs with any optimizer, type of parameters and number of ranks."""
-    for settings in ({"assume_elementwise": True, "assume_parameterwise": True}, {"reduce_dtype": torch.float32}):
-        for setup in (SHARDED, REPLICATED):
+    assumed: dict[str, Any] = {"assume_elementwise": True, "assume_parameterwise": True}
+    for settings in (assumed, {"reduce_dtype": torch.float32}, {"wire": "exact"}):
+        for setup in (SHARDED, REPLICATED, SHARDED._replace(dtypes=frozenset([torch.bfloat16]))):
             assert find_setting_without_effect(DearConfig(update="auto", **settings), setup) is None
 
 

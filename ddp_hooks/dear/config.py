@@ -14,7 +14,7 @@ from ddp_hooks.tuning import BucketTuner
 
 Update: TypeAlias = Literal["sharded", "replicated", "auto"]
 Collective: TypeAlias = Literal["direct", "two-level", "auto"]
-Wire: TypeAlias = Literal["exact", "float32", "bf16", "int8", "int4"]
+Wire: TypeAlias = Literal["auto", "exact", "float32", "bf16", "int8", "int4"]
 OnNonfinite: TypeAlias = Literal["raise", "skip"]
 
 
@@ -60,9 +60,9 @@ class DearConfig:
             update of each parameter depends on that parameter, its gradient and its state alone, so that it may be
             updated by itself, just before it is read. Others wait for all gradients inside of ``step()``.
         wire: how numbers travel. ``"exact"``: float32 gradients that are 16-bit numbers, as those of most weights under
-            ``torch.autocast``, in 16 bits, other ones whole, with one level; sums have the same bits. On GPUs only
-            where ranks run on several hosts; there a loop whose gradients stop being 16-bit numbers, such as one that
-            begins to accumulate, gets a RuntimeError one step later, on all ranks. (On GPUs this has not run yet.)
+            ``torch.autocast``, in 16 bits, other ones whole, with one level; sums have the same bits. On GPUs a loop
+            whose gradients stop being 16-bit numbers, such as one that begins to accumulate, gets a RuntimeError one
+            step later, on all ranks; there it has not run yet. ``"auto"``: ``"exact"`` on CPUs with one level, else
             ``"float32"``: whole, without a look at them. ``"bf16"``, ``"int8"``, ``"int4"``: gradients are rounded once
             to so many bits (integers in blocks of 256 with a scale), summed in float32, and what rounding took is added
             to the next gradient (error feedback; a moving average of it for int4). With sharded updates owners step on
@@ -102,7 +102,7 @@ class DearConfig:
     overlap_forward: bool = True
     assume_elementwise: bool = False
     assume_parameterwise: bool = False
-    wire: Wire = "exact"
+    wire: Wire = "auto"
     reduce_dtype: torch.dtype | None = None
     master_dtype: torch.dtype | None = None
     gather_dtype: torch.dtype | None = None
@@ -116,7 +116,7 @@ class DearConfig:
     @property
     def rounds_to(self) -> CodecName | None:
         """Codec of numbers that travel; None: none is rounded."""
-        return None if self.wire == "exact" or self.wire == "float32" else self.wire
+        return None if self.wire == "auto" or self.wire == "exact" or self.wire == "float32" else self.wire
 
     def __post_init__(self) -> None:
         for name, choices in (("update", Update), ("fusion", Fusion), ("collective", Collective), ("wire", Wire)):

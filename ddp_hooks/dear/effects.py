@@ -71,6 +71,11 @@ _IN_SETUP = (
         "with parameters in 16 bits, whose gradients travel in 16 bits",
     ),
     _Rule(
+        "wire",
+        lambda c, s: c.wire == "exact" and {c.reduce_dtype or dtype for dtype in s.dtypes} == {torch.float64},
+        "with gradients that are summed in float64",
+    ),
+    _Rule(
         "gather_dtype",
         lambda _, s: s.update == "replicated",
         'with update="auto" and {s.optimizer}, whose updates are replicated',

@@ -63,13 +63,6 @@ def _choose_lanes_and_messages(lanes: Lanes, settings: LaneSettings, config: Dea
     return link
 
 
-def spans_hosts(config: DearConfig, lanes: Lanes) -> bool:
-    """Return True if ranks run on several hosts; collective where that decides how numbers travel, else False."""
-    if not lanes.native or lanes.world_size == 1 or config.wire != "exact":
-        return False
-    return len(set(lanes.gather_objects(socket.gethostname(), _CALL))) > 1
-
-
 def choose_node_size(config: DearConfig, lanes: Lanes) -> int:
     """Return the ranks per node for collectives on two levels, 1 for those on one; collective."""
     if lanes.native or lanes.world_size <= _ALIKE or config.collective not in ("two-level", "auto"):
@@ -80,6 +73,11 @@ def choose_node_size(config: DearConfig, lanes: Lanes) -> int:
     elif lanes.world_size % size:
         raise ValueError(f"node_size must divide {lanes.world_size} ranks, got {size}")
     if size is not None and 1 < size < lanes.world_size:
+        if config.wire == "exact":
+            raise ValueError(
+                f"wire='exact' has no effect with two levels, {size} ranks per node, whose sums do not fit 16 bits: "
+                f'leave it out, or take collective="direct"'
+            )
         return size
     if config.collective == "auto":
         return 1

@@ -43,7 +43,7 @@ from ddp_hooks.dear.reduction.reduction import Reduction
 from ddp_hooks.dear.reduction.shard_gradients import ShardGradients
 from ddp_hooks.dear.reduction.wires import ReductionWires
 from ddp_hooks.dear.rounding import Rounding
-from ddp_hooks.dear.sizing import open_lanes, spans_hosts
+from ddp_hooks.dear.sizing import open_lanes
 from ddp_hooks.dear.stats import DearStats, StatsLog, StepMeter
 from ddp_hooks.dear.update.base import Update
 from ddp_hooks.dear.update.clipping import GradCheck
@@ -95,7 +95,7 @@ class StepDriver:
         self.checkpoint = OptimizerCheckpoint(optimizer, self.update, self.parameters, group, config)
         self.model_gradients = ModelGradients(self.parameters, self.update.shards)
         self.gradients = ShardGradients(self.update.shards, self.model_gradients, self.recorder)
-        self.wires = ReductionWires(config, self.lanes, self.parameters.tensors, spans_hosts(config, self.lanes))
+        self.wires = ReductionWires(config, self.lanes, self.parameters.tensors)
         rounds = config.gather_dtype is not None and self.lanes.world_size > 1
         self.rounding = Rounding(config, self.parameters, self.lanes, self.layout) if rounds else None
         self._warning = RoundingWarning('wire="int4"', 'wire="int8"') if config.wire == "int4" else None

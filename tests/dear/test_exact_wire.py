@@ -18,7 +18,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, GradScaler, dear_hook
 from ddp_hooks.comm import Lanes
-from ddp_hooks.dear import sizing
 from tests.support.messages import message_of
 from tests.support.models import LanguageModel, images, resnet
 from tests.support.workers import WorkerPools
@@ -145,12 +144,12 @@ def train(rank: int, case: Case, wire: Any) -> tuple[list[float], list[Tensor], 
     return losses, weights, sent
 
 
-def compare(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
+def compare(rank: int, world_size: int, names: list[str], wire: str) -> dict[str, str]:
     """Return what is wrong, by case."""
     problems = {}
     for name in names:
         case = CASES[name]
-        losses, weights, sent = train(rank, case, "exact")
+        losses, weights, sent = train(rank, case, wire)
         expected_losses, expected, whole = train(rank, case, "float32")
         gathers = whole // 2  # gathers and reduce-scatters of float32 send as much
         fewer = (sent - gathers) / (whole - gathers)
@@ -163,33 +162,30 @@ def compare(rank: int, world_size: int, names: list[str]) -> dict[str, str]:
     return problems
 
 
-@pytest.mark.quick("3")
-@pytest.mark.parametrize("world_size", [2, 3])
-def test_same_bits(workers: WorkerPools, world_size: int) -> None:
-    assert workers(world_size).run(compare, list(CASES)) == [{}] * world_size
+@pytest.mark.quick("3-auto")
+@pytest.mark.parametrize(("world_size", "wire"), [(2, "exact"), (3, "auto")])
+def test_same_bits(workers: WorkerPools, world_size: int, wire: str) -> None:
+    assert workers(world_size).run(compare, list(CASES), wire) == [{}] * world_size
 
 
 def compare_on_native_lanes(rank: int, world_size: int) -> tuple[dict[str, float], list[str]]:
-    """With lanes that are streams, between hosts: bytes of reduce-scatters, of those in float32, and errors."""
+    """With lanes that are streams: bytes of reduce-scatters, of those in float32, and errors."""
     native = property(lambda lanes: True, lambda lanes, value: None)
-    several_hosts = mock.patch.object(sizing.socket, "gethostname", lambda: f"host{rank}")
     fewer = {}
     with mock.patch.object(Lanes, "native", native, create=True):
         for name, dtype in (("autocast", torch.bfloat16), ("float32", None)):
             case = Case(Wide, lambda rank, step: (*rows(96)(rank, step), 0), dtype, steps=6)
             expected_losses, expected, whole = train(rank, case, "float32")
-            with several_hosts:
-                losses, weights, sent = train(rank, case, "exact")
+            losses, weights, sent = train(rank, case, "exact")
             assert losses == expected_losses and all(map(torch.equal, weights, expected)), name
             fewer[name] = 2 * sent / whole - 1  # gathers send as much as reduce-scatters of float32
-        wide = CASES["used twice"]
-        assert train(rank, wide, "exact")[2] == train(rank, wide, "float32")[2], "they send float32 on one host"
+            assert train(rank, case, "auto")[2] == whole, "16 bits are asked for on native lanes"
         messages = []
         change = Case(Wide, lambda rank, step: (*rows(96)(rank, step), LATE if step > 6 else 0))
         # A backward finds what the step before has lost; synchronize(), or close(), what the last step has.
         for steps, synchronize in ((9, DearState.synchronize), (8, DearState.synchronize), (8, mock.Mock())):
             replaced = mock.patch.object(DearState, "synchronize", synchronize)
-            with several_hosts, replaced:
+            with replaced:
                 messages.append(message_of(partial(train, rank, change._replace(steps=steps), "exact")))
     return fewer, messages
 

@@ -74,7 +74,7 @@ def test_what_is_chosen_is_what_runs(workers: WorkerPools) -> None:
 
 
 def test_of_two_ranks_both_are_alike(workers: WorkerPools) -> None:
-    for found, *_ in workers(2).run(node_and_rounds, NODES, "ab"):
+    for found, *_ in workers(2).run(node_and_rounds, replace(NODES, wire="exact"), "ab"):
         assert found == 1
 
 
@@ -130,6 +130,8 @@ def test_refusals_are_the_same_everywhere(workers: WorkerPools) -> None:
     for text, left in workers(3).run(refuse, replace(CONFIG, collective="two-level")):
         assert text.startswith('collective="two-level" needs several nodes'), "all ranks are of one host here"
         assert not left
+    for text, left in workers(4).run(refuse, replace(NODES, wire="exact")):
+        assert text.startswith("wire='exact' has no effect with two levels, 2 ranks per node") and not left
     with pytest.raises(ValueError, match=r"collective must be one of .*'two-level', 'auto'\), got 'tree'"):
         DearConfig(collective="tree")  # type: ignore[arg-type]
 

@@ -272,6 +272,22 @@ _COMM = (
 
 _DEAR = (
     Fault(
+        "dear: native lanes send 16 bits without being asked",
+        "ddp_hooks/dear/reduction/wires.py",
+        '(config.wire == "auto" and not lanes.native)',
+        'config.wire == "auto"',
+        ("tests/dear/test_exact_wire.py",),
+        "native",
+    ),
+    Fault(
+        "dear: exact 16 bits are accepted on two levels, where nothing is sent in them",
+        "ddp_hooks/dear/sizing.py",
+        '        if config.wire == "exact":',
+        "        if False:",
+        ("tests/dear/test_sizing.py",),
+        "refusals",
+    ),
+    Fault(
         "dear: the last step's lost bits are not told",
         "ddp_hooks/dear/state.py",
         "            self._driver.wires.refuse_lost_bits()  # of the last step",

@@ -16,16 +16,11 @@ from ddp_hooks.planning.atoms import Atom
 class ReductionWires:
     """Wires of atoms, with their memory of earlier steps: the same on every rank, but for the residuals."""
 
-    def __init__(
-        self,
-        config: DearConfig,
-        lanes: Lanes,
-        parameters: Sequence[Tensor],
-        spans_hosts: bool,  # of native lanes: links between ranks may be slow
-    ) -> None:
-        # Sums of a node's ranks do not fit 16 bits. Links within a host are faster than a look at numbers.
-        self._is_exact = config.wire == "exact" and lanes.node_size == 1 and lanes.world_size > 1
-        self._is_exact = self._is_exact and (spans_hosts or not lanes.native)
+    def __init__(self, config: DearConfig, lanes: Lanes, parameters: Sequence[Tensor]) -> None:
+        # On native lanes 16 bits are asked for: there gradients that fit no longer are an error.
+        is_wanted = config.wire == "exact" or (config.wire == "auto" and not lanes.native)
+        # Sums of a node's ranks do not fit 16 bits.
+        self._is_exact = is_wanted and lanes.node_size == 1 and lanes.world_size > 1
         self._is_native = lanes.native
         self._rounds_to = config.rounds_to if lanes.world_size > 1 else None
         self._residuals = Residuals(parameters)

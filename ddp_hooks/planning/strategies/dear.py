@@ -8,7 +8,7 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from ddp_hooks.comm import CodecName, mebibytes, suited_to
+from ddp_hooks.comm import mebibytes, suited_to
 from ddp_hooks.planning.atoms import (
     Atom,
     FusionRule,
@@ -27,6 +27,7 @@ from ddp_hooks.tuning.candidates import Range
 from ddp_hooks.tuning.config import BucketTuner
 
 Update: TypeAlias = Literal["sharded", "replicated"]
+Wire: TypeAlias = Literal["auto", "bf16", "int8", "int4"]
 
 _HOOK_S = {"sharded": 23e-6, "replicated": 29e-6}  # measured as DDP's in ddp_hooks.planning.strategies.in_backward
 _ALIKE = 0.005  # part of a step; closer sizes are equally fast
@@ -48,14 +49,14 @@ class Dear(Strategy):
     tuner: BucketTuner | None = None  #: may choose another fusion size, and asks for smaller atoms
     lanes: int | None = None  #: streams of communication
     slice_mb: float | None = None  #: largest message, in MiB
-    wire: CodecName = "exact"  #: of both halves; exact: gradients that fit 16 bits travel in them, on CPUs
+    wire: Wire = "auto"  #: of both halves; auto: gradients that fit 16 bits travel in them, on CPUs
     gather_dtype: torch.dtype | None = None  #: of parameters that only autocast reads, with an exact wire
 
     @property
     def name(self) -> str:
         if self.gather_dtype is not None:
             return "DeAR, 16-bit gathers"
-        return f"DeAR, {self.update if self.wire == 'exact' else self.wire}"
+        return f"DeAR, {self.update if self.wire == 'auto' else self.wire}"
 
     @property
     def settings(self) -> list[str]:
@@ -66,7 +67,7 @@ class Dear(Strategy):
 
     @property
     def effect(self) -> str:
-        if self.wire == "exact":
+        if self.wire == "auto":
             return ""
         return (
             f"It rounds gradients and changes of parameters to {self.wire}, and adds what rounding took to the next "
@@ -132,7 +133,7 @@ class Dear(Strategy):
 
     def collective(self, run: Run, phase: Phase, group: Sequence[Atom], message_bytes: int) -> list[Slice]:
         """Return the slices of a group: atom after atom."""
-        is_exact_sum = phase == "reduce-scatter" and self.wire == "exact"
+        is_exact_sum = phase == "reduce-scatter" and self.wire == "auto"
         slices: list[Slice] = []
         for atom in group:
             widths = [(end - start, self.width(run, phase, tensor)) for tensor, start, end, _ in atom.members]
@@ -147,7 +148,7 @@ class Dear(Strategy):
     def width(self, run: Run, phase: Phase, tensor: int) -> float:
         """Return the bytes of a tensor that travel, per byte."""
         use = run.step.tensors[tensor]
-        if self.wire != "exact":
+        if self.wire != "auto":
             codes = phase == "reduce-scatter" or self.update == "sharded"
             return coded_width(self.wire, run.step.element_bytes) if codes else 1.0
         if phase == "reduce-scatter":
@@ -156,7 +157,7 @@ class Dear(Strategy):
 
     def code_s_per_byte(self, costs: Costs, phase: Phase) -> float:
         """Return the seconds per byte of a tensor that does not travel whole, to encode and decode it once."""
-        if self.wire != "exact":
+        if self.wire != "auto":
             return costs.code_s_per_byte
         return costs.exact_s_per_byte if phase == "reduce-scatter" else costs.copy_s_per_byte
 
