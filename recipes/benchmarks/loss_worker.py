@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LinearLR
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision import models
 
 from recipes.benchmarks.harness.worker import report, slowest, take_turns, total
@@ -55,15 +56,20 @@ def train(job: CurveJob) -> dict[str, Any]:
     """Train, and return validation losses, one every :data:`~recipes.benchmarks.time_to_loss.VALIDATED_EVERY` steps."""
     task = task_called(job.model)
     trainee = _wrapped(task, job.variant, job.powersgd_after)
+    ddp = trainee.model
+    assert isinstance(ddp, DistributedDataParallel)
     torch.manual_seed(dist.get_rank())
     losses: list[float] = []
     steps = job.steps if job.target is None else round(PATIENCE * job.steps)
+    # Of weights that follow every batch, losses go up and down by more than formats differ.
+    smooth = AveragedModel(task.model(), multi_avg_fn=get_ema_multi_avg_fn(0.98), use_buffers=True)
     schedule = LinearLR(trainee.optimizer, 1.0, 0.1, job.steps)  # later steps go on at a tenth
     for step, batch in enumerate(itertools.islice(task.batches(), steps), 1):
         _train_step(trainee, batch)
         schedule.step()
+        smooth.update_parameters(ddp.module)
         if step % VALIDATED_EVERY == 0:
-            losses.append(_validate(trainee.model, task))
+            losses.append(_validate(smooth, task))
             report(f"{job.model} {job.variant}, step {step}: loss {losses[-1]:.4f}")
         if job.target is not None and steps_to(job.target, losses) is not None:
             break
@@ -114,11 +120,10 @@ def _train_step(trainee: Trainee, batch: tuple[Tensor, ...]) -> None:
 
 
 @torch.no_grad()
-def _validate(ddp: nn.Module, task: Task) -> float:
-    """Return the mean loss over all ranks' parts; collective. The model is in training mode before and after."""
-    ddp.eval()
-    mean = sum(float(ddp(*batch)) for batch in task.held_out) / len(task.held_out)
-    ddp.train()
+def _validate(model: nn.Module, task: Task) -> float:
+    """Return the mean loss over all ranks' parts, in evaluation mode, which stays on; collective."""
+    model.eval()
+    mean = sum(float(model(*batch)) for batch in task.held_out) / len(task.held_out)
     return total(mean)[0] / dist.get_world_size()
 
 

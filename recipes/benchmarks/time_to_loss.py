@@ -42,12 +42,13 @@ COLUMNS = ("variant", "steps", "s/step", "min–max", "loss", "s to loss", "× D
 
 INTRODUCTION = f"""\
 Plain DDP trains for a number of steps; its validation loss then is the target for the others, from the same weights \
-and on the same batches; learning rates fall to a tenth until then. Losses are averaged over {WINDOW} validations, one \
-every {VALIDATED_EVERY} steps. `steps`: until the average is at the target for the first time, at most {PATIENCE} \
-times as many as DDP's. `s to loss`: these steps at the median `s/step`; PowerSGD begins after a tenth of the steps, \
-which go at DDP's pace. `× DDP`: how many times sooner than the fastest plain DDP. Every variant was trained once, on \
-the loopback interface; its steps were timed on every link, in turns. Everything is computed, by all workers on the \
-cores of one machine, with every worker in a network namespace of its own behind a shaped link."""
+and on the same batches; learning rates fall to a tenth until then. Losses are those of an average of the weights \
+(decay 0.98), over {WINDOW} validations, one every {VALIDATED_EVERY} steps. `steps`: until the average is at the \
+target for the first time, at most {PATIENCE} times as many as DDP's. `s to loss`: these steps at the median `s/step`; \
+PowerSGD begins after a tenth of the steps, which go at DDP's pace. `× DDP`: how many times sooner than the fastest \
+plain DDP. Every variant was trained once, on the loopback interface; its steps were timed on every link, in turns. \
+Everything is computed, by all workers on the cores of one machine, with every worker in a network namespace of its \
+own behind a shaped link."""
 
 
 @dataclass(frozen=True)
