@@ -83,7 +83,7 @@ class DearConfig:
         on_nonfinite: what to do, on all ranks together, if a gradient is infinite or not a number on any of them:
             ``"raise"``, ``"skip"`` the update, or None, nothing, as plain DDP.
         check_replicas: after every step compare the parameters of all ranks, bit for bit, and raise if they differ;
-            slow, for finding out which line of a loop parts them.
+            slow, for finding out which line of a loop parts them. Not with ``gather_dtype``.
         trace: record spans for :meth:`DearState.timeline`.
         timeout_s: a wait that takes longer fails.
         stall_warning_s: a wait that takes longer is logged, with what it waits for.

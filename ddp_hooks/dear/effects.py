@@ -52,6 +52,12 @@ _BESIDE_OTHERS = (
         lambda c: not c.overlap_forward,
         "with overlap_forward=False, after which whole parameters may be read by pointer",
     ),
+    _Rule(
+        "gather_dtype",
+        lambda c: c.check_replicas,
+        "with check_replicas=True, which reads whole parameters after every step",
+        "leave one of them out",
+    ),
 )
 _IN_SETUP = (
     _Rule(

@@ -440,6 +440,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"gather_dtype": torch.float16}, "gather_dtype must be None or torch.bfloat16 (float16 would round"),
     ({"gather_dtype": torch.bfloat16, "update": "replicated"}, "has no effect with update="),
     ({"gather_dtype": torch.bfloat16, "overlap_forward": False}, "has no effect with overlap_forward=False"),
+    (
+        {"gather_dtype": torch.bfloat16, "check_replicas": True},
+        "has no effect with check_replicas=True, which reads whole parameters after every step: leave one of them out",
+    ),
 ]
 
 
