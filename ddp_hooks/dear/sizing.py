@@ -8,8 +8,9 @@ import socket
 import torch
 import torch.distributed as dist
 
-from ddp_hooks.comm import Lanes, LaneSettings, LinkProfile, Recorder, mebibytes, profile_link, ranks_per_node
+from ddp_hooks.comm import Lanes, LaneSettings, LinkProfile, Recorder, mebibytes, profile_link, ranks_per_node, see
 from ddp_hooks.dear.config import DearConfig
+from ddp_hooks.intercept.ddp_checks import about_uneven_nodes
 from ddp_hooks.planning.atoms import atom_and_fusion_bytes, tuned_atom_bytes
 
 logger = logging.getLogger("ddp_hooks")
@@ -71,7 +72,8 @@ def choose_node_size(config: DearConfig, lanes: Lanes) -> int:
     if size is None:
         size = ranks_per_node(lanes.gather_objects(socket.gethostname(), _CALL))
     elif lanes.world_size % size:
-        raise ValueError(f"node_size must divide {lanes.world_size} ranks, got {size}")
+        one_level = "leave it out" + (' and take collective="direct"' if config.collective == "two-level" else "")
+        raise ValueError(about_uneven_nodes(size, lanes.world_size, one_level) + see("set-up-is-refused"))
     if size is not None and 1 < size < lanes.world_size:
         if config.wire == "exact":
             raise ValueError(
@@ -84,9 +86,10 @@ def choose_node_size(config: DearConfig, lanes: Lanes) -> int:
     if config.node_size is not None:
         raise ValueError(
             f'collective="two-level" needs several nodes of several ranks: node_size must be above 1 and below '
-            f"{lanes.world_size}, got {config.node_size}"
+            f"{lanes.world_size}, got {config.node_size}{see('set-up-is-refused')}"
         )
     raise ValueError(
         'collective="two-level" needs several nodes with equal numbers of neighbouring ranks, more than one in '
         'each; found no such nodes by the names of hosts: give node_size, or take collective="auto"'
+        f"{see('set-up-is-refused')}"
     )

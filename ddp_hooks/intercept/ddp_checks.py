@@ -92,8 +92,13 @@ def find_problem_of_nodes(node_size: object, world_size: int) -> str | None:
             f"node_size={node_size} makes all {node_size} ranks one node, and within a node everything is sent: leave "
             f"it out, or use DearState, which is exact"
         )
+    return about_uneven_nodes(node_size, world_size, "leave it out")
+
+
+def about_uneven_nodes(node_size: int, world_size: int, without_nodes: str) -> str:
+    """Return the refusal of nodes that would not be equal; ``without_nodes`` is the remedy where no size would do."""
     possible = [number for number in range(2, world_size) if world_size % number == 0]
-    remedy = f"possible are {possible}" if possible else "leave it out"
+    remedy = f"possible are {possible}" if possible else without_nodes
     return f"node_size must divide the number of ranks, {world_size}: got {node_size}, {remedy}"
 
 

@@ -24,6 +24,7 @@ from tests.support.dear.twins import CONFIG, WholeNumbers, whole_batches
 from tests.support.workers import WorkerPools
 
 NODES = replace(CONFIG, collective="two-level", node_size=2)
+PAGE = " (see docs/troubleshooting.md#set-up-is-refused)"
 
 
 def compare(rank: int, world_size: int, config: DearConfig, loop: Any) -> twins.Outcome:
@@ -123,10 +124,18 @@ def test_a_measurement_that_fails_leaves_no_threads(workers: WorkerPools) -> Non
 
 
 def test_refusals_are_the_same_everywhere(workers: WorkerPools) -> None:
-    for text, left in workers(3).run(refuse, NODES):
-        assert text == "node_size must divide 3 ranks, got 2" and not left
+    """In the words of the other hooks' refusals; a remedy of theirs that is none here is another one."""
+    three = "node_size must divide the number of ranks, 3: got 2, leave it out"
+    four = "node_size must divide the number of ranks, 4: got 3, possible are [2]"
+    for world_size, config, expected in (
+        (3, NODES, f'{three} and take collective="direct"'),
+        (3, replace(NODES, collective="auto"), three),
+        (4, replace(NODES, node_size=3), four),
+    ):
+        for text, left in workers(world_size).run(refuse, config):
+            assert text == expected + PAGE and not left
     for text, left in workers(4).run(refuse, replace(NODES, node_size=4)):
-        assert text.endswith("node_size must be above 1 and below 4, got 4") and not left
+        assert text.endswith(f"node_size must be above 1 and below 4, got 4{PAGE}") and not left
     for text, left in workers(3).run(refuse, replace(CONFIG, collective="two-level")):
         assert text.startswith('collective="two-level" needs several nodes'), "all ranks are of one host here"
         assert not left
