@@ -44,6 +44,7 @@ class Rounding:
         own = self.rounded.candidates & self._may_round
         agreed = set.intersection(*self._lanes.gather_objects(own, "the layout of buckets, in backward"))
         self._layout.round(frozenset() if self._has_given_up else agreed, self._dtype)
+        self.rounded.count_anew()
         if not agreed and not self._has_warned and self._lanes.rank == 0:
             self._has_warned = True
             logger.warning(
@@ -61,8 +62,8 @@ class Rounding:
             self._layout.round(frozenset(), self._dtype)
             if self._lanes.rank == 0:
                 logger.warning(
-                    "gather_dtype rounds nothing any more: after each of the last steps %s was read outside of "
-                    "torch.autocast, and so all parameters were gathered again",
+                    "gather_dtype rounds nothing any more: after half of the latest steps all parameters were gathered "
+                    "again, because they were read outside of torch.autocast, the last time %s",
                     self._name(self._latest_reader),
                 )
         return self._layout.rounded

@@ -6,6 +6,7 @@ run at once, with the same bits. Any other read first gathers the owners' values
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from ddp_hooks.comm import Work
 from ddp_hooks.comm.torch_compat.autocast import casts_to, functions_are_overridden, reads_only_casts
 
-_IN_VAIN = 3  # steps in a row after which parameters were read with all their bits
+_STEPS = 8  # the latest ones, of which half decide: a read costs what rounding saves in two steps
 
 
 class Rounded:
@@ -33,8 +34,8 @@ class Rounded:
         self._device_type = device_type
         self._cast: set[int] = set()  # those that the traced forward has read through casts
         self._otherwise: set[int] = set()  # those that it has read in other ways
-        self._were_read = False  # since the last launch
-        self._num_in_vain = 0
+        self._were_read: deque[bool] = deque(maxlen=_STEPS)  # with all their bits, per step since its launch
+        self.count_anew()
 
     def function_casts(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
         """Return True if a function that is called now reads parameters only through casts to 16 bits."""
@@ -53,17 +54,21 @@ class Rounded:
         """Parameters that the traced forward has read, and only through casts."""
         return self._cast - self._otherwise
 
+    def count_anew(self) -> None:
+        """Forget reads: the last one may have been for a new layout."""
+        self._were_read.extend([False] * _STEPS)
+
     def launched(self, rounded: Collection[int]) -> None:
         """Begin a step in which these parameters are rounded."""
-        self._num_in_vain = self._num_in_vain + 1 if self._were_read else 0
-        self._were_read = False
+        self._were_read.append(False)
         self.now = frozenset(rounded)
 
     def became_whole(self) -> list[int]:
-        found, self.now, self._were_read = sorted(self.now), frozenset(), True
+        found, self.now = sorted(self.now), frozenset()
+        self._were_read[-1] = True
         return found
 
     @property
     def is_in_vain(self) -> bool:
-        """True if parameters were gathered whole after each of the last steps; the same on every rank."""
-        return self._num_in_vain + self._were_read >= _IN_VAIN
+        """True if parameters were gathered whole after half of the latest steps; the same on every rank."""
+        return 2 * sum(self._were_read) >= _STEPS

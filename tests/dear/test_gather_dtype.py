@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ddp_hooks import DearConfig, DearState, dear_hook
 from ddp_hooks.comm.torch_compat.autocast import _CASTING
+from ddp_hooks.overlap import Rounded
 from ddp_hooks.overlap.waiting import Waiting
 from tests.support.dear.twins import CONFIG
 from tests.support.messages import message_of
@@ -196,8 +197,8 @@ def writing(run: Run, rank: int, step: int) -> None:
 
 
 def other_reads(run: Run, rank: int, step: int) -> None:
-    for number in range(2):  # reads after every step would end the rounding
-        run.train(rank, 2 * step + number)
+    for number in range(3):  # reads after every second step would end the rounding
+        run.train(rank, 3 * step + number)
     assert run.num_rounded or run.state.config == CONFIG
     weight = run.model.blocks[1].up.weight
     reads: list[Callable[[], Tensor]] = [
@@ -305,6 +306,23 @@ def test_what_is_rounded_and_bytes(workers: WorkerPools) -> None:
     assert rounded[-1] < 0.8 * whole[-1]
     plain, sent = (workers(2).run(read_in_every_step, config)[0] for config in (CONFIG, ROUNDS))
     assert sent[2] > plain[2] and sent[3:] == plain[3:], "rounding ends where it is in vain"
+
+
+@pytest.mark.parametrize(("were_read", "ends_after"), [
+    ("1111", 4), ("01" * 4, 8), ("001" * 9, None), ("111" + "0" * 9, None), ("111-1001001", None),
+])  # fmt: skip
+def test_rounding_ends_where_reads_cost_what_it_saves(were_read: str, ends_after: int | None) -> None:
+    """In bytes a read after every second step does; those before a new layout ("-") do not count."""
+    rounded, found = Rounded(torch.bfloat16, "cpu", lambda _: []), None
+    for step, event in enumerate(were_read, start=1):
+        if event == "-":
+            rounded.count_anew()
+            continue
+        rounded.launched({0})
+        if event == "1":
+            rounded.became_whole()
+        found = found or (step if rounded.is_in_vain else None)
+    assert found == ends_after
 
 
 @pytest.mark.parametrize("function", sorted(_CASTING, key=str), ids=range(len(_CASTING)))
