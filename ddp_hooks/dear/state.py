@@ -215,7 +215,8 @@ class DearState:
         """Return this rank's part of the optimizer's state, flat and made of plain tensors.
 
         For ``torch.distributed.checkpoint.save`` and ``async_save``, where every rank writes its own part; see
-        :meth:`load_sharded_optimizer`. Tensors are the optimizer's own, not copies.
+        :meth:`load_sharded_optimizer`. Tensors are the optimizer's own, not copies, except masters of parameters that
+        were written since the last step.
         """
         return self._checkpoint().sharded_state_dict()
 

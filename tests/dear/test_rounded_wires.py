@@ -1,18 +1,20 @@
 """Rounded wires: replicas stay equal in every bit, and what rounding leaves out is not lost.
 
 Prevents: residuals that are forgotten when DDP forms other buckets, masters that go stale when parameters are written
-or loaded, and ranks whose parameters part.
+or loaded, saves that change a run, and ranks whose parameters part.
 """
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 
 from ddp_hooks import DearConfig, DearState, dear_hook
@@ -25,8 +27,10 @@ WIRES = {"bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}  # with a bound of the r
 STEPS = 8
 
 
-def begin(config: DearConfig, rate: float = 1.0) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState]:
-    ddp = DistributedDataParallel(Real(), gradient_as_bucket_view=True, bucket_cap_mb=0.05)
+def begin(
+    config: DearConfig, rate: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState]:
+    ddp = DistributedDataParallel(Real().to(dtype), gradient_as_bucket_view=True, bucket_cap_mb=0.05)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=rate)
     state = DearState(ddp, optimizer, config)
     ddp.register_comm_hook(state, dear_hook)
@@ -161,3 +165,41 @@ def warnings(rank: int, world_size: int) -> list[str]:
 def test_large_errors_of_four_bits_are_told_once(workers: WorkerPools) -> None:
     for rank, (line,) in enumerate(workers(2).run(warnings)):
         assert line.startswith(f'rank {rank}: with wire="int4"') and "(spiky)" in line and 'use wire="int8"' in line
+
+
+SAVES: dict[str, Callable[[DistributedDataParallel, torch.optim.Optimizer, DearState], Any]] = {
+    "nothing": lambda ddp, optimizer, state: None,
+    "full": lambda ddp, optimizer, state: state.full_optimizer_state_dict()["state"],
+    "on one rank": lambda ddp, optimizer, state: state.consolidate(),
+    "sharded": lambda ddp, optimizer, state: state.sharded_optimizer_state_dict(),
+    "spread": lambda ddp, optimizer, state: get_optimizer_state_dict(ddp, optimizer),
+}
+
+
+def save_while_swapped(rank: int, world_size: int, config: DearConfig, dtype: torch.dtype) -> list[str]:
+    """Return the saves that change bits of later steps, made while other weights are in the model's place for once."""
+    found, expected = [], None
+    for name, save in SAVES.items():
+        ddp, optimizer, state = begin(config, 0.01, dtype)
+        train(ddp, optimizer, rank, range(4))
+        trained = copy.deepcopy(ddp.module.state_dict())
+        ddp.module.load_state_dict({key: 0.5 * value for key, value in trained.items()})
+        saved = save(ddp, optimizer, state)
+        if name == "full" and saved:
+            found.append("the saved masters are not the weights that are saved with them")
+        ddp.module.load_state_dict(trained)
+        train(ddp, optimizer, rank, range(4, STEPS))
+        state.synchronize()
+        after = [*ddp.module.state_dict().values(), *masters(state, ddp.module).values()]
+        expected = expected or copy.deepcopy(after)
+        if not all(map(torch.equal, after, expected)):
+            found.append(name)
+        state.close()
+    return found
+
+
+@pytest.mark.parametrize(("config", "dtype"), [
+    (replace(CONFIG, wire="int8"), torch.float32), (replace(CONFIG, master_dtype=torch.float32), torch.bfloat16),
+], ids=["differences", "masters"])  # fmt: skip
+def test_a_save_changes_nothing(workers: WorkerPools, config: DearConfig, dtype: torch.dtype) -> None:
+    assert workers(2).run(save_while_swapped, config, dtype) == [[], []]

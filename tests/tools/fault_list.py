@@ -400,6 +400,15 @@ _DEAR = (
         "loops",
     ),
     Fault(
+        "dear: a save writes into masters",
+        "ddp_hooks/dear/update/sharded.py",
+        "        master, belongs_to = shard.tensor.detach(), _belongs_to(shard)",
+        "        self._read_masters()\n        master, belongs_to = shard.tensor.detach(), _belongs_to(shard)",
+        ("tests/dear/test_rounded_wires.py",),
+        "save_changes",
+        has_slipped=True,
+    ),
+    Fault(
         "dear: shards keep the memory that the optimizer gave them",
         "ddp_hooks/dear/update/sharded.py",
         "take_back(shard.tensor, shard.memory, self._state.own.get(shard.tensor))",

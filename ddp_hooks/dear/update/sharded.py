@@ -261,14 +261,19 @@ class ShardedUpdate(Update):
     def _read_masters(self) -> None:
         """Let masters follow where code has written into the parameters, or loaded them."""
         for shard in self._masters:
-            if shard.shown is not None and torch.equal(shard.shown, shard.memory):
-                continue
-            belongs_to = shard.tensor.to(shard.memory.dtype) if shard.shown is None else shard.shown
-            written = shard.memory.to(shard.tensor.dtype, copy=True)
-            _keep_where(belongs_to, shard.memory, shard.tensor.data, written)
-            shard.tensor.copy_(written)
-            if shard.shown is not None:
+            if shard.shown is None:
+                shard.tensor.copy_(_followed(shard, _belongs_to(shard)))
+            elif not torch.equal(shard.shown, shard.memory):
+                shard.tensor.copy_(_followed(shard, shard.shown))
                 shard.shown.copy_(shard.memory)
+
+    @torch.no_grad()
+    def _state_of_master(self, shard: Shard) -> State:
+        """Return what :meth:`_read_masters` would leave: in copies, for parameters may be written back after a save."""
+        master, belongs_to = shard.tensor.detach(), _belongs_to(shard)
+        if not torch.equal(belongs_to, shard.memory):
+            master, belongs_to = _followed(shard, belongs_to), shard.memory.clone()
+        return {MASTER_KEY: master} | ({SHOWN_KEY: belongs_to} if shard.shown is not None else {})
 
     @torch.no_grad()
     def adopt_loaded_masters(self) -> None:
@@ -299,12 +304,9 @@ class ShardedUpdate(Update):
         assert self._layout is not None
         if not self._is_inside:
             self._begin_anew_if_assigned()
-        self._read_masters()
         states = {shard.range: dict(self._state.own.get(shard.tensor, {})) for shard in self.shards}
         for shard in self._masters:
-            states[shard.range][MASTER_KEY] = shard.tensor.detach()
-            if shard.shown is not None:
-                states[shard.range][SHOWN_KEY] = shard.shown
+            states[shard.range] |= self._state_of_master(shard)
         return self._layout, states
 
     def set_states(self, placement: Placement, states: dict[ParameterRange, State]) -> None:
@@ -345,6 +347,18 @@ class ShardedUpdate(Update):
     @property
     def placement(self) -> Placement:  # type: ignore[override]
         return self._state.placement
+
+
+def _belongs_to(shard: Shard) -> Tensor:
+    """Return the parameter whose master a shard has, (numel,), as it was before code wrote into it."""
+    return shard.tensor.detach().to(shard.memory.dtype) if shard.shown is None else shard.shown
+
+
+def _followed(shard: Shard, belongs_to: Tensor) -> Tensor:
+    """Return a copy of a shard's master that follows the parameter, where this is not ``belongs_to``, (numel,)."""
+    values = shard.memory.to(shard.tensor.dtype, copy=True)
+    _keep_where(belongs_to, shard.memory, shard.tensor.detach(), values)
+    return values
 
 
 def _keep_where(belongs_to: Tensor, parameter: Tensor, master: Tensor, values: Tensor) -> None:
