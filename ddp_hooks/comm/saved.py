@@ -41,10 +41,15 @@ def find_problem_of_shapes(kind: str, values: Mapping[str, Tensor], shapes: Mapp
     return None
 
 
-def sum_by_name(states: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """Return the sums of tensors with the same name, which some of the states may lack; a single one is no copy."""
+def sum_by_name(states: Sequence[Mapping[str, Any]], kind: str, world_size: int) -> dict[str, Tensor]:
+    """Return the sums of ``state[kind]`` by name, which some of the states may lack, for ``world_size`` ranks.
+
+    Sums become means by division by the number of ranks. So sums of P ranks are multiplied by ``world_size / P``, and
+    the mean stays equal. Tensors that need no change are no copies.
+    """
     total: dict[str, Tensor] = {}
     for state in states:
-        for name, values in state.items():
+        for name, values in state[kind].items():
             total[name] = total[name] + values if name in total else values
-    return total
+    factor = world_size / states[0]["world_size"] if states else 1.0
+    return total if factor == 1.0 else {name: values * factor for name, values in total.items()}

@@ -30,8 +30,8 @@ def residuals_by_name(context: Context) -> dict[str, Tensor]:
 
 
 def restore(states: Sequence[Mapping[str, Any]], context: Context) -> None:
-    """Replace the residuals by the sums of those in ``states``."""
-    total = sum_by_name([state["residual"] for state in states])
+    """Replace the residuals by the sums of those in ``states``, in the unit of as many ranks as there are now."""
+    total = sum_by_name(states, "residual", context.lanes.world_size)
     loaded = {}
     for index, (name, like) in enumerate(zip(context.names, context.parameters, strict=True)):
         if name in total:

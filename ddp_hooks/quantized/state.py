@@ -149,7 +149,7 @@ class QuantizedState:
             state: the state that this rank has saved: training goes on as if it had not stopped, bit for bit, if the
                 same buckets and nodes are used, and DDP had formed its final buckets, in its second step, or third with
                 ``static_graph``: a block of numbers may reach over parameters, but not over buckets. Or, on any number
-                of ranks, the states of all former ranks: the sum of residuals over the ranks stays equal.
+                of ranks, the states of all former ranks: what means still owe to the mean gradients stays equal.
 
         Raises:
             ValueError: on every rank, before anything is changed, if a state does not fit.

@@ -45,10 +45,13 @@ def restore(
     mine: Sequence[Mapping[str, Any]],
     everyones: Sequence[Mapping[str, Any]],
 ) -> None:
-    """Replace residuals and velocities by the sums of the states ``mine``."""
+    """Replace residuals and velocities by the sums of the states ``mine``, in the unit of as many ranks as there are.
+
+    Velocities have the residuals' unit: the mean's momentum is the mean over ranks of what each adds to its residual.
+    """
     for group in groups:
         group.clear()
-    total = {kind: sum_by_name([state[kind] for state in mine]) for kind in _KINDS}
+    total = {kind: sum_by_name(mine, kind, context.lanes.world_size) for kind in _KINDS}
     group_of = {piece: each for each in groups for piece in each.own_pieces}
     for piece, group in group_of.items():
         name, like = context.names[piece.parameter], context.parameters[piece.parameter]

@@ -160,7 +160,8 @@ class TopKState:
 
         Args:
             state: the state that this rank has saved: training goes on as if it had not stopped, bit for bit. Or, on
-                any number of ranks, the states of all former ranks: the sum of residuals over the ranks stays equal.
+                any number of ranks, the states of all former ranks: what means still owe to the mean gradients stays
+                equal, and with ``momentum`` the mean of velocities.
 
         Raises:
             ValueError: on every rank, before anything is changed, if a state does not fit.

@@ -324,12 +324,12 @@ def test_the_same_ranks_go_on_bit_for_bit(workers: WorkerPools) -> None:
 
 
 def loaded(rank: int, world_size: int, states: list[Any], changes: dict[str, Any]) -> list[float]:
-    """Return what the sum of residuals lacks after loading, and what is lost in the next step."""
+    """Return what the mean of residuals lacks after loading, and what is lost in the next step."""
     side = Side(replace(CONFIG, **changes))
     side.state.load_state_dict(states)
     before = summed(side)
     lacking = max(
-        float((total - torch.stack([state["residual"][name] for state in states]).sum(0)).abs().max())
+        float((total / world_size - torch.stack([state["residual"][name] for state in states]).mean(0)).abs().max())
         for name, total in before.items()
         if total.numel()
     )
@@ -351,7 +351,7 @@ def summed(side: Side) -> dict[str, Tensor]:
     return total
 
 
-def test_other_numbers_of_ranks_keep_the_sum(workers: WorkerPools) -> None:
+def test_to_other_numbers_of_ranks_the_mean_owes_the_same(workers: WorkerPools) -> None:
     states = [state for _, state in workers(4).run(train, 0, 3)]
     for world_size, changes in ((2, {}), (4, {"node_size": 2})):
         for lacking, lost in workers(world_size).run(loaded, states, changes):

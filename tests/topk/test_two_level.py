@@ -366,7 +366,7 @@ def test_other_ranks_and_nodes_take_over_all_residuals(workers: WorkerPools) -> 
         for num_loading, config in loads:
             for found in workers(num_loading).run(load, states, config):
                 assert found.keys() == total.keys(), (num_saved, saved, num_loading, config)
-                assert all(torch.equal(found[name], total[name]) for name in total)
+                assert all(torch.equal(found[name] / num_loading, total[name] / num_saved) for name in total)
 
 
 def load_with_other_nodes(rank: int, world_size: int) -> str:
