@@ -69,7 +69,6 @@ class Backward:
     runs: list[Run] | None
     former: Collection[Run]  # of the backward before
     used: Collection[int] | None  # parameters that this rank has used, filled meanwhile; None: all are used
-    scale: float  # factor of the gradient scaler; 1 without
     measures: bool  # relative errors of rounding
     buffers: list[Tensor] = field(default_factory=list)  # of the buckets
     futures: list[torch.futures.Future[Tensor]] = field(default_factory=list)
@@ -120,7 +119,7 @@ class Backward:
             self._works.append(lane.all_gather(partitions, name))
             return
         is_new = run not in self.former
-        exchange = Exchange(name, flat, residual, codec, context.nodes, self.scale, is_new, self.measures)
+        exchange = Exchange(name, flat, residual, codec, context.nodes, is_new, self.measures)
         self.exchanges.append(exchange)
         block = context.config.block_numel or 256
         message_bytes = scatter_message_bytes(_SLICE_BYTES, lanes.world_size - 1)

@@ -35,7 +35,7 @@ from ddp_hooks.comm import (
     sum_within_node,
 )
 from ddp_hooks.comm.algorithms.collectives import all_gather_among
-from ddp_hooks.comm.algorithms.encoded import add_encoded, sum_bytes
+from ddp_hooks.comm.algorithms.encoded import add_encoded, encode_for_peers, sum_bytes
 from ddp_hooks.comm.algorithms.scratch import Scratch
 from ddp_hooks.comm.wire.codecs import Codec, relative_error
 
@@ -48,10 +48,9 @@ class Exchange:
 
     name: str  # for messages
     flat: Tensor  # (numel,): gradients, which become means
-    residual: Tensor  # (numel,), float32 or wider, without the scale
+    residual: Tensor  # (numel,), float32 or wider, in the scale of ``flat``
     codec: Codec
     nodes: Nodes
-    scale: float  # factor of the gradient scaler
     is_new: bool  # ranges were others in the backward before
     measures: bool  # relative errors
     relative_error: float = 0.0  # the largest of the first slices of all ranges, if it is measured
@@ -93,29 +92,20 @@ class Exchange:
         """Leave residuals to the local ranks that will encode their ranges, as part of the node's sums."""
         for owner, (chunk, residual) in enumerate(zip(chunks, residuals, strict=True)):
             if owner not in self.nodes.peers:
-                chunk.add_(residual, alpha=self.scale)
+                chunk.add_(residual)
                 residual.zero_()
 
     def _reduce_encoded(self, chunks: list[Tensor], residuals: list[Tensor], means: list[Tensor]) -> Algorithm:
         """Write encoded means of ``chunks`` of equal local ranks, one tensor per node, to ``means``."""
-        node, codec, world_size, scale = self.nodes.node, self.codec, self.nodes.world_size, self.scale
-        own = chunks[node]
+        node, codec, world_size = self.nodes.node, self.codec, self.nodes.world_size
+        own, residual = chunks[node], residuals[node]
         payloads = [torch.empty_like(mean) for mean in means]
         incoming = [torch.empty_like(means[node]) for _ in means]
-        for peer, (chunk, residual, payload) in enumerate(zip(chunks, residuals, payloads, strict=True)):
-            if peer != node:
-                _encode(codec, chunk, residual, payload, scale)
+        encode_for_peers(chunks, node, codec, payloads, residuals)
         yield from pairwise_exchange(payloads, incoming, node)
         space = Scratch(own.new_empty(sum_bytes(own), dtype=torch.uint8))
         add_encoded(own, node, incoming, codec, None, space, world_size)
-        _encode(codec, own, residuals[node], means[node], scale / world_size)
+        residual.mul_(1 / world_size)  # the unit of means, and back to that of sums
+        codec.encode_with_residual(own, residual, means[node])
+        residual.div_(1 / world_size)
         yield from ring_all_gather(means, node)
-
-
-def _encode(codec: Codec, values: Tensor, residual: Tensor, payload: Tensor, unit: float) -> None:
-    """Encode ``values`` with a residual that is kept in another unit: ``unit * residual`` belongs to them."""
-    if unit != 1.0:
-        residual.mul_(unit)
-    codec.encode_with_residual(values, residual, payload)
-    if unit != 1.0:
-        residual.div_(unit)

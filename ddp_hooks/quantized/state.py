@@ -101,6 +101,7 @@ class QuantizedState:
             self._local = LocalGradients(ddp, parameters, list(managed), "QuantizedState", "quantized_hook")
         self._finds_unused = ddp.find_unused_parameters
         self._step = 0  # number of synchronised backwards, also before this run was resumed
+        self._scale = 1.0  # of the residuals, by the gradient scaler
         self._stats = QuantizedStats()
         self._before = lanes.traffic, 0.0  # bytes and stalls until the last step
         self._runs: list[Run] | None = None  # in which gradients travelled last, or travel next in a resumed run
@@ -134,6 +135,7 @@ class QuantizedState:
             RuntimeError: in the middle of a backward.
         """
         self._refuse_under_way("state_dict()")
+        self._scale_residuals(1.0)  # in place, so that a resumed run, which begins without scale, rounds alike
         return {
             "rank": self._lanes.rank,
             "world_size": self._lanes.world_size,
@@ -166,7 +168,7 @@ class QuantizedState:
             entries["what is loaded"] = "this rank's own state" if own else "a list of states"
         agree(entries, problem, self._lanes.group, "the state of QuantizedState", self.config)
         checkpoint.restore(saved if own else [each for each in saved if each["rank"] % world_size == rank], context)
-        self._step = saved[0]["step"]
+        self._step, self._scale = saved[0]["step"], 1.0
         self._runs = checkpoint.runs_of(saved[0]["runs"], context) if own else None
         self._is_resumed = True
 
@@ -210,13 +212,13 @@ class QuantizedState:
         return future
 
     def _begin_backward(self) -> Backward:
+        self._scale_residuals(self._scaler.get_scale() if self._scaler is not None else 1.0)
         runs = self._runs
         return Backward(
             self._context,
             runs if self._is_resumed else None,
             runs if runs is not None and not self._is_resumed else (),
             self._local.written if self._local is not None and self._finds_unused else None,
-            self._scaler.get_scale() if self._scaler is not None else 1.0,
             self._warning.begin_backward(),
         )
 
@@ -258,6 +260,13 @@ class QuantizedState:
                 self._warning.look(exchange.name, exchange.relative_error)
 
     # -- around it --------------------------------------------------------------------------------------------------
+
+    def _scale_residuals(self, scale: float) -> None:
+        """Bring residuals to the scale of gradients: exact for powers of two."""
+        factor, self._scale = scale / self._scale, scale
+        if factor != 1.0:
+            for residual in self._context.residuals.by_parameter().values():
+                residual.mul_(factor)
 
     def _refuse_under_way(self, what: str) -> None:
         if self._backward is not None:

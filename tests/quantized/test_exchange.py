@@ -38,7 +38,7 @@ def test_equal_to_the_twin(world_size: int, node_size: int, bits: Any) -> None:
             flats = [noise(10 * step + rank, 0, residuals[rank]) for rank in range(world_size)]
             expected = twin.reduce([[flat.clone()] for flat in flats], [(0,)])[0]
             exchanges = [
-                Exchange("weight", flat, residual, codec, Nodes(world_size, rank, node_size), 1.0, step == 0, False)
+                Exchange("weight", flat, residual, codec, Nodes(world_size, rank, node_size), step == 0, False)
                 for rank, (flat, residual) in enumerate(zip(flats, residuals, strict=True))
             ]
             traffic = run_on_fabric([in_turn(each, slice_numel) for each in exchanges])  # type: ignore[misc]
