@@ -121,9 +121,8 @@ class Backward:
         is_new = run not in self.former
         exchange = Exchange(name, flat, residual, codec, context.nodes, is_new, self.measures)
         self.exchanges.append(exchange)
-        block = context.config.block_numel or 256
         message_bytes = scatter_message_bytes(_SLICE_BYTES, lanes.world_size - 1)
-        numel = max(1, message_bytes * 8 // context.config.bits // block) * block
+        numel = max(1, message_bytes // codec.nbytes(codec.block)) * codec.block
         self._works.append(lanes.run_in_turn(exchange.slices(_WHOLE_NUMEL if lanes.native else numel), name))
 
     def _keep_unused(self, run: Run, residual: Tensor | None) -> None:
