@@ -63,10 +63,9 @@ def scatter(
     return run_on_fabric(algorithms)
 
 
-def gather(chunks: list[list[Tensor]], codec: Codec, residuals: Sequence[Tensor | None]) -> list[RankTraffic]:
-    algorithms = []
+def gather(chunks: list[list[Tensor]], codec: Codec) -> list[RankTraffic]:
+    algorithms, wire = [], RoundedWire(codec)
     for rank, own in enumerate(chunks):
-        wire = RoundedWire(codec, residuals[rank])
         algorithms.append(encoded_all_gather(own, rank, wire, scratch_of(encoded_gather_bytes(own, wire))))
     return run_on_fabric(algorithms)
 
@@ -96,7 +95,7 @@ def test_sums_are_formed_in_the_order_of_ranks(world_size: int, codec: Codec) ->
 def test_all_ranks_gather_the_same(world_size: int, codec: Codec) -> None:
     chunks = inputs(world_size)
     owned = [chunks[rank][rank].clone() for rank in range(world_size)]
-    traffic = gather(chunks, codec, [None] * world_size)
+    traffic = gather(chunks, codec)
     for rank, owner in itertools.product(range(world_size), repeat=2):
         assert torch.equal(chunks[rank][owner], there_and_back(codec, owned[owner]))
     for rank in range(world_size):
@@ -107,11 +106,10 @@ def test_all_ranks_gather_the_same(world_size: int, codec: Codec) -> None:
 @pytest.mark.parametrize("world_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("codec", CODECS, ids=str)
 def test_nothing_is_lost(world_size: int, codec: Codec) -> None:
-    """Sums of all inputs are those of all outputs, with the residuals: of reduce-scatters, and of gathers of them."""
+    """Sums of all inputs are those of all outputs, with the residuals."""
     sizes = sizes_of(world_size)
     residuals = [[torch.zeros(n) for n in sizes] for _ in range(world_size)]
-    of_sums = [torch.zeros(n) for n in sizes]
-    given, sums, gathered = ([torch.zeros(n, dtype=torch.float64) for n in sizes] for _ in range(3))
+    given, sums = ([torch.zeros(n, dtype=torch.float64) for n in sizes] for _ in range(2))
     for step in range(20):
         chunks = inputs(world_size, 1000 * step)
         for owner in range(world_size):
@@ -119,14 +117,9 @@ def test_nothing_is_lost(world_size: int, codec: Codec) -> None:
         scatter(chunks, codec, residuals=residuals)
         for owner in range(world_size):
             sums[owner] += chunks[owner][owner]
-        gather(chunks, codec, of_sums)
-        for owner in range(world_size):
-            gathered[owner] += chunks[0][owner]
-            assert all(torch.equal(own[owner], chunks[0][owner]) for own in chunks)
     for owner in range(world_size):
         kept = sum(own[owner].double() for own in residuals)
         torch.testing.assert_close(sums[owner] + kept, given[owner], rtol=0, atol=1e-4)
-        torch.testing.assert_close(gathered[owner] + of_sums[owner], sums[owner], rtol=0, atol=1e-4)
         assert not residuals[owner][owner].any()
 
 
@@ -187,14 +180,14 @@ def partitions_of(codec: Codec, world_size: int) -> list[Partition]:
     ]
 
 
-def gathered(partition: Partition, rank: int, codec: Codec) -> Partition:
-    """Return the partition as it is gathered, with a residual of the own range."""
-    return partition._replace(wire=RoundedWire(codec, torch.zeros_like(partition.ranges[rank])))
+def gathered(partition: Partition, codec: Codec) -> Partition:
+    """Return the partition as it is gathered."""
+    return partition._replace(wire=RoundedWire(codec))
 
 
-def residuals_of(partitions: Sequence[Partition]) -> list[Tensor]:
-    wires = [each.wire for each in partitions]
-    return [wire.residual for wire in wires if isinstance(wire, RoundedWire) and wire.residual is not None]
+def residual_of(partition: Partition) -> Tensor:
+    assert isinstance(partition.wire, RoundedWire) and partition.wire.residual is not None
+    return partition.wire.residual
 
 
 def on_fabric(partitions: Sequence[Partition], slice_bytes: int, scatters: bool) -> None:
@@ -208,18 +201,16 @@ def on_fabric(partitions: Sequence[Partition], slice_bytes: int, scatters: bool)
 
 
 def means(codec: Codec, world_size: int, slice_bytes: int) -> list[Tensor]:
-    """Return all numbers after a reduce-scatter, two gathers of its result with residuals, and one of differences."""
+    """Return all numbers after a reduce-scatter, a gather of its result, and one of differences."""
     partitions = partitions_of(codec, world_size)
     on_fabric(partitions, slice_bytes, scatters=True)
-    gathers = [gathered(each, rank, codec) for rank, each in enumerate(partitions)]
-    for _ in range(2):
-        on_fabric(gathers, slice_bytes, scatters=False)
+    on_fabric([gathered(each, codec) for each in partitions], slice_bytes, scatters=False)
     after = [each.flat.clone() for each in partitions]
     precise = partitions[0]._replace(flat=normal(partitions[0].flat.numel(), 7)).ranges
     wires = [DifferenceWire(codec, each, torch.empty_like(each)) for each in precise]
     differences = [each._replace(wire=wire) for each, wire in zip(partitions, wires, strict=True)]
     on_fabric(differences, slice_bytes, scatters=False)
-    return [*after, *(each.flat for each in partitions), *residuals_of(partitions), *residuals_of(gathers)]
+    return [*after, *(each.flat for each in partitions), *map(residual_of, partitions)]
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 7])
@@ -240,7 +231,7 @@ def on_lanes(rank: int, world_size: int, native: bool) -> tuple[list[Tensor], in
     found, exact = [], Partition(torch.ones(world_size), tuple(range(world_size + 1)))
     for codec in CODECS:
         partition = partitions_of(codec, world_size)[rank]
-        gather = gathered(partition, rank, codec)
+        gather = gathered(partition, codec)
         for _ in range(2):
             if lane is not None:
                 lane.reduce_scatter([exact, partition], "numbers", world_size).wait()
@@ -249,7 +240,7 @@ def on_lanes(rank: int, world_size: int, native: bool) -> tuple[list[Tensor], in
                 lanes.reduce_scatter([exact, partition], "numbers", world_size).wait()
                 lanes.all_gather([gather], "numbers").wait()
                 lanes.all_gather([exact], "numbers").wait()
-        found += [partition.flat, *residuals_of([partition, gather])]
+        found += [partition.flat, residual_of(partition)]
     sent = (lane or lanes).traffic.sent_bytes
     lanes.close()
     return [*found, exact.flat], sent
@@ -265,13 +256,12 @@ def test_lanes(workers: WorkerPools, world_size: int) -> None:
         assert 0 < sent <= sent_on_stream, "there gathered payloads have the length of the longest"
     for index, codec in enumerate(CODECS):
         twin = partitions_of(codec, world_size)
-        gathers = [gathered(each, rank, codec) for rank, each in enumerate(twin)]
         for _ in range(2):
             on_fabric(twin, 10_000, scatters=True)
-            on_fabric(gathers, 10_000, scatters=False)
+            on_fabric([gathered(each, codec) for each in twin], 10_000, scatters=False)
         for rank, (numbers, _) in enumerate(on_threads):
-            expected = [twin[rank].flat, *residuals_of([twin[rank], gathers[rank]])]
-            assert all(map(torch.equal, numbers[3 * index : 3 * index + 3], expected))
+            expected = [twin[rank].flat, residual_of(twin[rank])]
+            assert all(map(torch.equal, numbers[2 * index : 2 * index + 2], expected))
 
 
 def different_codecs(rank: int, world_size: int) -> str:

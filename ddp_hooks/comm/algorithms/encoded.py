@@ -136,8 +136,6 @@ def encode_own(
     """Write the own chunk of an all-gather to ``payload``; ``room``: memory for a difference, None: new memory."""
     if isinstance(wire, DifferenceWire):
         wire.codec.encode(torch.sub(wire.precise, own, out=room), payload)
-    elif wire.residual is not None:
-        wire.codec.encode_with_residual(own, wire.residual, payload)
     else:
         wire.codec.encode(own, payload)
 

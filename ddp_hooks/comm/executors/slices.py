@@ -120,7 +120,8 @@ def _encoded_gathers(
     first = partition.bounds[rank]
     for ranges in _block_ranges(partition, wire.codec, coded_bytes):
         chunks = [partition.flat[each] for each in ranges]
-        part = wire.part(slice(ranges[rank].start - first, ranges[rank].stop - first))
+        own = slice(ranges[rank].start - first, ranges[rank].stop - first)
+        part = wire.part(own) if isinstance(wire, DifferenceWire) else wire
         start = partial(encoded_all_gather, chunks, rank, part, node_size=node_size)
         yield Slice(start, encoded_gather_bytes(chunks, part), torch.uint8)
 

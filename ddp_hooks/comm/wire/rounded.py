@@ -11,16 +11,10 @@ from ddp_hooks.comm.wire.codecs import Codec
 
 @dataclass
 class RoundedWire:
-    """Reduce-scatter or all-gather of numbers that the rank which sends them rounds once.
-
-    The two have different residuals, in the units of sums and of gathered numbers.
-    """
+    """Reduce-scatter or all-gather of numbers that the rank which sends them rounds once."""
 
     codec: Codec
-    residual: Tensor | None = None  # (numel of the partition, in a gather of this rank's range,), changed in place
-
-    def part(self, elements: slice) -> RoundedWire:
-        return RoundedWire(self.codec, None if self.residual is None else self.residual[elements])
+    residual: Tensor | None = None  # of a reduce-scatter, (numel of the partition,), changed in place
 
 
 @dataclass
