@@ -69,8 +69,8 @@ class QuantizedState:
     Args:
         ddp: the model.
         config: the settings.
-        scaler: the ``torch.amp.GradScaler`` of the loop, if it has one: residuals are kept without its scale, which
-            changes from step to step.
+        scaler: the ``torch.amp.GradScaler`` of the loop, if it has one: residuals follow its scale, which changes from
+            step to step. If it is forgotten, they keep the scale of their step, and nobody notices.
 
     Raises:
         ValueError: on every rank, before anything is changed, if the set-up cannot work, or if ranks differ.
