@@ -10,11 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ddp_hooks.comm import Partition, run_on_fabric
+from ddp_hooks.comm.algorithms.encoded import two_level_encoded_reduce_scatter, two_level_encoded_scatter_bytes
 from ddp_hooks.comm.algorithms.two_level import (
     two_level_all_gather,
     two_level_reduce_scatter,
     two_level_scratch_numel,
 )
+
+from ddp_hooks.comm.wire.codecs import IntBlocks
 
 Sizes = list[int]
 sizes_of_ranges = st.integers(1, 33).flatmap(lambda p: st.lists(st.integers(0, 9), min_size=p, max_size=p))
@@ -64,3 +67,29 @@ def test_nodes_must_be_equal() -> None:
     partition = Partition(torch.zeros(6), tuple(range(7)))
     with pytest.raises(ValueError, match="node_size must divide 6 ranks, got 4"):
         next(two_level_all_gather(partition.ranges, 0, 4))
+
+
+@pytest.mark.parametrize("hands_over", [False, True])
+def test_residuals_of_another_partition_are_handed_over(hands_over: bool) -> None:
+    """What a rank owes to ranges that it does not encode goes into its node's sums, or stays."""
+    world_size, node_size, codec = 6, 2, IntBlocks(8, 256)
+    generator = torch.Generator().manual_seed(0)
+    gradients, residuals = (
+        [[torch.randn(300, generator=generator) for _ in range(world_size)] for _ in range(world_size)] for _ in "gr"
+    )
+    given = sum(torch.stack(each).double().sum(0) for each in zip(*gradients, *residuals, strict=True))
+    scratch = [
+        torch.empty(two_level_encoded_scatter_bytes(chunks, rank, node_size, codec), dtype=torch.uint8)
+        for rank, chunks in enumerate(gradients)
+    ]
+    run_on_fabric([
+        two_level_encoded_reduce_scatter(
+            gradients[rank], rank, node_size, codec, residuals[rank], scratch[rank], hands_over=hands_over
+        )
+        for rank in range(world_size)
+    ])
+    left = [residuals[rank][owner] for rank in range(world_size) for owner in range(world_size) if (owner - rank) % 2]
+    assert all(not residual.any() for residual in left) == hands_over
+    arrived = sum(gradients[rank][rank].double() for rank in range(world_size))
+    kept = sum(torch.stack(each).double().sum(0) for each in zip(*residuals, strict=True))
+    torch.testing.assert_close(arrived + kept, given, rtol=0, atol=1e-3)

@@ -245,6 +245,22 @@ _COMM = (
         "told_once",
     ),
     Fault(
+        "comm: residuals of another partition stay with ranks that encode other ranges",
+        "ddp_hooks/comm/algorithms/encoded.py",
+        "if hands_over and residuals is not None:",
+        "if False:",
+        ("tests/comm/test_two_level.py",),
+        "handed_over",
+    ),
+    Fault(
+        "dear: no partition of a new layout is new",
+        "ddp_hooks/dear/reduction/wires.py",
+        "is_new=index not in self._of_atom",
+        "is_new=False",
+        ("tests/dear/test_rounded_wires.py",),
+        "two_levels",
+    ),
+    Fault(
         "comm: slices of encoded numbers cut blocks in two",
         "ddp_hooks/comm/executors/slices.py",
         "max(1, message_bytes // block_bytes) * codec.block",

@@ -161,14 +161,21 @@ def two_level_encoded_reduce_scatter(
     residuals: Sequence[Tensor] | None,
     scratch: Tensor,
     divisor: int = 1,
+    hands_over: bool = False,
 ) -> Algorithm:
     """Sum ``chunks[rank]`` over all ranks: as it is within nodes, encoded between them, and divide the sum, in place.
 
     Chunks of equal local ranks end as their node's sums. ``residuals`` are those of the node's sums: only chunks of
-    equal local ranks have some.
+    equal local ranks have some. Other chunks may have some that another partition has left; with ``hands_over`` these
+    become part of the node's sums.
     """
     (members, local_rank, within), (peers, node, between) = levels_of(chunks, rank, node_size)
     own = chunks[rank]
+    if hands_over and residuals is not None:
+        for owner, (chunk, residual) in enumerate(zip(chunks, residuals, strict=True)):
+            if owner not in peers:
+                chunk.add_(residual)
+                residual.zero_()
     yield from reduce_scatter_among(members, local_rank, within, scratch.view(own.dtype))
     chunks_between = [chunk for (chunk,) in between]
     kept = None if residuals is None else [residuals[peer] for peer in peers]

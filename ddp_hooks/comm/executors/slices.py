@@ -106,7 +106,9 @@ def _rounded_sums(
         residuals = None if wire.residual is None else [wire.residual[each] for each in ranges]
         if node_size > 1:
             sums = two_level_encoded_reduce_scatter
-            start = partial(sums, chunks, rank, node_size, codec, residuals, divisor=divisor)
+            start = partial(
+                sums, chunks, rank, node_size, codec, residuals, divisor=divisor, hands_over=wire.is_new
+            )
             yield Slice(start, two_level_encoded_scatter_bytes(chunks, rank, node_size, codec), torch.uint8)
         else:
             members = range(len(chunks))

@@ -15,6 +15,7 @@ class RoundedWire:
 
     codec: Codec
     residual: Tensor | None = None  # of a reduce-scatter, (numel of the partition,), changed in place
+    is_new: bool = False  # the residual may come from another partition
 
 
 @dataclass

@@ -25,7 +25,7 @@ class ReductionWires:
         self._rounds_to = config.rounds_to if lanes.world_size > 1 else None
         self._residuals = Residuals(parameters)
         self._layout: Layout | None = None
-        self._of_atom: dict[int, ExactWire | ExactNativeWire] = {}
+        self._of_atom: dict[int, ExactWire | ExactNativeWire | RoundedWire] = {}
 
     def scale_residuals(self, factor: float) -> None:
         """Multiply residuals, where the loss will have another scale."""
@@ -46,7 +46,12 @@ class ReductionWires:
             codec = codec_of(self._rounds_to, None, gradient.dtype)
             if codec is None:
                 return None
-            return RoundedWire(codec, self._residuals.of_bucket(bucket)[atom.start : atom.start + atom.numel])
+            residual = self._residuals.of_bucket(bucket)[atom.start : atom.start + atom.numel]
+            if layout is not self._layout:
+                self._layout, self._of_atom = layout, {}
+            rounded = RoundedWire(codec, residual, is_new=index not in self._of_atom)
+            self._of_atom[index] = rounded
+            return rounded
         if not self._is_exact or gradient.dtype != torch.float32:
             return None
         if layout is None:
