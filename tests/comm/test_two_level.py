@@ -16,7 +16,6 @@ from ddp_hooks.comm.algorithms.two_level import (
     two_level_reduce_scatter,
     two_level_scratch_numel,
 )
-
 from ddp_hooks.comm.wire.codecs import IntBlocks
 
 Sizes = list[int]
