@@ -28,10 +28,21 @@ WIRES = {"bf16": 2**-8, "int8": 1 / 127, "int4": 1 / 7}  # with a bound of the r
 STEPS = 8
 
 
+class InOtherOrder(Real):
+    """Gradients come in another order than DDP expects, so it forms other buckets in the second step."""
+
+    def forward(self, step: int, rank: int) -> Tensor:
+        total = torch.zeros(())
+        for layer, weight in enumerate(self.weights):
+            total = total + (weight * gradient(step, rank, layer, tuple(weight.shape))).sum()
+        return total
+
+
 def begin(
     config: DearConfig, rate: float = 1.0, dtype: torch.dtype = torch.float32
 ) -> tuple[DistributedDataParallel, torch.optim.Optimizer, DearState]:
-    ddp = DistributedDataParallel(Real().to(dtype), gradient_as_bucket_view=True, bucket_cap_mb=0.05)
+    model = InOtherOrder() if config.node_size else Real().to(dtype)
+    ddp = DistributedDataParallel(model, gradient_as_bucket_view=True, bucket_cap_mb=0.05)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=rate)
     state = DearState(ddp, optimizer, config)
     ddp.register_comm_hook(state, dear_hook)
