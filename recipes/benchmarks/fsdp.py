@@ -123,8 +123,8 @@ def _remark(result: dict[str, Any]) -> str:
         found += f", prefetch={tuned['prefetch']:g}." if tuned["prefetch"] >= 0 else ", and the default prefetching."
     bound_s, measured_s = result["bounds"]["dependency"], result["bounds_goodput"]["dependency"]
     return (
-        f"Emulated compute {result['compute_s']:.3f} s per step; {result['parameter_bytes'] / 1e6:.1f} MB of "
-        f"parameters. The bound of every schedule that moves float32, DeAR's and ours: {bound_s:.3f} s "
+        f"Emulated compute {result['compute_s']:.3f} s per backward; {result['parameter_bytes'] / 1e6:.1f} MB of "
+        f"parameters. The bound of every schedule of one backward that moves float32, DeAR's and ours: {bound_s:.3f} s "
         f"({measured_s:.3f} s at the measured {result['goodput_bytes_per_s'] / 1e6:.1f} MB/s). "
         f"Medians over {result['rounds']} windows of {result['steps']} steps, slowest rank.{found}"
     )
