@@ -262,11 +262,10 @@ class QuantizedState:
     # -- around it --------------------------------------------------------------------------------------------------
 
     def _scale_residuals(self, scale: float) -> None:
-        """Bring residuals to the scale of gradients: exact for powers of two."""
+        """Bring residuals to the scale of gradients."""
         factor, self._scale = scale / self._scale, scale
         if factor != 1.0:
-            for residual in self._context.residuals.by_parameter().values():
-                residual.mul_(factor)
+            self._context.residuals.scale(factor)
 
     def _refuse_under_way(self, what: str) -> None:
         if self._backward is not None:

@@ -18,7 +18,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torchvision import models
 
 from recipes.benchmarks.harness.worker import report, slowest, take_turns, total
-from recipes.benchmarks.time_to_loss import PATIENCE, VALIDATED_EVERY, CurveJob, TimingJob, steps_to
+from recipes.benchmarks.time_to_loss import PATIENCE, VALIDATED_EVERY, CurveJob, TimingJob, powersgd_after, steps_to
 from recipes.benchmarks.variants import Trainee, parse_variant, with_hook
 from recipes.common.batches import endless_batches
 from recipes.common.byte_text import cut_into_blocks, make_gpt2
@@ -55,7 +55,7 @@ class Task:
 def train(job: CurveJob) -> dict[str, Any]:
     """Train, and return validation losses, one every :data:`~recipes.benchmarks.time_to_loss.VALIDATED_EVERY` steps."""
     task = task_called(job.model)
-    trainee = _wrapped(task, job.variant, job.powersgd_after)
+    trainee = _wrapped(task, job.variant, powersgd_after(job.steps))
     ddp = trainee.model
     assert isinstance(ddp, DistributedDataParallel)
     torch.manual_seed(dist.get_rank())
@@ -82,7 +82,7 @@ def time_variants(job: TimingJob) -> dict[str, Any]:
     task = task_called(job.model)
 
     def measure(name: str) -> float:
-        trainee, batches = _wrapped(task, name, powersgd_after=2), task.batches()
+        trainee, batches = _wrapped(task, name, 2), task.batches()
         for batch in itertools.islice(batches, job.warmup + 1):  # PowerSGD's third step is its first
             _train_step(trainee, batch)
         dist.barrier()
@@ -99,7 +99,7 @@ def time_variants(job: TimingJob) -> dict[str, Any]:
     return {"step_s": take_turns(job.variants, job.rounds, measure), "num_parameters": num_parameters}
 
 
-def _wrapped(task: Task, name: str, powersgd_after: int) -> Trainee:
+def _wrapped(task: Task, name: str, num_dense_steps: int) -> Trainee:
     torch.manual_seed(0)
     spec = parse_variant(name)
     ddp = DistributedDataParallel(
@@ -109,7 +109,7 @@ def _wrapped(task: Task, name: str, powersgd_after: int) -> Trainee:
     if spec.settings.get("momentum") is not None:  # the hook's takes the place of the optimizer's
         for group in optimizer.param_groups:
             group["momentum"] = 0.0
-    return with_hook(ddp, optimizer, spec, powersgd_after)
+    return with_hook(ddp, optimizer, spec, num_dense_steps)
 
 
 def _train_step(trainee: Trainee, batch: tuple[Tensor, ...]) -> None:

@@ -69,11 +69,6 @@ class CurveJob:
     workers: int
     target: float | None = None
 
-    @property
-    def powersgd_after(self) -> int:
-        """Steps after which PowerSGD begins."""
-        return max(2, self.steps // 10)
-
 
 @dataclass(frozen=True)
 class TimingJob:
@@ -161,9 +156,14 @@ def seconds_to_loss(result: dict[str, Any]) -> dict[str, tuple[int, float]]:
     found = {}
     for name, curve in result["curves"].items():
         if (steps := steps_to(target, curve["losses"])) is not None:
-            slow = min(steps, max(2, result["steps"] // 10)) if parse_variant(name).kind == "ddp-powersgd" else 0
+            slow = min(steps, powersgd_after(result["steps"])) if parse_variant(name).kind == "ddp-powersgd" else 0
             found[name] = (steps, slow * step_s[dense] + (steps - slow) * step_s[name])
     return found
+
+
+def powersgd_after(steps: int) -> int:
+    """Return the steps after which PowerSGD begins, where plain DDP takes ``steps``."""
+    return max(2, steps // 10)
 
 
 def fastest_ddp(result: dict[str, Any]) -> str:

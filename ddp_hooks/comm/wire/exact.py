@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 BLOCK = 1024  # numbers whose low bits travel together
-_LOW_BITS = 0xFFFF
+LOW_BITS = 0xFFFF
 _ALL_BUT_SIGN = 0x7FFFFFFF
-_TYPES = (torch.bfloat16, torch.float16)
-_LONGEST_PAUSE = 64  # turns between two looks at numbers that do not fit
+TYPES = (torch.bfloat16, torch.float16)
+LONGEST_PAUSE = 64  # turns between two looks at numbers that do not fit
 _NONE = np.empty(0, dtype=np.int64)
 _NOTHING = torch.empty(0, dtype=torch.int16)
 
@@ -52,7 +52,7 @@ class PairMemory:
         self.known = misfits
         if 2 * len(misfits) > num_blocks:
             self.known, self.pause = _NONE, self.next_pause
-            self.next_pause = min(2 * self.next_pause, _LONGEST_PAUSE)
+            self.next_pause = min(2 * self.next_pause, LONGEST_PAUSE)
         else:
             self.next_pause = 1
 
@@ -80,13 +80,13 @@ def encode(values: Tensor, memory: PairMemory, message: Tensor) -> Tensor:
     bits = values.numpy().view(np.int32)
     flags = _misfits(values, memory.narrow, fields.as_numbers(memory.narrow))
     if 2 * np.count_nonzero(flags) > len(flags):
-        other = _TYPES[1 - _TYPES.index(memory.narrow)]
+        other = TYPES[1 - TYPES.index(memory.narrow)]
         others = _misfits(values, other, torch.empty(values.numel(), dtype=other))
         if np.count_nonzero(others) < np.count_nonzero(flags):
             memory.narrow, flags = other, others
             fields.as_numbers(other).copy_(values)
     fields.flags[:] = flags
-    fields.kind[:] = _TYPES.index(memory.narrow)
+    fields.kind[:] = TYPES.index(memory.narrow)
     whole = len(flags) * BLOCK
     fields.rest_low[:] = bits[whole:]
     fields.high[whole:] = bits[whole:] >> 16
@@ -123,7 +123,7 @@ class Arrived:
     def decode(self, values: Tensor) -> None:
         """Write the numbers, bit for bit, to ``values``, (n,), float32; the second message must have arrived."""
         fields, whole = self.fields, len(self.fields.flags) * BLOCK
-        values.copy_(fields.as_numbers(_TYPES[fields.kind[0]]))
+        values.copy_(fields.as_numbers(TYPES[fields.kind[0]]))
         bits = values.numpy().view(np.int32)
         bits[whole:] = _joined(fields.high[whole:], fields.rest_low)
         blocks, high = bits[:whole].reshape(-1, BLOCK), fields.high[:whole].reshape(-1, BLOCK)
@@ -171,7 +171,7 @@ def _misfits(values: Tensor, narrow: torch.dtype, written: Tensor) -> np.ndarray
     written.copy_(values)
     num_blocks = values.numel() // BLOCK
     lost = values[: num_blocks * BLOCK]
-    mask = _LOW_BITS
+    mask = LOW_BITS
     if narrow == torch.float16:  # the exponent may not fit either
         lost, mask = written[: num_blocks * BLOCK].float().sub_(lost), _ALL_BUT_SIGN
     bits = lost.view(torch.int32).numpy().reshape(num_blocks, BLOCK)

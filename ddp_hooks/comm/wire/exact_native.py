@@ -26,15 +26,12 @@ import torch
 from torch import Tensor
 
 from ddp_hooks.comm.validation import see
-from ddp_hooks.comm.wire.exact import BLOCK
+from ddp_hooks.comm.wire.exact import BLOCK, LONGEST_PAUSE, LOW_BITS, TYPES
 
 _LOOKS = 3
 _SPARE_PART = 32  # one block of so many is spare
 _LEAST_SPARE = 2
 _LEAST_BLOCKS = 8  # of a range: below, spare blocks cost more than half of what 16 bits save
-_LONGEST_PAUSE = 64  # turns between two looks at numbers that do not fit
-_LOW_BITS = 0xFFFF
-_TYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -95,7 +92,7 @@ class ExactNativeWire:
             return
         label, flags, self._flags = self._flags.label, self._flags.read(), None
         if self.narrow is None:
-            self._learn_from_look(flags.reshape(len(_TYPES), -1))
+            self._learn_from_look(flags.reshape(len(TYPES), -1))
             return
         if flags[-1]:
             raise RuntimeError(
@@ -117,7 +114,7 @@ class ExactNativeWire:
         if self._is_worthless(self._misfits[best]):
             self._rest()
         elif self._num_looks == _LOOKS:
-            self.narrow = _TYPES[best]
+            self.narrow = TYPES[best]
             self._widen(self._misfits[best])
 
     def _widen(self, wide: np.ndarray) -> None:
@@ -130,10 +127,10 @@ class ExactNativeWire:
 
     def _rest(self) -> None:
         self.narrow, self._misfits, self._num_looks = None, self._none(), 0
-        self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, _LONGEST_PAUSE)
+        self._pause, self._next_pause = self._next_pause, min(2 * self._next_pause, LONGEST_PAUSE)
 
     def _none(self) -> np.ndarray:
-        return np.zeros((len(_TYPES), self._num_owners * self._num_blocks), dtype=bool)
+        return np.zeros((len(TYPES), self._num_owners * self._num_blocks), dtype=bool)
 
     # -- on the device ---------------------------------------------------------------------------------------------
 
@@ -141,7 +138,7 @@ class ExactNativeWire:
         """Return flags, uint8, of blocks that are not shown to fit, for each type; ``flat`` is the partition's."""
         blocks = self._blocks(flat)
         shown = 2 * ((blocks != 0) & blocks.isfinite()).sum(-1) >= BLOCK
-        flags = torch.stack([~((blocks.to(narrow) == blocks).all(-1) & shown) for narrow in _TYPES])
+        flags = torch.stack([~((blocks.to(narrow) == blocks).all(-1) & shown) for narrow in TYPES])
         return flags.view(torch.uint8).flatten()
 
     def encode(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,7 +179,7 @@ class ExactNativeWire:
         wide = self._wide_blocks(own.device)[0][1][first : first + self.num_wide[rank]]
         low_of_wide = low_of_wide.view(self._num_owners, len(wide), BLOCK)
         for where, part in (((senders, places.long()), low), ((senders, wide[None]), low_of_wide)):
-            bits[where] = (high[where].int() << 16) | (part.int() & _LOW_BITS)
+            bits[where] = (high[where].int() << 16) | (part.int() & LOW_BITS)
         own.copy_(values[0])
         for each in values[1:]:  # one pass over a range per rank, over the whole partition together
             own.add_(each)

@@ -46,6 +46,11 @@ class Residuals:
         """Return the residuals by parameter, (numel,) each, without those that nobody has asked for yet: views."""
         return dict(self._views)
 
+    def scale(self, factor: float) -> None:
+        """Multiply all residuals, in place, where gradients have another scale; exact for powers of two."""
+        for residual in self._views.values():
+            residual.mul_(factor)
+
     def load(self, values: Mapping[int, Tensor]) -> None:
         """Replace all residuals by copies of ``values``, (numel,) each, by parameter; missing ones become 0."""
         self._buckets, self._views = {}, {}

@@ -29,8 +29,7 @@ class ReductionWires:
 
     def scale_residuals(self, factor: float) -> None:
         """Multiply residuals, where the loss will have another scale."""
-        for residual in self._residuals.by_parameter().values():
-            residual.mul_(factor)
+        self._residuals.scale(factor)
 
     def refuse_lost_bits(self) -> None:
         """Raise RuntimeError if exact gradients lost bits, and no backward has found out yet; communicate nothing."""
